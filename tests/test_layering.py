@@ -38,6 +38,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pipeline": (
         ("failures", "fingerprints", "terms"),
         ("prepare", "search_probes"),
+        ("equivalence",),
         ("own_checkpoints", "prediction", "sessions", "verification"),
         *(("memory",), ("batches",), ("plans",)),
         ("comparisons", "live", "out_of_memory"),

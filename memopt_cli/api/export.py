@@ -21,7 +21,7 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     out, and named at the head of the file.  Raises :class:`UsageError` for what is no plan.
     """
     whole = the_plan(plan)
-    plan = replace(whole.longest, in_backward=whole.in_backward)
+    plan = replace(whole.longest, in_backward=whole.in_backward, compile=whole.compile)
     # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
     left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
@@ -54,6 +54,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"what is saved for backward outside of segments stays on the device, and does not go to {plan.place}"
     if plan.in_backward:
         yield "the optimizer does not run in backward"
+    if plan.compile is not None:
+        yield f"the model is not compiled: after this, call model.compile(backend={plan.compile.backend!r})"
     for segment in plan.segments:
         path = segment.path or "(root)"
         if segment.through_loss:

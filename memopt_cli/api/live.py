@@ -85,6 +85,7 @@ def optimize(
     target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
+    compile: str | None = None,
     recommend_batch: bool = False,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
@@ -120,6 +121,9 @@ def optimize(
         Classes or paths of the modules that may become segments; memopt chooses if there are none.
     search_time:
         Seconds after which the best so far is taken.
+    compile:
+        A backend of ``torch.compile``: with a budget, the fastest step that it makes is looked for as well, and where
+        that is the answer, the model is compiled when it is called.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
     for_device:
@@ -161,6 +165,7 @@ def optimize(
             dim_range=varied,
             lengths=lengths_given(lengths),
             search_limit_s=accepted_if_given("search_time", search_time),
+            backend=None if compile is None else text("compile", compile),
             recommend_batch=wants_batch,
             confirm_batch=wants_batch,
             card=card,

@@ -25,7 +25,7 @@ from memopt_cli.api.shown import Shown
 from memopt_cli.errors import OptionError
 from memopt_cli.measure import processes
 from memopt_cli.measure.reach import UserFunction
-from memopt_cli.pipeline.comparisons.equivalence import compare_prepared
+from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live.model import also_prepared_model, once
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared

@@ -60,7 +60,7 @@ def apply_plan(
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         return model
     for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
-        _compare(model, plan, inputs, loss)
+        _compare(model, plan.of_model.eager, inputs, loss)
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
     apply.apply_plan(model, plan, optimizer)
@@ -106,9 +106,9 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
     with gradients_kept(model), generators_kept(), _off_the_last_step(model):
-        install = functools.partial(apply.apply_plan, plan=plan.of_model)
+        install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
-        found = compared(step, plan.of_model, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+        found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
     if not found.passed:
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
         raise VerificationError(

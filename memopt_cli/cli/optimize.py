@@ -29,6 +29,7 @@ def optimize(
     pick: int | None = None,
     measure_levels: bool = False,
     search_time: float | None = None,
+    compile: str | None = None,
     card: DeviceProfile | None = None,
     step: StepOptions,
     spread: SpreadOptions,
@@ -75,6 +76,7 @@ def optimize(
         record_steps=files.wanted,
         search_limit_s=search_time,
         measure_levels=measure_levels,
+        backend=compile,
         interruptible=True,
     )
     files.check(model)

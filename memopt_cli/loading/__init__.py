@@ -26,6 +26,7 @@ from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
 from memopt_cli.text.python_words import said_in_python
+from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
 
@@ -91,7 +92,8 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     Returns
     -------
     nn.Module
-        The model, in the mode in which it was saved; one of ``save_pretrained`` is in training mode.
+        The model, in the mode in which it was saved; one of ``save_pretrained`` is in training mode.  If it was saved
+        with a plan that compiles it, it is compiled when it is called.
 
     Raises
     ------
@@ -101,7 +103,9 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     try:
         if Path(path).is_dir():
             return load_pretrained(os.fspath(path))[0].module
-        return _load_file(read_file(os.fspath(path), key), trust)[0].module
+        model = _load_file(read_file(os.fspath(path), key), trust)[0].module
+        compile_again(unwrapped(model))
+        return model
     except Unvouched as err:
         if err.remedy == Trust():
             raise

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
-    CompiledStep,
     Conditions,
     Counted,
     DeviceProfile,
@@ -74,6 +73,8 @@ class Subject:
     for a single device."""
     rank: int = 0
     """Index of the rank."""
+    compiler_cache: str | None = None
+    """Folder in which PyTorch's compiler keeps what it makes; ``None`` for the user's own, or that of the sandbox."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -95,6 +96,8 @@ class StepJob(Job[Answer]):
     """A question for which steps of the loaded model run: its function takes the ``Bench`` of the model and the job."""
 
     __slots__ = ()
+    compiles: ClassVar[bool] = False
+    """Whether a plan that compiles the model does so for this job; others record, count or compare the eager step."""
 
 
 def name_of(job: Job[Any]) -> str:
@@ -296,14 +299,21 @@ class Measured:
     fingerprint: Fingerprint
     not_as_planned: tuple[str, ...] = ()
     """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
+    broken: str = ""
+    """Reason by PyTorch why a model that the plan compiles is not one graph: parts of it, or all, run as they are.
+    Empty if it is one, and where nothing is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob(StepJob[Measured]):
-    """A request to time steps under a plan and to measure both peaks."""
+    """A request to time steps under a plan and to measure both peaks.
+
+    In compiled code only the allocator sees tensors: its peak stands for both where the plan compiles the model.
+    """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
     most_bytes: ClassVar[int] = PER_TENSOR
+    compiles: ClassVar[bool] = True
     plan: Plan
     steps: int = 3
     """Number of timed steps, at least."""
@@ -354,15 +364,6 @@ class ProbeJob(StepJob[BatchProbe]):
     """Symbol -> size, where it differs from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledJob(StepJob[CompiledStep]):
-    """A question for the allocated peak and the time of the compiled step."""
-
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.compiled:measure"
-    plan: Plan
-    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +454,7 @@ class FollowJob(StepJob[Followed]):
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
     most_bytes: ClassVar[int] = PER_TENSOR
+    compiles: ClassVar[bool] = True
     plan: Plan = ORIGINAL
     steps: int = 3
     watched: int | None = None

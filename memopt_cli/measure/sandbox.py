@@ -46,7 +46,8 @@ there, or open a new one (``ptmx``)."""
 _GPU_DEVICES: Final = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _THREADS: Final = "/proc/self/task"
 """The folder to which NVIDIA's driver, since 570, writes the names of its threads, or it fails with error 304."""
-CACHES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
+COMPILER_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
+CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "MPLCONFIGDIR")
 """Variables that name the folders for the caches of libraries."""
 
 _IN_MEMORY: Final = "/dev/shm"

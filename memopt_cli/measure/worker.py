@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,9 +24,9 @@ from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
+from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
-from memopt_cli.records import ModelFacts, OutOfMemory, StepFailed, from_data, to_data
+from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.step import FORWARD_HINT, is_out_of_memory
@@ -61,8 +62,12 @@ class Worker:
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
             return answer(self._subject, job)
+        plan: Plan = getattr(job, "plan", ORIGINAL)
+        if plan.compile is not None and not job.compiles:
+            plan = plan.eager
+            job = replace(job, plan=plan)  # type: ignore[type-var]
+        keeps_compiled = self._subject.source.keeps_compiled or plan.compile is not None
         try:
-            keeps_compiled = self._subject.source.keeps_compiled
             compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
             with self.bench.cleared(), compiled:
                 return answer(self.bench, job)
@@ -92,7 +97,10 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
     """
     documents.places.update(places)
     bounds.limits_process = sandbox.is_confined()
-    worker = Worker(from_data(Subject, json.loads(jobs.readline())))
+    subject = from_data(Subject, json.loads(jobs.readline()))
+    if subject.compiler_cache is not None and not sandbox.is_confined():
+        os.environ[sandbox.COMPILER_CACHE] = subject.compiler_cache
+    worker = Worker(subject)
     for line in jobs:
         message = json.loads(line)
         job = from_data(class_of(message["kind"]), message["job"])

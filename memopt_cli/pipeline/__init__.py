@@ -3,8 +3,8 @@
 from memopt_cli.pipeline.batches.fastest import recommend_fastest
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks
 from memopt_cli.pipeline.batches.recommendation import recommend_batch
-from memopt_cli.pipeline.comparisons.equivalence import verify
 from memopt_cli.pipeline.comparisons.regression import baseline, check, compare_files
+from memopt_cli.pipeline.equivalence import verify
 from memopt_cli.pipeline.memory.group import measure
 from memopt_cli.pipeline.memory.inspection import inspect
 from memopt_cli.pipeline.memory.profiling import profile

@@ -22,6 +22,7 @@ def predicted_ranks(
 
     Raises :class:`MemoptError`.
     """
+    plan.required_eager("a rank is predicted without a compiler")
     found: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
         opened = {}

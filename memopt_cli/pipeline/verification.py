@@ -7,11 +7,15 @@ follows on fewer samples.  Only where the fingerprints differ is the full compar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.equivalence import Known, compare_prepared
+from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS, compared
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
@@ -32,6 +36,8 @@ _STEPS = 3
 """The number of steps, of the original and with the plan together, that a comparison in full takes."""
 _QUICK_S = 1.0
 """The longest that these steps may take, in seconds; where a step takes longer, fewer samples are compared."""
+_CONSECUTIVE = 3
+"""The number of consecutive compiled steps that are compared."""
 _FEW = 2
 """The batch at which a plan is verified where no step at full size is to be run."""
 
@@ -46,8 +52,52 @@ def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verificati
         prepared.progress.stage(f"verifying at batch {size}")
         found = _verified_at(prepared, plan, Sizes(batch=size))
         if size == 1 or not isinstance(found, OutOfMemory):
-            return found
+            if plan.compile is None or not isinstance(found, Verification) or not found.passed:
+                return found
+            return verified_compiled(prepared, plan, found)
         size = max(1, size // 2)
+
+
+def verified_compiled(
+    prepared: Prepared,
+    plan: Plan,
+    found: Verification,
+    reference: Prepared | None = None,
+    known: Known | None = None,
+) -> Verification | Failure:
+    """Compare consecutive compiled steps under ``plan`` with those compiled without segments and memory budget.
+
+    ``found``: the verification of its segments without a compiler, which is returned with this check added.  Both
+    models are compiled, for a compiler sums in another order, and draws other random numbers.  ``reference``: the model
+    as prepared for the other one, ``None`` for ``prepared``; ``known``: what is known of its steps.
+    """
+    assert plan.compile is not None, "else there is nothing to compare"
+    backend, plain = plan.compile.backend, Plan(compile=replace(plan.compile, activation_memory_budget=None))
+    if plan == plain:
+        return found
+    try:
+        told = compare_prepared(
+            replace(reference or prepared, carried=plain), replace(prepared, carried=plan), _CONSECUTIVE, known
+        )
+    except MemoptError as error:
+        return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
+    check = FurtherCheck(name=f"compiled by {backend}", batch=told.batch, compared=told.compared)
+    found = replace(found, further=(*found.further, check))
+    # A model that is broken into other graphs draws other random numbers in forward, and agrees with the same ones.
+    # Where outputs agree and gradients do not, backward may be wrong with the compiler's own random numbers alone.
+    has_other_outputs = any(gap.name.startswith("output") for gap in told.gaps)
+    is_drawn = has_other_outputs and told.cause is not None and told.cause.text == RANDOM_COMPILED
+    if told.passed or (is_drawn and plan.compile.activation_memory_budget is None):
+        return found
+    gap = told.gaps[0] if told.gaps else None
+    return replace(
+        found,
+        passed=False,
+        worst_name=gap.name if gap is not None else "the compiled step",
+        worst_difference=gap.apart if gap is not None else math.inf,
+        detail=told.failed or told.hooks,
+        differs_in=f"where {backend} compiles it" + (f" ({told.cause.text})" if told.cause is not None else ""),
+    )
 
 
 def verified_small(prepared: Prepared, plan: Plan) -> Verification | Failure:

@@ -124,6 +124,7 @@ from memopt_cli.records.plan import (
     MOST_NORMS,
     MOST_RANGES,
     ChunkRule,
+    CompilePlan,
     CompressorName,
     InputDimension,
     PlaceName,
@@ -171,7 +172,7 @@ from memopt_cli.records.search import (
 )
 from memopt_cli.records.selftest import SelftestReport, SelftestRow
 from memopt_cli.records.settings import PRECISIONS, Precision, StepSettings
-from memopt_cli.records.summary import LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
+from memopt_cli.records.summary import CompiledRow, LevelRow, MemOptSummary, Outlook, ParetoPoint, RangeRow
 from memopt_cli.records.trace import (
     UPDATE_PHASES,
     ModuleCall,
@@ -236,6 +237,8 @@ __all__ = [
     "ChunkRule",
     "Collective",
     "Comparison",
+    "CompilePlan",
+    "CompiledRow",
     "CompiledStep",
     "CompressorName",
     "Conditions",

@@ -80,6 +80,8 @@ class OptimizeRequest(StepRequest):
     """Seconds after which the search tries no more plans; ``None`` for no limit."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
+    backend: str | None = None
+    """Backend of ``torch.compile``, to look for compiled steps within the budget as well; ``None`` for none."""
     interruptible: bool = False
     """Whether Ctrl-C in the search only ends the search: the best plan so far is measured, verified and written."""
 
@@ -100,6 +102,8 @@ class OptimizeRequest(StepRequest):
                 "--lengths says how long inputs are, but no dimension has a range",
                 hint="Add it, as in --dim S=64:2048.",
             )
+        if self.backend is not None:
+            self._check_compiled()
         if self.dim_range is not None:
             self._check_range(self.dim_range)
         if self.unverified and self.runs:
@@ -109,6 +113,23 @@ class OptimizeRequest(StepRequest):
             )
         if not self.runs:
             self._check_without_runs()
+
+    def _check_compiled(self) -> None:
+        if self.goal.budget is None or self.goal.needs_frontier:
+            raise OptionError(
+                "--compile looks for the fastest step within a budget, and for nothing else",
+                hint="Add --budget 8GiB, or --budget 60% of the original's peak.",
+            )
+        if not self.runs:
+            raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out --compile.")
+        if self.dim_range is not None:
+            raise OptionError(
+                f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Give --dim one size."
+            )
+        if self.confirm_batch:
+            raise OptionError(
+                "batches are measured and predicted without a compiler", hint="Leave out --recommend-batch."
+            )
 
     def _check_range(self, varied: DimRange) -> None:
         goal = self.goal

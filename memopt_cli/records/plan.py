@@ -115,10 +115,34 @@ class PlanRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompilePlan:
+    """The settings with which ``torch.compile`` compiles the model as a whole.
+
+    Raises :class:`UsageError` for a memory budget that is no share, and for a mode of another backend than inductor.
+    """
+
+    backend: str
+    """Backend: ``inductor``, ``aot_eager`` or another that PyTorch knows by name."""
+    mode: str | None = None
+    """Mode of inductor, such as ``max-autotune``; ``None`` for its default."""
+    activation_memory_budget: float | None = None
+    """PyTorch's memory budget: the share of the bytes kept from forward to backward that may still be kept, 0 to 1.
+    ``None`` for the setting of the process, which is 1 unless it was changed."""
+
+    def __post_init__(self) -> None:
+        budget = self.activation_memory_budget
+        if budget is not None and not 0 <= budget <= 1:
+            raise UsageError(f"the activation_memory_budget is {budget:g}; it must be from 0 to 1")
+        if self.mode is not None and self.backend != "inductor":
+            raise UsageError(f"the backend {self.backend} has no modes", hint="Leave mode out, or take inductor.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Module path -> what to do there.
 
-    Raises :class:`UsageError` for ranges that do not ascend, of no dimension, or beside segments for every size.
+    Raises :class:`UsageError` for ranges that do not ascend, of no dimension, beside segments for every size, or in a
+    compiled model.
     """
 
     segments: tuple[SegmentPlan, ...] = ()
@@ -133,6 +157,9 @@ class Plan:
     """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
+    compile: CompilePlan | None = None
+    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` for a model that stays as it
+    is."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
@@ -141,6 +168,11 @@ class Plan:
             )
         if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError("a plan has ranges, or segments for inputs of any size, not both", hint=_BY)
+        if self.ranges and self.compile is not None:
+            raise UsageError(
+                "a plan with ranges cannot compile the model: every length would be compiled again",
+                hint="Leave compile out, or write a plan for one length.",
+            )
         bounds = [part.up_to for part in self.ranges]
         if len(bounds) > MOST_RANGES:
             raise UsageError(f"a plan has {len(bounds)} ranges; memopt measures at most {MOST_RANGES}", hint=_BY)
@@ -150,7 +182,9 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether the model and its optimizer stay as they are."""
-        return not self.everywhere and not self.packs and not self.sends and not self.in_backward
+        return (
+            not self.everywhere and not self.packs and not self.sends and not self.in_backward and self.compile is None
+        )
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
         """Return the plan that acts at ``sizes`` of dimensions; that of the longest range if its own is not given."""
@@ -189,6 +223,20 @@ class Plan:
     def of_model(self) -> Plan:
         """Part of the plan that concerns the model, and not its optimizer."""
         return replace(self, in_backward=False)
+
+    @property
+    def eager(self) -> Plan:
+        """Part of the plan that acts without a compiler."""
+        return replace(self, compile=None)
+
+    def required_eager(self, what: str) -> Plan:
+        """Return the plan.  Raises :class:`UsageError` if it compiles the model, which ``what`` cannot be done with."""
+        if self.compile is not None:
+            raise UsageError(
+                f"the plan compiles the model ({self.compile.backend}), and {what}",
+                hint="Leave compile out of the plan.",
+            )
+        return self
 
 
 _BY = "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."

@@ -115,6 +115,16 @@ class RangeRow:
         return self.predicted_slowdown
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRow:
+    """A plan that was measured for ``--compile``: one that compiles the model, or the fastest that does not."""
+
+    plan: Plan
+    outcome: Measurement | Failure
+    dropped: str = ""
+    """Reason why it cannot be the answer, such as a peak above the budget; empty if it can."""
+
+
 @dataclass(slots=True)
 class MemOptSummary:
     """The summary of an optimization.
@@ -184,6 +194,8 @@ class MemOptSummary:
     """Plans that were found and are not applied, in the order in which they were dropped."""
     details: list[str] = field(default_factory=list)
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
+    compiled: list[CompiledRow] = field(default_factory=list)
+    """Plans measured for ``--compile``, the eager one first; empty without it.  One of them is applied."""
 
     @property
     def is_applied(self) -> bool:

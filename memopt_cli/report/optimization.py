@@ -49,6 +49,8 @@ def headline(summary: MemOptSummary) -> str:
     if summary.unchanged:
         return summary.unchanged
     found = _in_bytes(summary)
+    if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
+        return f"{found}, trains as {summary.plan.compile.backend} compiles it without a plan"
     return f"{found}, {_equal(summary.verification)}" if summary.is_applied else found
 
 
@@ -102,12 +104,34 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
     """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
     if verbose:
         yield level_table(summary)
-    elif summary.is_applied and not summary.ranges and len(summary.levels) > 1:
+    elif summary.is_applied and not summary.ranges and not summary.compiled and len(summary.levels) > 1:
         yield plan_table(summary)
+    if summary.compiled:
+        yield compiled_table(summary)
     if summary.ranges:
         yield ranges(summary)
     if summary.frontier and (verbose or summary.verification is None):
         yield frontier(summary)
+
+
+def compiled_table(summary: MemOptSummary) -> Table:
+    """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
+    original = _outcome(summary, 0)
+    table = plain_table()
+    table.add_column("plan")
+    for heading in ("allocated\npeak", "step", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    rows = [(row.plan, row.outcome, row.dropped) for row in summary.compiled]
+    for plan, outcome, dropped in [(Plan(), original, ""), *rows]:
+        cells = ("–", "–", "–")
+        if isinstance(outcome, Measurement):
+            ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
+            cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
+        is_applied = summary.is_applied and plan == summary.plan
+        said = "applied" if is_applied else dropped
+        table.add_row(in_words(plan), *cells, said, style="bold" if is_applied else None)
+    return table
 
 
 def plan_table(summary: MemOptSummary) -> Table:
@@ -284,6 +308,10 @@ def in_words(plan: Plan) -> str:
         + [f"saved sent to {plan.place}"] * (plan.place != "device")
         + ["optimizer in backward"] * plan.in_backward
     )
+    if plan.compile is not None:
+        budget, mode = plan.compile.activation_memory_budget, plan.compile.mode
+        said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
+        said += [f"memory budget {budget:g}"] if budget is not None else []
     return ", ".join(said) or "no segments"
 
 

@@ -28,7 +28,16 @@ from memopt_cli.runtime.private_torch import (
 
 SEGMENT_KEY, RUNS_KEY, LEARNED_KEY = "_memopt_segment", "_memopt_runs", "_memopt_learned"
 """Attributes that make a module a segment, divide a Sequential into runs, and keep what calls of a segment showed."""
-STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {SEGMENT_KEY, RUNS_KEY, LEARNED_KEY}
+COMPILED_KEY, COMPILED_CALL = "_memopt_compiled", "_compiled_call_impl"
+"""Attributes of a model that a plan compiles: the settings, as plain data, which saved files have, too; and the
+compiled call, which PyTorch leaves out of files."""
+STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
+    SEGMENT_KEY,
+    RUNS_KEY,
+    LEARNED_KEY,
+    COMPILED_KEY,
+    COMPILED_CALL,
+}
 """Attributes of every module that are no state: its parameters, children and hooks."""
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of values that are put back as they are; most attributes are of one."""

@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -720,6 +721,59 @@ def is_compiled(module: nn.Module) -> bool:
     """Tell whether a call of ``module``, or of its forward, runs what ``torch.compile`` has made of it."""
     by_itself = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Yield a list that has the reasons why PyTorch left something in the block uncompiled, once that has ended."""
+    from torch._dynamo.utils import counters
+
+    kinds = ("unimplemented", "graph_break")  # the first has also what keeps a whole function from being compiled
+    for kind in kinds:
+        counters[kind].clear()
+    found: list[str] = []
+    yield found
+    found += [reason.partition("\n")[0] for kind in kinds for reason in counters[kind]]
+
+
+@dataclass(slots=True)
+class _WithinBudget:
+    """A backend of ``torch.compile`` that compiles every graph under a memory budget of its own.
+
+    PyTorch reads the budget where it divides a graph into forward and backward, which is within the call of the
+    backend, although backward may be compiled later.  Equality matters: PyTorch shares what was compiled among models
+    of the same code whose backends are equal, and would give a model the graph of another budget.
+    """
+
+    compiler_fn: Any
+    """Backend within, under the name that :func:`differentiates_ahead` looks for."""
+    budget: float
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        import torch._functorch.config
+
+        with torch._functorch.config.patch(activation_memory_budget=self.budget):
+            return self.compiler_fn(graph, inputs)
+
+    def reset(self) -> None:
+        """Forget what the backend keeps, when ``torch.compiler.reset`` is called."""
+        self.compiler_fn.reset()
+
+
+def within_budget(backend: str, mode: str | None, budget: float) -> Any:
+    """Return the ``backend`` for ``torch.compile`` that compiles under a memory ``budget``, whatever the process says.
+
+    Raises :class:`ValueError` for a backend that leaves the division into forward and backward to others.
+    """
+    if backend not in _PARTITION:
+        raise ValueError(f"the backend {backend} does not look at activation_memory_budget")
+    if backend == "inductor":
+        return _WithinBudget(torch._TorchCompileInductorWrapper(mode, None, None), budget)
+    return _WithinBudget(torch._TorchCompileWrapper(backend, None, None, None), budget)
+
+
+_PARTITION: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Names of the backends that divide a graph by PyTorch's partitioner, which alone reads the memory budget."""
 
 
 @contextlib.contextmanager

@@ -204,6 +204,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
         Amount(),
         common=True,
     ),
+    "optimize.compile": Option(
+        "With --budget, also look for the fastest step that torch.compile makes within it: inductor, aot_eager, …",
+        SEARCH,
+        "BACKEND",
+    ),
     "optimize.lengths": Option(
         "File of the sizes that the dimension with a range has: one per line, or a size and how often it occurs.",
         SEARCH,

@@ -32,6 +32,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
+from memopt_cli.training.compiling import compile_model, compiled_as, stop_compiling
 from memopt_cli.training.own_checkpoints import resume, suspend
 from memopt_cli.training.wrappers import unwrapped
 
@@ -42,6 +43,7 @@ _SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
     """Install every segment of ``plan`` on ``model``, in place: all of them, or none if one fails.
 
+    A plan with ``compile`` has the model compiled as well, as ``model.compile(...)`` does, when it is next called.
     Checkpointing of the model's own is switched off as long as it has a plan, where an attribute controls it: see
     :mod:`memopt_cli.training.own_checkpoints`.
 
@@ -61,8 +63,10 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     Raises
     ------
     PlanError
-        If a module is missing or cannot be a segment, or the optimizer cannot run in backward.  The model is then as it
-        was before.
+        If a module is missing or cannot be a segment, the optimizer cannot run in backward, or the model cannot be
+        compiled.  The model is then as it was before.
+    UsageError
+        If PyTorch has no backend of the name in the plan.  The model is as it was before.
     """
     if plan.in_backward and optimizer is None:
         raise PlanError(
@@ -74,24 +78,23 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
 
 
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
-    installed: list[nn.Module] = []
-    runs: list[Run] = []
-    if not plan.of_model.is_empty:
-        suspend(model)
-    try:
+    with contextlib.ExitStack() as undo:  # the last first
+        if not plan.of_model.eager.is_empty:
+            suspend(model)
+        undo.callback(resume, model)
+        runs: list[Run] = []
+        undo.callback(remove_runs, model, runs)
         for segment in plan.everywhere:
             runs += _add_runs(model, segment.path)
         for module, config in (_by_length if plan.ranges else _configs)(model, plan).items():
             _install(module, config)
-            installed.append(module)
+            undo.callback(remove_segment, module)
+        if plan.compile is not None:
+            compile_model(model, plan.compile)
+            undo.callback(stop_compiling, model)
         if plan.in_backward and optimizer is not None:
             _run_in_backward(optimizer, model)
-    except BaseException:
-        for module in installed:
-            remove_segment(module)
-        remove_runs(model, runs)
-        resume(model)
-        raise
+        undo.pop_all()
 
 
 def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
@@ -153,7 +156,7 @@ def plan_of(model: nn.Module) -> Plan:
     # A part of a model with a plan by length has no length of its own: its plan is that of the longest inputs.
     if not isinstance(root, ConfigsByLength) or root.length is None:
         plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
-        return replace(_plan_of(plain), in_backward=in_backward)
+        return replace(_plan_of(plain), in_backward=in_backward, compile=compiled_as(model))
     ranges = []
     for index, up_to in enumerate(root.up_to):
         part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
@@ -181,7 +184,7 @@ def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """Take the plan off ``model``, in place: its segments, its runs of layers, and its optimizer in backward.
+    """Take the plan off ``model``, in place: segments, runs of layers, the optimizer in backward, and compilation.
 
     Parameters
     ----------
@@ -227,6 +230,7 @@ def remove_segments(model: nn.Module) -> None:
     model = unwrapped(model)
     resume(model)
     remove_in_backward(model)
+    stop_compiling(model)
     for _, module in list(named_parts(model)):
         if settings_of(module) is not None:
             remove_segment(module)

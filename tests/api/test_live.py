@@ -154,6 +154,11 @@ def test_what_is_not_run_is_not_compiled(elsewhere: dict[str, Any], x: Tensor) -
         memopt_cli.profile(made(), x, compile="eager", **elsewhere)
 
 
+def test_compiled_steps_are_looked_for_within_a_budget(x: Tensor) -> None:
+    with pytest.raises(UsageError, match="looks for the fastest step within a budget"):
+        memopt_cli.optimize(made(), x, compile="aot_eager")
+
+
 def test_a_backend_is_named(x: Tensor) -> None:
     with pytest.raises(UsageError, match="compile is "):
         memopt_cli.profile(made(), x, compile=print)  # type: ignore[arg-type]

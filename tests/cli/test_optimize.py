@@ -40,6 +40,11 @@ def test_defaults(optimize: Optimize) -> None:
     )
 
 
+def test_a_backend_arrives(optimize: Optimize) -> None:
+    request = optimize("--compile", "inductor", "--budget", "60%")
+    assert (request.backend, request.goal.budget) == ("inductor", Budget(share=0.6))
+
+
 def test_every_flag_arrives(optimize: Optimize) -> None:
     request = optimize(
         *"-i B,3 -i y:Bx4@int64=0..9 --dim B=8 --level 4 --target Linear --target blocks.* --no-compress-x".split(),

@@ -7,6 +7,7 @@ import functools
 import math
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,21 @@ from torch import Tensor, nn
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, Subject, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.worker import Worker
+from memopt_cli.pipeline import verification
+from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import MeasuredSteps, agreement, verified_by_fingerprints
+from memopt_cli.pipeline.verification import (
+    MeasuredSteps,
+    agreement,
+    verified,
+    verified_by_fingerprints,
+    verified_compiled,
+)
 from memopt_cli.records import (
+    Cause,
+    CompilePlan,
+    Equivalence,
     Failure,
     Fingerprint,
     InputSpec,
@@ -29,6 +41,7 @@ from memopt_cli.records import (
     SegmentPlan,
     StepFailed,
     StepSettings,
+    TensorGap,
     TensorSpec,
     Verification,
 )
@@ -500,3 +513,56 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
         found = agreement(steps_of(one, plan), plan, one)
         assert found is not None
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
+    one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
+    found = verified(one, replace(EXACT, compile=how))
+    assert isinstance(found, Verification)
+    assert found.passed
+    assert found.further[-1].name == "compiled by aot_eager_decomp_partition"
+    assert found.further[-1].compared > 0
+    budget = verified(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
+    assert isinstance(budget, Verification)
+    if budget.passed:
+        pytest.skip("this PyTorch computes right gradients with dropout under a memory budget")
+    assert "compiles it (wrong gradients: " in budget.difference
+
+
+@pytest.mark.parametrize(
+    ("differs", "budget", "passes"),
+    [("output", None, True), ("output", 0.5, False), ("gradient of body.0.weight", None, False)],
+)
+def test_other_random_numbers_excuse_what_differs_in_forward_alone(
+    differs: str, budget: float | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward may be wrong with the compiler's own random numbers, and right with those of eager mode."""
+    told = Equivalence(
+        reference="-",
+        candidate="-",
+        alike="not",
+        steps=3,
+        batch=64,
+        compared=9,
+        precision="stored",
+        worst=0.5,
+        gaps=(TensorGap(name=differs, apart=0.5),),
+        cause=Cause(module="", class_name="", text=RANDOM_COMPILED),
+    )
+    monkeypatch.setattr(verification, "compare_prepared", lambda *_: told)
+    plan = replace(EXACT, compile=CompilePlan(backend="inductor", activation_memory_budget=budget))
+    before = Verification(
+        passed=True,
+        exact=True,
+        precision="stored",
+        tolerance=0.0,
+        compared=9,
+        worst_name="",
+        worst_difference=0.0,
+        batch=64,
+        full_size=True,
+    )
+    found = verified_compiled(prepared(), plan, before)
+    assert isinstance(found, Verification)
+    assert found.passed is passes

@@ -1,19 +1,18 @@
-"""The allocated peak and the time of a step that ``torch.compile`` compiled."""
+"""The first steps of a model that a plan compiles, in which PyTorch compiles it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
-
 import torch
-from torch import nn
 
-from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.measure import sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.steps import take_from_start
-from memopt_cli.measure.answers.timed import probed
-from memopt_cli.measure.jobs import CompiledJob
-from memopt_cli.records import CompiledStep
+from memopt_cli.records import Breakdown, Plan
+from memopt_cli.runtime.private_torch import graph_breaks
+from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.trace.log import optimizer_tensors
+from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, take
@@ -22,47 +21,41 @@ _COMPILING = 2
 """Steps until nothing is compiled any more: the second finds gradients, as every later one does."""
 
 
-def measure(bench: Bench, job: CompiledJob) -> CompiledStep:
-    """Apply the plan of ``job``, compile the model as a whole, and measure its step.
+def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
+    """Apply ``plan``, which compiles the model, and take ``step`` until nothing is compiled any more.
 
-    Earlier compilations are dropped first: PyTorch compiles a function for a few models only, then runs it plainly.
-    Raises :class:`UsageError` for an unknown backend, and :class:`StepError` if the model does not compile.
+    Return the reason why the model is not one graph; empty if it is.  Earlier compilations are dropped first: PyTorch
+    compiles a function for a few models only, then runs it plainly.  Raises :class:`StepError` if the model does not
+    compile.
     """
-    if job.backend not in torch.compiler.list_backends(exclude_tags=()):
-        usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
-        raise UsageError(f"torch.compile has no backend {job.backend!r} here", hint=f"It has {usual}, and others.")
-    with torch.compiler.set_stance("default"):  # other steps run compiled parts of the model uncompiled
-        return _measured(bench, job)
-
-
-def _measured(bench: Bench, job: CompiledJob) -> CompiledStep:
-    step = bench.step()
-    assert not isinstance(step, OwnStep), "refused before"
+    assert plan.compile is not None, "else nothing is compiled"
+    if isinstance(step, OwnStep):
+        raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     torch.compiler.reset()
-    broken = _broken(bench, step)
-    apply_plan(bench.model, job.plan, bench.optimizer)
-    step = replace(step, model=cast(nn.Module, torch.compile(bench.model, backend=job.backend)))
-    try:
-        for _ in range(_COMPILING):
-            take_from_start(bench, step, take)
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, MemoptError):
-            raise
-        alone = f"Take a step of torch.compile(model, backend={job.backend!r}) in plain Python: it should fail, too."
-        raise StepError(first_line(error), hint=alone) from error
-    peak_bytes, step_s = probed(bench, step)
-    return CompiledStep(backend=job.backend, allocated_peak_bytes=peak_bytes, step_s=step_s, broken=broken)
+    apply_plan(bench.model, plan, bench.optimizer)
+    with graph_breaks() as broken:
+        try:
+            for _ in range(_COMPILING):
+                take_from_start(bench, step, take)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemoptError):
+                raise
+            alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
+            is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # which the worker explains
+            raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
+    step.model.zero_grad(set_to_none=True)
+    return broken[0] if broken else ""
 
 
-def _broken(bench: Bench, step: Step) -> str:
-    """Say why the model is not one graph; empty if it is."""
-    whole = torch.compile(bench.model, backend="eager", fullgraph=True)
-    try:
-        take_from_start(bench, replace(step, model=cast(nn.Module, whole)), Step.reach_loss)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return first_line(error)
-    finally:
-        torch.compiler.reset()
-    return ""
+def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:
+    """Divide ``peak_bytes`` of a compiled ``step`` into what stays through it, which is known, and the rest."""
+    parameters = list(step.model.parameters())
+    known = {
+        "parameters_bytes": unique_bytes(parameters),
+        "buffers_bytes": unique_bytes(step.model.buffers()),
+        "gradients_bytes": unique_bytes(p.grad for p in parameters),
+        "optimizer_bytes": unique_bytes(optimizer_tensors(step)),
+        "inputs_bytes": unique_bytes(tensors_of((step.args, step.kwargs))),
+    }
+    rest = max(0, peak_bytes - sum(known.values()))
+    return Breakdown(**known, activations_bytes=rest, temporaries_bytes=0)

@@ -19,11 +19,12 @@ from memopt_cli import trace
 from memopt_cli.errors import StepError
 from memopt_cli.measure.allocated import growth
 from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces, metered
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
-from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, Plan, slowdown_in
+from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, PhasePeak, Plan, slowdown_in
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import warnings_of
 from memopt_cli.text.units import format_bytes
@@ -50,7 +51,7 @@ slows plans down by 20 to 45 %."""
 def measure(bench: Bench, job: MeasureJob) -> Measured:
     """Measure steps under the plan of ``job``; the first step shows that every segment runs."""
     with device_of(job.limit_bytes, bench.settings.device):
-        return _measure(bench, job)
+        return _measure(bench, job) if job.plan.compile is None else _measure_compiled(bench, job)
 
 
 def _measure(bench: Bench, job: MeasureJob) -> Measured:
@@ -98,6 +99,38 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         elsewhere_bytes=counted.elsewhere_bytes,
     )
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
+
+
+def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
+    """Measure as :func:`_measure` does, without what watches operators: compiled code hides them."""
+    started = time.monotonic()
+    step = bench.step()
+    broken = compile_step(bench, job.plan, step)
+    first_s, first = _first(bench, step)
+    timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
+    allocated = allocated_by(bench, step)
+    printed = repeated(first, fingerprint(effects_on(bench.model)))
+    peak_bytes = allocated.peak_bytes
+    measurement = Measurement(
+        tensor_peak_bytes=peak_bytes,
+        allocated_peak_bytes=peak_bytes,
+        resident_bytes=trace.resident_bytes(step),
+        reserved_peak_bytes=allocated.reserved_bytes,
+        process_peak_bytes=_process_peak_bytes(),
+        step_times_s=tuple(found.step_s for found in timed),
+        update_s=statistics.median(found.update_s for found in timed),
+        breakdown=breakdown_of(step, peak_bytes),
+        holders=(),
+        backend=allocated.backend,
+        batch=bench.batch,
+        spent_s=time.monotonic() - started,
+        phases=tuple(
+            PhasePeak(phase=phase, tensor_peak_bytes=nbytes, allocated_peak_bytes=nbytes)
+            for phase, nbytes in allocated.phases.items()
+        ),
+    )
+    not_as_planned = tuple(warnings_of(bench.model))
+    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, broken=broken)
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:

@@ -49,6 +49,8 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Plan | None) -> RanksRecommendation:
     """Predict the largest batches of ``prepared`` on each layout, without a plan and with ``plan``."""
     started = time.monotonic()
+    if plan is not None:
+        plan.required_eager("batches are predicted without a compiler")
     check_varied(prepared)
     limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
     job = _Job(

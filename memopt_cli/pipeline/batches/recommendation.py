@@ -72,6 +72,8 @@ def recommend_prepared(
 ) -> BatchRecommendation:
     """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
     started = time.monotonic()
+    if plan is not None:
+        plan.required_eager("batches are measured and predicted without a compiler")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}

@@ -45,14 +45,16 @@ def terms(measured: Baseline) -> dict[str, str]:
     """Return, by name, everything that must be equal for a difference to be caused by the model.
 
     The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
-    own, and its tensor peak is half as large again.  The version of PyTorch is not included.
+    own, and its tensor peak is half as large again.  The version of PyTorch is not included.  The compiler is,
+    since the tensors of compiled code are not seen: the allocated peak stands for the tensor peak there.
     """
-    header, conditions = measured.header, measured.conditions
+    header, conditions, compiled = measured.header, measured.conditions, measured.memory.plan.compile
     of_any = {
         "device kind": header.device.partition(":")[0],
         "inputs": inputs_term(header.spec),
         "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
         "seed": str(header.seed),
+        "compiler": "none" if compiled is None else compiled.backend,
     }
     if conditions is None:
         return of_any

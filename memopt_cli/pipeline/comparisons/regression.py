@@ -100,11 +100,12 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
-    now = replace(before, header=replace(file_header(prepared), model=request.source.location))
+    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
+    header, planned = file_header(prepared), replace(before.memory, plan=step.plan)
+    now = replace(before, header=replace(header, model=request.source.location), memory=planned)
     with prepared.session(prepared.dry_data) as session:
         now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
     _require_alike(request, before, now)
-    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
@@ -292,6 +293,14 @@ class _Step:
             self.prepared.progress.stage("measuring a step")
             peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
             breakdown, step_s = measured.breakdown, measured.step_s
+            if self.plan.compile is not None:  # which hides its operators and what they save
+                return StepMemory(
+                    plan=self.plan,
+                    tensor_peak_bytes=peaks.tensor_peak_bytes,
+                    allocated_peak_bytes=peaks.allocated_peak_bytes,
+                    step_s=step_s,
+                    breakdown=breakdown,
+                )
             self.prepared.progress.stage("recording a step")
             trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
         else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.measure.jobs import ORIGINAL, CompiledJob, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
@@ -19,6 +19,7 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
     CompiledStep,
+    CompilePlan,
     DeviceProfile,
     Failure,
     Layout,
@@ -70,10 +71,12 @@ def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, 
 def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) -> StepProfile:
     """Profile a model that is ready, on one device: measured if ``request`` runs the step, else estimated.
 
-    Raises :class:`StepError` for a step of the user's own that is to be compiled, which it is not from outside.
+    A plan that compiles the model is profiled without that, and measured with it besides.  Raises :class:`StepError`
+    for a step of the user's own that is to be compiled, which it is not from outside.
     """
-    backend, card = request.backend, request.card
-    if backend is not None and prepared.facts.format == STEP:
+    how = plan.compile if request.backend is None else CompilePlan(backend=request.backend)
+    plan, card = plan.eager, request.card
+    if how is not None and prepared.facts.format == STEP:
         raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, "full size" if request.runs else prepared.dry_data, notes) as sessions:
@@ -88,21 +91,33 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
         notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
-    compiled = None if backend is None else _compiled(prepared, plan, backend)
-    if isinstance(compiled, OutOfMemory):
-        notes.append("The compiled step does not fit here.")
-    elif compiled is not None and compiled.broken:
-        notes.append(
-            f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {compiled.broken}."
-        )
-    found = _profile(prepared, plan, measured, traced, notes, card)
-    return replace(found, compiled=compiled if isinstance(compiled, CompiledStep) else None)
+    compiled = _compiled(prepared, replace(plan, compile=how), notes) if how is not None and request.runs else None
+    return replace(_profile(prepared, plan, measured, traced, notes, card), compiled=compiled)
 
 
-def _compiled(prepared: Prepared, plan: Plan, backend: str) -> CompiledStep | OutOfMemory:
+def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
+    """Measure the step under ``plan``, which compiles the model; ``None``, and a note, where it does not fit."""
+    assert plan.compile is not None, "it compiles the model"
     prepared.progress.stage("measuring a compiled step")
-    found = prepared.ask(CompiledJob(plan=plan, backend=backend))
-    return found if isinstance(found, OutOfMemory) else required(found, f"compiled by {backend}: ")
+    answer = prepared.ask(MeasureJob(plan=plan))
+    if isinstance(answer, OutOfMemory):
+        notes.append("The compiled step does not fit here.")
+        return None
+    found = required(answer, f"compiled by {plan.compile.backend}: ")
+    notes += broken_notes(found)
+    return CompiledStep(
+        backend=plan.compile.backend,
+        allocated_peak_bytes=found.measurement.allocated_peak_bytes,
+        step_s=found.measurement.step_s,
+        broken=found.broken,
+    )
+
+
+def broken_notes(found: Measured) -> tuple[str, ...]:
+    """Say why the compiled model of a measurement is not one graph; nothing where it is."""
+    if not found.broken:
+        return ()
+    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {found.broken}.",)
 
 
 def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
 from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, inputs_note, turned_off
 from memopt_cli.records import (
+    CompiledRow,
     Dropped,
     LevelRow,
     Measurement,
@@ -65,6 +66,8 @@ class Findings:
     """Predictions for the ranks of ``--ranks``; `None` without it.  With them nothing was measured."""
     ranges: list[RangeRow] = field(default_factory=list)
     """The ranges of a plan by length; none for other plans."""
+    compiled: list[CompiledRow] = field(default_factory=list)
+    """The plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)
     """The plans that were found and are not applied, in the order in which they were dropped."""
 

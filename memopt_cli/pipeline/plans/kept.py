@@ -91,7 +91,7 @@ class Kept:
             self._keep_plan()
             self._keep_model()
         is_run = self.found.is_run
-        if passed and is_run and self.request.recommend_batch and not self.found.interrupted:
+        if passed and is_run and self._is_batch_wanted():
             found = self.found
             self.advice = advise(
                 self.request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
@@ -105,6 +105,10 @@ class Kept:
             self.steps = self._recorded_steps()
             if writes:
                 self._keep_summary()
+
+    def _is_batch_wanted(self) -> bool:
+        """Tell whether to say which batch fits, which for a compiled step nothing predicts."""
+        return self.request.recommend_batch and not self.found.interrupted and self.found.plan.compile is None
 
     def _summary(self) -> MemOptSummary:
         return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
@@ -205,7 +209,8 @@ class Kept:
         data: Data = "full size" if fits else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):
+                outcome = row.outcome if row.plan.compile is None else None  # which is recorded without a compiler
                 with self.prepared.session(data) as session:
-                    trace = record_step(session, row.plan, row.outcome, found.notes).trace
-                traces[row.level] = no_longer_than(row.outcome, trace)
+                    trace = record_step(session, row.plan, outcome, found.notes).trace
+                traces[row.level] = no_longer_than(outcome, trace)
         return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])

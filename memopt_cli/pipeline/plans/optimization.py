@@ -15,6 +15,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
+from memopt_cli.pipeline.plans.compiled import CompiledSearch
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
@@ -28,6 +29,7 @@ from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
+    CompiledRow,
     Dropped,
     LevelRow,
     Measurement,
@@ -179,6 +181,7 @@ class _Job:
         request, prepared = self.request, self.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
         is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
+        is_wanted = is_wanted and row.plan.compile is None
         if not is_wanted or not isinstance(row.outcome, Measurement):
             return
         try:
@@ -223,6 +226,7 @@ class _Job:
         self.found.interrupted = True
         self.found.skipped.clear()
         self.found.dropped.clear()
+        self.found.compiled.clear()
         del self.found.notes[search.notes :]
         try:
             rows = self._seek(search)
@@ -253,7 +257,7 @@ class _Job:
             measured = search.original.outcome
             whole = measured if isinstance(measured, Measurement) else search.first
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
-            rows.append(planned.within(self.found.budget_bytes))
+            rows.append(self._within(planned, self.found.budget_bytes))
         if shows:
             self.found.frontier = planned.frontier(found)
         if goal.pick is not None:
@@ -261,8 +265,36 @@ class _Job:
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
-        self._choose(search, rows[-1].plan if rows else Plan())
+        self._choose(search, rows[-1].plan.eager if rows else Plan())
         return rows
+
+    def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
+        """Return the row of the fastest plan within ``budget_bytes``; with a compiler, of its plans as well."""
+        if self.request.backend is None or self.found.interrupted:
+            return planned.within(budget_bytes)
+        eager: LevelRow | None = None
+        nothing: NothingFitsError | None = None
+        try:
+            eager = self.measurements.confirm(planned.within(budget_bytes))
+        except NothingFitsError as error:
+            nothing = error
+        compiled = CompiledSearch(
+            backend=self.request.backend,
+            budget_bytes=budget_bytes,
+            most_slowdown=planned.most_slowdown or math.inf,
+            search=planned.search,
+            measurements=self.measurements,
+            verify=self.prover.verify,
+        )
+        best = compiled.fastest()
+        self.prover.known |= compiled.verifications
+        rows = [row for row in (eager, best) if row is not None]
+        if nothing is not None and not rows:
+            nothing.hint = "\n".join([nothing.hint, *compiled.failures()])
+            raise nothing
+        if eager is not None and isinstance(eager.outcome, Measurement):
+            self.found.compiled.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome))
+        return min(rows, key=lambda row: row.outcome.step_s if isinstance(row.outcome, Measurement) else math.inf)
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """Return a row for every level up to the one asked for."""

@@ -74,11 +74,11 @@ class Prover:
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
-        found = self._verify(best.plan)
+        found = self.verify(best.plan)
         if isinstance(found, StepFailed) and best.plan.has_chunks and not is_asked_for:
             self._drop(best, NotRun(failure=found, in_verification=True))
             best = self._without_chunks()
-            found = self._verify(best.plan)
+            found = self.verify(best.plan)
         found = required(found, "verification could not be run: ")
         if found.passed:
             return best, found
@@ -89,7 +89,7 @@ class Prover:
 
     def fault(self, plan: Plan) -> Reason | None:
         """Verify ``plan``, remember the outcome, and return why it fails; ``None`` if it passes."""
-        found = self.known[plan] = self._verify(plan)
+        found = self.known[plan] = self.verify(plan)
         return fault_in(found)
 
     def _without_chunks(self) -> LevelRow:
@@ -120,7 +120,7 @@ class Prover:
                 repeats=None,
             )
             row = self._worth_its_time(at)
-        found = self._verify(row.plan)
+        found = self.verify(row.plan)
         if not isinstance(found, Verification) or not found.passed:
             return best, failed
         return row, found
@@ -160,7 +160,8 @@ class Prover:
 
             return agreeing(plan, verify)
 
-    def _verify(self, plan: Plan) -> Verification | Failure:
+    def verify(self, plan: Plan) -> Verification | Failure:
+        """Verify ``plan`` by its measured steps, or in full where the original or the plan was not measured."""
         if plan in self.known:
             return self.known[plan]
         prepared = self.measurements.prepared

@@ -83,6 +83,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
         ranges=found.ranges,
         dropped=found.dropped,
         details=found.details,
+        compiled=found.compiled,
     )
 
 

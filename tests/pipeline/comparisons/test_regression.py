@@ -28,6 +28,7 @@ from memopt_cli.records import (
     BaselineResult,
     CheckRequest,
     Comparison,
+    CompilePlan,
     InputDimension,
     InputSpec,
     ModelSource,
@@ -532,3 +533,18 @@ def test_every_form_of_report_is_told_the_same(history: History, recorded: Basel
         report.compared(found, stream)
         assert "features.1.act" in stream.getvalue()
         assert "regression" in stream.getvalue()
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_compared_with_a_compiled_one(history: History, recorded: Baseline, tmp_path: Path) -> None:
+    """Of which only the allocator sees the tensors, so that its peak is another metric."""
+    plan = tmp_path / "net.plan.yaml"
+    plan.write_bytes(plan_yaml(recorded.header, replace(PLAN, compile=CompilePlan(backend="aot_eager")), 1))
+    with pytest.raises(BaselineError, match="compiler: none in the baseline, aot_eager now"):
+        history.check(plan_path=str(plan))
+    found = history.record(plan_path=str(plan), force=True)
+    assert found.memory.tensor_peak_bytes == found.memory.allocated_peak_bytes < recorded.memory.allocated_peak_bytes
+    assert not history.check("peak:1%", plan_path=str(plan)).exceeded
+    with pytest.raises(BaselineError, match="compiler: aot_eager in the baseline, none now") as said:
+        history.check()
+    assert said.value.exit_code == 5

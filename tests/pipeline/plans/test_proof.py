@@ -47,7 +47,7 @@ def prover(
     monkeypatch: pytest.MonkeyPatch, found: dict[Plan, Verification | Failure], peaks: dict[Plan, Measurement]
 ) -> Prover:
     """What verification finds of plans, and what was measured of them, in rows from level 0 on."""
-    monkeypatch.setattr(Prover, "_verify", lambda self, plan: found[plan])
+    monkeypatch.setattr(Prover, "verify", lambda self, plan: found[plan])
     monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (LESS, LEFT_OUT))
     findings = started(None, peaks[ORIGINAL], SearchOptions(level=3, max_slowdown=1.33)).found
     plans = [plan for plan in peaks if plan != LESS or BOTH not in peaks]

@@ -23,7 +23,7 @@ import memopt_cli
 from memopt_cli.errors import OptionError, StepError
 from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.pipeline.comparisons.equivalence import compare_prepared
+from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.fingerprints import causes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
@@ -59,12 +60,17 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
     return replace(found, spent_s=time.monotonic() - started)
 
 
-def compare_prepared(reference: Prepared, candidate: Prepared, steps: int) -> Equivalence:
+Known = dict[tuple[FollowJob, int], Followed | Failure]
+"""Steps of a reference, and how often they were asked for before -> the answer, for comparisons with others."""
+
+
+def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, known: Known | None = None) -> Equivalence:
     """Compare two models that are ready.
 
-    Raises :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
+    ``known``: what earlier comparisons with the same ``reference`` have shown of it, to which this one adds.  Raises
+    :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
     """
-    sides = _Sides(reference, candidate)
+    sides = _Sides(reference, candidate, {} if known is None else known)
     sides.progress.stage("following the reference")
     job, once = sides.first(steps)
     again = sides.reference(job)
@@ -106,8 +112,9 @@ def _trained(found: Followed | Failure) -> Followed:
 class _Sides:
     """The reference and the candidate, asked in subprocesses of their own."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared) -> None:
+    def __init__(self, reference: Prepared, candidate: Prepared, known: Known) -> None:
         self._reference, self._candidate = reference, candidate
+        self._known, self._asked = known, Counter[FollowJob]()
         self.progress = reference.progress
         self.unsteady: Set[str] = frozenset()
         """Numbers that two runs of the reference leave otherwise."""
@@ -159,7 +166,14 @@ class _Sides:
         return with_others(*by_the_same_names(one, other), self.unsteady)
 
     def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
-        return prepared.ask(replace(job, plan=prepared.carried))
+        job = replace(job, plan=prepared.carried)
+        if prepared is self._candidate:
+            return prepared.ask(job)
+        at = job, self._asked[job]  # the second time tells whether it repeats
+        self._asked[job] += 1
+        if at not in self._known:
+            self._known[at] = prepared.ask(job)
+        return self._known[at]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

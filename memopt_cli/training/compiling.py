@@ -1,0 +1,76 @@
+"""Compilation of a model by ``torch.compile``, in place, as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt_cli.errors import PlanError, UsageError
+from memopt_cli.records import CompilePlan, from_data, to_data
+from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
+from memopt_cli.runtime.private_torch import is_compiled, within_budget
+
+
+def compile_model(model: nn.Module, how: CompilePlan) -> None:
+    """Have ``model`` compiled when it is next called, as ``model.compile(...)`` does, with the settings of ``how``.
+
+    That method leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled without a word: the
+    compiler skips PyTorch's files until it meets a function of another one.  Here that is :func:`_called`.
+
+    A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that is not there, and
+    :class:`PlanError` for one that knows no memory budget, and for a model that is compiled already.
+    """
+    require_backend(how.backend)
+    if is_compiled(model):
+        raise PlanError(
+            "the plan compiles the model, which is compiled already",
+            hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",
+        )
+    backend: Any = how.backend
+    try:
+        if how.activation_memory_budget is not None:
+            backend = within_budget(how.backend, how.mode, how.activation_memory_budget)
+        mode = how.mode if backend is how.backend else None
+        vars(model)[COMPILED_CALL] = torch.compile(_called(model), backend=backend, mode=mode)
+    except (ValueError, RuntimeError) as reason:  # an unknown mode is the second
+        raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
+    vars(model)[COMPILED_KEY] = to_data(how)
+
+
+def _called(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    return call
+
+
+def require_backend(backend: str) -> None:
+    """Raise :class:`UsageError` where ``torch.compile`` has no ``backend`` of that name."""
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
+        raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"It has {usual}, and others.")
+
+
+def compiled_as(model: nn.Module) -> CompilePlan | None:
+    """Return the settings with which a plan compiles ``model``, or did before it was saved; ``None`` for no such plan.
+
+    Raises :class:`UsageError` for settings in a file that no plan has.
+    """
+    said = vars(model).get(COMPILED_KEY)
+    return None if said is None else from_data(CompilePlan, said, where="compile in the model's plan")
+
+
+def compile_again(model: nn.Module) -> None:
+    """Compile ``model``, which was read from a file or copied, if it has a plan that says so."""
+    how = compiled_as(model)
+    if how is not None and not is_compiled(model):
+        compile_model(model, how)
+
+
+def stop_compiling(model: nn.Module) -> None:
+    """Undo what a plan's :func:`compile_model` did to ``model``; nothing if none did."""
+    if vars(model).pop(COMPILED_KEY, None) is not None:
+        vars(model).pop(COMPILED_CALL, None)
