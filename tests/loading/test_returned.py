@@ -158,8 +158,8 @@ def legacy() -> bytes:
 
 
 HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
-    "a call": (lambda: within(Call(os.system, "true")), r"posix\.system runs what it is given"),
-    "a call within": (lambda: holding(Call(os.system, "true")), r"posix\.system runs what it is given"),
+    "a call": (lambda: within(Call(os.system, "true")), r"posix\.system runs its arguments as code"),
+    "a call within": (lambda: holding(Call(os.system, "true")), r"posix\.system runs its arguments as code"),
     "a call in a file within": (
         lambda: holding(Call(torch.storage._load_from_bytes, within(Call(os.system, "true")))),
         "not part of the model",

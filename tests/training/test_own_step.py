@@ -277,7 +277,7 @@ def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str
 def test_a_step_of_ones_own_accumulates_by_itself(memopt: Callable[..., Done]) -> None:
     done = memopt("recommend-batch", f"{STEPS}:two_rounds", "-i", "4x8", "--global-batch", "64")
     assert done.code == 2
-    assert "--accumulate, or --global-batch, says how to run a step" in done.err
+    assert "--accumulate, or --global-batch, sets how a step is run" in done.err
 
 
 @pytest.mark.usefixtures("in_process")
