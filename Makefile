@@ -35,8 +35,9 @@ demo: $(SAMPLES)
 
 samples: $(SAMPLES)
 
+# Three at a time on two cores: many tests wait for subprocesses.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$(PART)
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/$(PART)
 
 compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed
 	failed=0; for age in oldest newest; do $(COMPAT)/$$age/bin/python -c 'import torch; print("PyTorch", torch.__version__)'; \
