@@ -29,6 +29,7 @@ from memopt_cli.records import (
     Measurement,
     ModelFacts,
     ModelSource,
+    PlaceName,
     Plan,
     RankLost,
     RanksMeasured,
@@ -74,6 +75,10 @@ class Subject:
     for a single device."""
     rank: int = 0
     """Index of the rank."""
+    place: PlaceName = "device"
+    """Place where plans may send stored tensors; how fast they go there is measured when a step is recorded."""
+    offload_folder: str | None = None
+    """Folder of the file in which they wait; ``None`` for that of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.text.values import Amount, Choice, Kind, Real, Whole
+from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Whole
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -262,6 +262,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "names "
         "the modules.",
         SEARCH,
+    ),
+    "offload": Option(
+        "Where plans may send stored tensors until backward: from a GPU to host memory, or on the CPU to a file in "
+        "FOLDER. auto: host on a GPU at level 4, with --budget and --frontier; none on the CPU.",
+        SEARCH,
+        "auto|none|host|disk[:FOLDER]",
+        Offload(),
+        default="auto; without FOLDER that of temporary files",
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(
