@@ -392,7 +392,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
-        "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
+        "allocated peak), activations:0, parameters:0, step:20%, offloaded:5% (bytes that wait elsewhere). Repeatable.",
         GATE,
         "METRIC:LIMIT",
         default="peak:0",
