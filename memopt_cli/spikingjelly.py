@@ -199,6 +199,7 @@ def memory_optimization(
             max_gc_wrapped_modules=max_gc_wrapped_modules,
             gc_target_budget_ratio=gc_target_budget_ratio,
             max_slowdown=math.inf,
+            offload="none",  # its levels do not send
         )
         resolved = resolve(asked, has_inputs=inputs is not None)
         settings = StepSettings(device=resolve_device())

@@ -114,11 +114,17 @@ def card_given(
 
 
 def search_of(
-    level: int | None, max_slowdown: float | None, target: Named | Sequence[Named], allow_inexact: bool
+    level: int | None,
+    max_slowdown: float | None,
+    target: Named | Sequence[Named],
+    allow_inexact: bool,
+    offload: str = "auto",
 ) -> ResolvedSearch:
     """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
     targets, inexact = names("target", target), bool(allow_inexact)
-    return resolve(SearchOverrides(level=level, targets=targets, allow_inexact=inexact, max_slowdown=max_slowdown))
+    return resolve(
+        SearchOverrides(level=level, targets=targets, allow_inexact=inexact, max_slowdown=max_slowdown, offload=offload)
+    )
 
 
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:

@@ -67,6 +67,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import logged
+from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.python_words import said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan, plan_of, taken_off
@@ -86,6 +87,7 @@ def optimize(
     allow_inexact: bool = False,
     search_time: float | None = None,
     compile: str | None = None,
+    offload: str = "auto",
     recommend_batch: bool = False,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
@@ -124,6 +126,10 @@ def optimize(
     compile:
         A backend of ``torch.compile``: with a budget, the fastest step that it makes is looked for as well, and where
         that is the answer, the model is compiled when it is called.
+    offload:
+        Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
+        the CPU, which sets ``memopt_cli.offload_folder``; ``"none"``.  ``"auto"`` is host on a GPU, at level 4 or with
+        a budget, and else none.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
     for_device:
@@ -160,7 +166,7 @@ def optimize(
             source=_source(model),
             spec=None,
             settings=step.settings,
-            search=search_of(level, max_slowdown, target, allow_inexact),
+            search=search_of(level, max_slowdown, target, allow_inexact, offload),
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
@@ -188,6 +194,7 @@ def frontier(
     target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
+    offload: str = "auto",
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -208,7 +215,7 @@ def frontier(
         source=_source(model),
         spec=None,
         settings=step.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact),
+        search=search_of(level, max_slowdown, target, allow_inexact, offload),
         goal=SearchGoal(frontier=True),
         search_limit_s=accepted_if_given("search_time", search_time),
         recommend_batch=False,
@@ -448,6 +455,9 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
     """Apply the plan in ``found`` to ``model``, after everything else that can fail."""
     with taken_off(model) as carried:
         apply_plan(model, found.plan.of_model)
+    _, folder = found.resolved.options.sends_to
+    if folder is not None and found.plan.sends:
+        wait_in(folder)
     found.notes[:0] = taken_off_note(carried)
 
 

@@ -38,6 +38,7 @@ def optimize_step(
     level: int = 3,
     budget: str | float | None = None,
     max_slowdown: float | None = None,
+    offload: str = "auto",
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:
@@ -49,6 +50,8 @@ def optimize_step(
     ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
     fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
     (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
+    ``offload``: where plans may send stored tensors, as for :func:`memopt_cli.optimize`; the training script sets
+    ``memopt_cli.offload_folder``.
     ``verbose``: log the course of the search.
 
     A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
@@ -61,7 +64,7 @@ def optimize_step(
         source=ModelSource(location=STEP),
         spec=None,
         settings=settings,
-        search=resolve(SearchOverrides(level=level, max_slowdown=max_slowdown)),
+        search=resolve(SearchOverrides(level=level, max_slowdown=max_slowdown, offload=offload)),
         goal=SearchGoal(budget=budget_of(budget)),
         recommend_batch=False,
     )

@@ -333,6 +333,7 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
         allocated_peak_bytes=measured.allocated_peak_bytes,
         step_s=measured.step_s,
         breakdown=measured.breakdown,
+        elsewhere_bytes=measured.elsewhere_bytes,
     )
 
 

@@ -13,8 +13,9 @@ _ONLY_FOLDERS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 class Folder:
     """A temporary folder, removed on request, when nothing refers to it any more, or when this process ends."""
 
-    def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="memopt-")
+    def __init__(self, inside: str | None = None) -> None:
+        """Make the folder ``inside`` another one, by default that of temporary files."""
+        self.path = tempfile.mkdtemp(prefix="memopt-", dir=inside)
         self._removal = weakref.finalize(self, _remove_in, os.getpid(), self.path)
 
     def remove(self) -> None:

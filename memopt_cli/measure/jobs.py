@@ -28,6 +28,7 @@ from memopt_cli.records import (
     Measurement,
     ModelFacts,
     ModelSource,
+    PlaceName,
     Plan,
     RankLost,
     RanksMeasured,
@@ -75,6 +76,10 @@ class Subject:
     """Index of the rank."""
     compiler_cache: str | None = None
     """Folder in which PyTorch's compiler keeps what it makes; ``None`` for the user's own, or that of the sandbox."""
+    place: PlaceName = "device"
+    """Place where plans may send stored tensors; how fast they go there is measured when a step is recorded."""
+    offload_folder: str | None = None
+    """Folder of the file in which they wait; ``None`` for that of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:

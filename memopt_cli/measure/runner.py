@@ -36,7 +36,8 @@ class Session:
         self._channel: Channel | None = None
 
     def __enter__(self) -> Self:
-        self._folder = Folder() if is_confined(self._subject.source) else None
+        # Tensors of a plan wait in a file there: a confined process may write to no other folder.
+        self._folder = Folder(self._subject.offload_folder) if is_confined(self._subject.source) else None
         self._channel = Channel(self._timeout_s, steps=self._subject.wants_compiler)
         self._channel.send(
             {

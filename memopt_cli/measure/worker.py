@@ -27,6 +27,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
+from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.step import FORWARD_HINT, is_out_of_memory
@@ -51,6 +52,8 @@ class Worker:
         self._subject = subject
         self._build = build
         self._functions = functions
+        if subject.offload_folder is not None and not sandbox.is_confined():  # else in the folder that it may write to
+            wait_in(subject.offload_folder)
 
     @functools.cached_property
     def bench(self) -> Bench:

@@ -20,6 +20,7 @@ Metric = Literal[
     "peak",
     "allocated",
     "step",
+    "offloaded",
     "parameters",
     "gathered",
     "buffers",
@@ -32,7 +33,8 @@ Metric = Literal[
 ]
 
 METRICS: tuple[Metric, ...] = typing.get_args(Metric)
-"""Tensor peak, allocated peak and step time, and each category of bytes alive at the instant of the tensor peak."""
+"""Tensor peak, allocated peak, step time and most bytes that wait elsewhere, and each category of bytes alive at the
+instant of the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class StepMemory:
     """Modules in the order of first call."""
     saved: tuple[SavedTensor, ...] = ()
     """Largest tensors that autograd keeps for backward."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait in host memory or on the disk, where the plan sends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,8 @@ class PlanChange:
     changed: tuple[str, ...] = ()
     packing: Literal["same", "dropped", "added"] = "same"
     """Change of packing outside of segments."""
+    sending: Literal["same", "dropped", "added"] = "same"
+    """Change of sending away what is saved outside of segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

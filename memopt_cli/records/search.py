@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from memopt_cli.records.plan import PlaceName
+
 Profile = Literal["safe", "balanced", "memory", "exhaustive"]
 
 Preference = Literal["speed", "balanced", "memory"]
@@ -60,6 +62,15 @@ class SearchOptions:
     """Whether chunks may use their own batch statistics where those of the whole batch cannot be gathered."""
     max_slowdown: float | None = None
     """Longest step of a level's plan, divided by that of the original; ``None`` for no limit."""
+    offload: str = "auto"
+    """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
+
+    @property
+    def sends_to(self) -> tuple[PlaceName | None, str | None]:
+        """Place of :attr:`offload`, and the folder in it; each ``None`` if it is not said."""
+        place, _, folder = self.offload.partition(":")
+        names: dict[str, PlaceName | None] = {"auto": None, "none": "device", "host": "host", "disk": "disk"}
+        return names[place], folder or None
 
 
 class SearchOverrides(TypedDict, total=False):
@@ -85,6 +96,7 @@ class SearchOverrides(TypedDict, total=False):
     allow_inexact: bool
     max_slowdown: float | None
     """Infinity stands for no limit."""
+    offload: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,10 @@ class StepTrace:
     """Peak with the workspaces of operators."""
     packing_bytes_per_s: float = 0.0
     """Rate at which the device packs tensors and unpacks them again; 0 if it was not measured."""
+    out_bytes_per_s: float = 0.0
+    """Rate at which tensors go to the place where they may wait; 0 if it was not measured."""
+    in_bytes_per_s: float = 0.0
+    """Rate at which they come back; 0 if it was not measured."""
     segment_overhead: float = 1.0
     """Overhead of a segment, divided by that on the machine where the cost model's constants come from."""
 

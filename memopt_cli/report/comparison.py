@@ -10,7 +10,7 @@ from memopt_cli.records import Change, Comparison, Difference, ModuleChange, Pea
 from memopt_cli.report.rank import TENSOR_PEAK
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
-_NAMES = {"peak": "tensor peak", "allocated": "allocated peak"}
+_NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
 _MODULES = 10
 """Most rows in the table of modules."""
 _NAMED = 3
@@ -63,6 +63,8 @@ def _causes(found: Comparison) -> Iterator[str]:
             yield f"plan: {counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
     if found.plan.packing != "same":
         yield f"plan: packing of what is saved {found.plan.packing}"
+    if found.plan.sending != "same":
+        yield f"plan: sending away of what is saved {found.plan.sending}"
     yield from _resized(found)
     yield from _places(found)
     for saved in found.new_saved[:_NAMED]:
@@ -203,7 +205,7 @@ def _amount(change: Change, value: float) -> str:
 
 
 def _categories(found: Comparison) -> list[Change]:
-    return [change for change in found.changes if change.metric not in ("peak", "allocated", "step")]
+    return [change for change in found.changes if change.metric not in ("peak", "step", *_NAMES)]
 
 
 def _name(change: Change) -> str:

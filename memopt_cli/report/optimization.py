@@ -140,18 +140,26 @@ def plan_table(summary: MemOptSummary) -> Table:
     table = plain_table()
     for heading in ("level", "plan"):
         table.add_column(heading, no_wrap=heading == "level")
-    for heading in ("measured", "step", "predicted", "step"):
+    shows_elsewhere = any(map(_elsewhere, summary.levels))
+    for heading in ("measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere):
         table.add_column(heading, justify="right", no_wrap=True)
     for _, alike in groupby(summary.levels, key=lambda row: row.plan):
         rows = list(alike)
         levels = [row.level for row in rows]
         applied = summary.is_applied and summary.applied_level in levels
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
-        cells = (*_measured_cells(rows[-1], original), *_predicted_cells(rows[-1]))
+        cells = [*_measured_cells(rows[-1], original), *_predicted_cells(rows[-1])]
+        cells += [_elsewhere(rows[-1])] * shows_elsewhere
         table.add_row(
             f"{span}{' *' if applied else ''}", in_words(rows[-1].plan), *cells, style="bold" if applied else None
         )
     return table
+
+
+def _elsewhere(found: LevelRow | ParetoPoint) -> str:
+    """Return the most bytes that wait elsewhere in the step of ``found``; empty if none do, or it was not measured."""
+    nbytes = found.outcome.elsewhere_bytes if isinstance(found.outcome, Measurement) else 0
+    return format_bytes(nbytes) if nbytes else ""
 
 
 def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
@@ -178,10 +186,12 @@ def level_table(summary: MemOptSummary) -> Table:
     table = plain_table()
     table.add_column("level", no_wrap=True)
     table.add_column("plan")
-    for heading in _COLUMNS:
+    shows_elsewhere = any(map(_elsewhere, summary.levels))
+    for heading in (*_COLUMNS, *["elsewhere"] * shows_elsewhere):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in summary.levels:
         cells = _numbers(row, original if isinstance(original, Measurement) else None)
+        cells += (_elsewhere(row),) * shows_elsewhere
         applied = row.level == summary.applied_level
         table.add_row(
             f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
@@ -220,7 +230,8 @@ def frontier(summary: MemOptSummary) -> Table:
     """Return the numbered plans of the frontier, fastest first, with a plot of their step times."""
     beaten = _beaten(summary.frontier)
     table = plain_table()
-    for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio"):
+    shows_elsewhere = any(map(_elsewhere, summary.frontier))
+    for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan")
     table.add_column("step time →", no_wrap=True)
@@ -237,7 +248,8 @@ def frontier(summary: MemOptSummary) -> Table:
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         predicted = format_bytes(point.predicted_allocated_peak_bytes)
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, in_words(point.plan), plot)
+        elsewhere = [_elsewhere(point)] * shows_elsewhere
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, in_words(point.plan), plot)
     return table
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.text.values import Amount, Choice, Kind, Real, Whole
+from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Whole
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -268,6 +268,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "the modules.",
         SEARCH,
     ),
+    "offload": Option(
+        "Where plans may send stored tensors until backward: from a GPU to host memory, or on the CPU to a file in "
+        "FOLDER. auto: host on a GPU at level 4, with --budget and --frontier; none on the CPU.",
+        SEARCH,
+        "auto|none|host|disk[:FOLDER]",
+        Offload(),
+        default="auto; without FOLDER that of temporary files",
+    ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(
         "A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
@@ -389,7 +397,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
-        "allocated peak), activations:0, parameters:0, step:20%. Repeatable.",
+        "allocated peak), activations:0, parameters:0, step:20%, offloaded:5% (bytes that wait elsewhere). Repeatable.",
         GATE,
         "METRIC:LIMIT",
         default="peak:0",

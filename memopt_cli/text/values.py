@@ -135,6 +135,22 @@ class Choice:
         return given
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A place where tensors wait, or a choice of one, and for the disk perhaps a folder."""
+
+    def parse(self, text: str) -> str:
+        """Return ``text``."""
+        return self.of(text)
+
+    def of(self, given: object) -> str:
+        """Return ``given``."""
+        name, has_folder, folder = given.partition(":") if isinstance(given, str) else ("", "", "")
+        if name not in ("auto", "none", "host", "disk") or (has_folder and not (name == "disk" and folder)):
+            raise ValueError("auto, none, host, disk or disk:FOLDER")
+        return str(given)
+
+
 def whole_number(given: object) -> int | None:
     """Return ``given`` as an ``int``; ``None`` if it is no whole number, or a truth value."""
     if isinstance(given, bool) or not hasattr(given, "__index__"):

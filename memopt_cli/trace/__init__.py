@@ -3,6 +3,7 @@
 from memopt_cli.trace.clock import (
     Clock,
     OperatorTime,
+    link_bytes_per_s,
     packing_bytes_per_s,
     segment_overhead,
     time_operators,
@@ -33,6 +34,7 @@ __all__ = [
     "codecs_of",
     "count",
     "fake_mode",
+    "link_bytes_per_s",
     "listed_modules",
     "meter_on",
     "packing_bytes_per_s",

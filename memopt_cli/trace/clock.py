@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt_cli.records import OpTrace, StepTrace, ancestry
+from memopt_cli.records import OpTrace, PlaceName, StepTrace, ancestry
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS
+from memopt_cli.runtime.places.interface import Sent
+from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, name_of
@@ -29,6 +31,10 @@ _PACKED_ELEMENTS = 2**22
 """Elements of the tensor that is packed to learn the speed: 16 MiB, a common size of activations."""
 _PACKINGS = 4
 """Times that it is packed; the first is slow."""
+_SENT_BYTES = 2**24
+"""Size of the tensor that is sent to a place and fetched to learn the rates."""
+_LINK_S = 0.2
+"""Seconds that this takes, at least."""
 _LAYERS = 10
 """Tiny layers in the segment that is run to learn the overhead of one."""
 _SEGMENT_RUNS = 12
@@ -129,6 +135,27 @@ def packing_bytes_per_s(device: str) -> float:
     spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
     codec = COMPRESSORS["bit"]
     return spikes.nbytes / seconds_of(lambda: codec.decompress(codec.compress(spikes)), device, runs=_PACKINGS)
+
+
+def link_bytes_per_s(place: PlaceName, device: str) -> tuple[float, float]:
+    """Measure how fast tensors of ``device`` go to ``place``, and come back, in bytes a second."""
+    tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
+    there, out_s, in_s, rounds = place_named(place), 0.0, 0.0, -1
+    while out_s + in_s < _LINK_S or rounds < 1:
+        sent = there.send(tensor.untyped_storage(), 0, _SENT_BYTES)
+        if sent is None:
+            return 0.0, 0.0
+
+        def fetch(sent: Sent = sent) -> None:
+            sent.fetch(tensor)
+            sent.arrived()
+
+        gone, back = _timed(sent.has_gone, device), _timed(fetch, device)
+        sent.release()
+        rounds += 1
+        if rounds:  # the first time, the file grows, or memory is pinned
+            out_s, in_s = out_s + gone[1], in_s + back[1]
+    return rounds * _SENT_BYTES / out_s, rounds * _SENT_BYTES / in_s
 
 
 @functools.cache

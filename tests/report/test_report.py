@@ -185,6 +185,29 @@ def test_a_guess_of_the_inputs_stands_in_the_headline(summary: MemOptSummary) ->
     assert "guess" not in shown(TextReport(), found).splitlines()[0]
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_waits_elsewhere_has_a_column_of_its_own(verbose: bool, summary: MemOptSummary) -> None:
+    sent = replace(measured(294.6, 1.49), elsewhere_bytes=200 << 20)
+    summary.levels[-1] = replace(summary.levels[-1], outcome=sent)
+    lines = shown(TextReport(verbose=verbose), result(summary)).splitlines()
+    assert any(line.endswith("  elsewhere") for line in lines)
+    assert any(line.startswith("3 *") and line.endswith("  200.0 MiB") for line in lines)
+    summary.frontier = [a_point(sent, summary)]
+    summary.verification = None
+    assert "200.0 MiB" in shown(TextReport(), result(summary)).partition("pick")[2]
+
+
+def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
+    assert summary.plan is not None
+    return ParetoPoint(
+        plan=summary.plan,
+        predicted_allocated_peak_bytes=1,
+        predicted_slowdown=1.0,
+        outcome=outcome,
+        original_step_s=1.0,
+    )
+
+
 def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:
     predicted = replace(row(1, measured(300, 1.0), Plan(segments=SEGMENTS)), outcome=None, predicted_slowdown=1.25)
     summary.levels = [summary.levels[0], predicted, replace(predicted, level=2), summary.levels[-1]]

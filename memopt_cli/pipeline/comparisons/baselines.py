@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
@@ -150,6 +151,7 @@ def _values(memory: StepMemory) -> dict[Metric, float]:
         "peak": memory.tensor_peak_bytes,
         "allocated": memory.allocated_peak_bytes,
         "step": memory.step_s,
+        "offloaded": memory.elsewhere_bytes,
         **breakdown,
     }
 
@@ -201,8 +203,13 @@ def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
         dropped=tuple(path for path in old if path not in new),
         added=tuple(path for path in new if path not in old),
         changed=tuple(path for path in new if path in old and old[path] != new[path]),
-        packing="same" if before.packed == after.packed else "added" if after.packed else "dropped",
+        packing=_turn(before.packed, after.packed),
+        sending=_turn(before.place != "device", after.place != "device"),
     )
+
+
+def _turn(before: bool, after: bool) -> Literal["same", "dropped", "added"]:
+    return "same" if before == after else "added" if after else "dropped"
 
 
 def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:

@@ -317,6 +317,7 @@ class _Step:
             step_s=step_s,
             breakdown=breakdown,
             peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
+            elsewhere_bytes=peaks.elsewhere_bytes if isinstance(peaks, Measurement) else 0,  # ranks send nothing
             modules=_modules(trace, peak.op),
             saved=saved_tensors(trace, self.plan.longest)[:KEPT],
         )

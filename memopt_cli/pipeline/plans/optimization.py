@@ -23,6 +23,7 @@ from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, 
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover, applied_row
+from memopt_cli.pipeline.plans.sent import how_to_train, with_place
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -79,6 +80,7 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     that fails verification; nothing is written.  Raises :class:`MemoptError`.
     """
     prepared = without_own_checkpoints(prepared, measures=request.runs)
+    prepared = with_place(request, prepared)
     options = request.search.options
     chooses = not options.targets and options.modules is None
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
@@ -100,6 +102,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
         best, found.verification = job.prover.prove(job.applied)
     found.plan, found.applied_level = best.plan, best.level
     found.notes += [IN_BACKWARD] * best.plan.in_backward
+    found.notes += how_to_train(best.plan, prepared.subject.offload_folder)
     return found
 
 

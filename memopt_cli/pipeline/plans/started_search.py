@@ -99,7 +99,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
         first=counted,
         original=original.predicted(counted) if fake else original,
         probes=probes,
-        planner=Planner(traced.trace, counted, asked, options),
+        planner=Planner(traced.trace, counted, asked, options, place=sessions.prepared.subject.place),
         found=found,
         notes=len(found.notes),
     )

@@ -136,6 +136,8 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         base = before if isinstance(before, Measurement) else None
         peaks = (base.allocated_peak_bytes if base else None, after.allocated_peak_bytes)
         yield "allocated peak", _change(*map(_bytes_or_dash, peaks)), _ratio(*peaks)
+        if after.elsewhere_bytes:
+            yield "waiting elsewhere", format_bytes(after.elsewhere_bytes), "at most, until backward"
         times = (base.step_s if base else None, after.step_s)
         yield "step", _change(*map(_seconds_or_dash, times)), _ratio(*times)
     if summary.verification:
@@ -245,6 +247,8 @@ class _Page:
         )
         if plan.packed:
             lead += " What is saved outside of segments is packed where that is lossless."
+        if plan.place != "device":
+            lead += f" What is saved outside of segments waits elsewhere ({plan.place})."
         if plan.in_backward:
             lead += " The optimizer runs in backward."
         self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))

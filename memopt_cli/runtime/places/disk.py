@@ -250,9 +250,18 @@ _disks: dict[str, Disk] = {}
 os.register_at_fork(after_in_child=_disks.clear)  # the threads stay behind, and the file is the parent's
 
 
+def _package() -> Any:
+    return sys.modules[__name__.partition(".")[0]]
+
+
+def wait_in(folder: str) -> None:
+    """Set ``memopt_cli.offload_folder`` to ``folder``."""
+    _package().offload_folder = folder
+
+
 def disk() -> Disk:
     """Return the file in the folder that is set now, ``memopt_cli.offload_folder`` or that of temporary files."""
-    folder = sys.modules[__name__.partition(".")[0]].offload_folder or tempfile.gettempdir()
+    folder = _package().offload_folder or tempfile.gettempdir()
     if folder not in _disks:
         _disks.setdefault(folder, Disk(folder))
     return _disks[folder]

@@ -336,14 +336,15 @@ def _part(tensor: Tensor) -> tuple[int, int]:
 
 def _sent(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
     """Begin to send a part of the storage of ``tensor``; ``None`` if it stays."""
-    there = _place(place)
+    there = place_named(place)
     if reason := there.refusal(tensor.device):
         say_once(f"the plan sends tensors to {place}, and those on {tensor.device.type} stay there: {reason}")
         return None
     return SentWithoutData(nbytes) if is_fake(tensor) else there.send(tensor.untyped_storage(), start, nbytes)
 
 
-def _place(name: str) -> Place:
+def place_named(name: str) -> Place:
+    """Return the place of that ``name`` in this process."""
     if name == DISK:
         from memopt_cli.runtime.places.disk import disk
 

@@ -34,6 +34,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.keeping import kept_calls
 from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
+from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
 """Rate of packing where it was not measured: of the order of two copies of the tensor."""
@@ -256,7 +257,7 @@ class CostModel:
         return self._predicted[plan]
 
     def _replay(self, plan: Plan) -> Prediction:
-        replay = Replay(self._original, self._blocks(plan), plan.packed)
+        replay = Replay(self._original, self._blocks(plan), plan.packed, sends_outside=plan.place != "device")
         peak_bytes, op = replay.peak()
         return Prediction(
             allocated_peak_bytes=peak_bytes,
@@ -264,8 +265,15 @@ class CostModel:
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
             + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away))
-            + _LOOK_S * replay.looked_at,
+            + _LOOK_S * replay.looked_at
+            + (self._waits_s(replay) if replay.sent else 0.0),
         )
+
+    def _waits_s(self, replay: Replay) -> float:
+        seconds = (0.0 if op is None else self.seconds[op] for op in replay.operators)
+        rates = self.trace.out_bytes_per_s, self.trace.in_bytes_per_s
+        out_rate, in_rate = (rate or LINK_BYTES_PER_S for rate in rates)
+        return waits_s(replay.sent, [0.0, *accumulate(seconds)], out_rate, in_rate)
 
     def _added_s(self, block: ReplayedSegment) -> float:
         rerun = self.rerun(block.call)

@@ -11,6 +11,7 @@ from memopt_cli.records import ChunkRule, Plan, SegmentPlan
 from memopt_cli.search.plan.cost_model import chunk_counts, cut_by
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.questions import ChunkQuestions, nested
+from memopt_cli.search.plan.sending import fewer_sent
 from memopt_cli.search.plan.targets import segment as plain_segment
 
 _MOST_UNWRAPS = 40
@@ -36,10 +37,12 @@ class Improvements:
                 yield other
 
     def relaxed(self, plan: Plan, fits: Callable[[Plan], bool]) -> Plan:
-        """Return ``plan`` without the segments, chunks and packing that it does not need to fit."""
+        """Return ``plan`` without the segments, chunks, packing and copies elsewhere that it does not need to fit."""
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
             plan = self._reduced(plan, segment, fits)
+        while plan.sends and (less := next(filter(fits, fewer_sent(plan)), None)):
+            plan = less
         unpacked = replace(plan, packed=False)
         return unpacked if plan.packed and fits(unpacked) else plan
 

@@ -10,11 +10,12 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from memopt_cli.records import Counted, Outlook, Plan, SearchOptions, StepTrace
+from memopt_cli.records import Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
 from memopt_cli.search.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces
+from memopt_cli.search.plan.sending import variants
 from memopt_cli.text.units import format_bytes
 
 _FRONTIER_POINTS = 8
@@ -26,6 +27,12 @@ _WITHIN_REACH = 1.25
 lower."""
 _REFUTATIONS = 3
 """Dry runs in a row that may exceed the budget although the cost model found a relaxed plan to fit."""
+_SENT = 6
+"""Plans that send tensors away that are dry-run for one budget."""
+_SENT_DOUBT = 0.1
+"""Error that is allowed to the cost model on the peak of such a plan, beyond that on the same plan without copies."""
+_ABOVE = (0.33, 0.67)
+"""Shares of the way from a budget up to the original's peak: plans that take so much may fit once tensors are sent."""
 _WORTH_NAMING = 0.01
 """Share by which a neighbour must be faster, or smaller, to be named."""
 
@@ -36,10 +43,20 @@ class Planner:
     After its time is over, or Ctrl-C, every question is answered by the best plan counted so far.
     """
 
-    def __init__(self, trace: StepTrace, original: Counted, probes: Probes, options: SearchOptions) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        original: Counted,
+        probes: Probes,
+        options: SearchOptions,
+        *,
+        place: PlaceName = "device",
+    ) -> None:
+        """Plan for ``trace``, within the ``options``; at their level, plans may send tensors to ``place``."""
         self._probes = probes
         self._options = options
-        self.dry_runs = DryRuns(probes, original)
+        self._place = place
+        self.dry_runs = DryRuns(probes, original, sends_from=options.level)
         """Plans counted so far."""
         self._new_spaces = functools.partial(SearchSpaces, trace, probes, self.dry_runs, options)
         self._spaces = self._new_spaces()
@@ -75,6 +92,7 @@ class Planner:
                 if (lower, most_slowdown) not in self._descended:
                     self._at(lower).descend(0, most_slowdown)
                     self._descended.add((lower, most_slowdown))
+                    self._send(lower, 0, most_slowdown)
         return self.dry_runs.smallest(level, most_slowdown)
 
     def best(self, level: int, most_slowdown: float = math.inf) -> Priced:
@@ -97,6 +115,11 @@ class Planner:
         """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none does."""
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
+            original_bytes = self.dry_runs.smallest(0).peak_bytes
+            for share in _ABOVE if self._may_send(level) and budget_bytes < original_bytes else ():
+                self._search(level, budget_bytes + int(share * (original_bytes - budget_bytes)))
+            self._send(level, budget_bytes)
+            self._relax(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
                     for asked in range(level, 0, -1):
@@ -115,6 +138,8 @@ class Planner:
                 budget = low + (high - low) * step // _FRONTIER_POINTS
                 self._probes.report(f"looking for the fastest plan within {format_bytes(budget)}")
                 self._search(level, budget)
+                self._send(level, budget)
+                self._relax(level, budget)
         return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
@@ -148,6 +173,36 @@ class Planner:
         self._at(level).approach(budget_bytes)
         self._relax(level, budget_bytes)
 
+    def _may_send(self, level: int) -> bool:
+        return self._place != "device" and level == self._options.level
+
+    def _send(self, level: int, budget_bytes: int, most_slowdown: float = math.inf) -> None:
+        """Count plans so far with tensors sent away: the fastest that seem to fit ``budget_bytes``; for 0 the smallest.
+
+        The peak of each is predicted from that of the same plan without copies, which was counted; the error of one
+        prediction corrects the next.
+        """
+        if not self._may_send(level) or self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
+            return
+        hopeful: list[tuple[float, int, Plan, SearchSpace]] = []
+        for found in [found for found in self.dry_runs.up_to(level) if not found.plan.sends]:
+            space = self._spaces.of(found.plan)
+            off_bytes = found.peak_bytes - space.proposals.peak_of(found.plan)
+            for plan in variants(found.plan, self._place):
+                peak_bytes, slowdown = space.proposals.peak_of(plan) + off_bytes, space.proposals.slowdown(plan)
+                if slowdown <= most_slowdown:
+                    hopeful.append((slowdown if budget_bytes else 0.0, peak_bytes, plan, space))
+        tried, bias = 0, 1 - _SENT_DOUBT
+        for slowdown, peak_bytes, plan, space in sorted(hopeful, key=lambda one: one[:2]):
+            best = self.dry_runs.fastest(level, budget_bytes)
+            if tried == _SENT or (best is not None and slowdown >= best.slowdown):
+                break
+            if budget_bytes and peak_bytes * bias > budget_bytes:
+                continue
+            tried += 1
+            counted = self.dry_runs.count(plan, space.proposals)
+            bias = counted.peak_bytes / peak_bytes if counted else bias
+
     def _relax(self, level: int, budget_bytes: int) -> None:
         """Count the fastest plan without the parts that the cost model finds needless, as long as a dry run agrees.
 
@@ -157,7 +212,9 @@ class Planner:
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refuted < _REFUTATIONS:
             space = self._spaces.of(best.plan)
             bias = best.peak_bytes - space.proposals.peak_of(best.plan) + over_bytes
-            less = space.improvements.relaxed(best.plan, functools.partial(self._fits, space, budget_bytes - bias))
+            less = space.improvements.relaxed(
+                best.plan, functools.partial(self._fits, space, budget_bytes - bias, best)
+            )
             found = self.dry_runs.count(less, space.proposals) if less != best.plan else None
             if found is None:
                 break
@@ -166,7 +223,13 @@ class Planner:
                 break
             over_bytes, refuted = (over_bytes + found.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
 
-    def _fits(self, space: SearchSpace, most_bytes: int, plan: Plan) -> bool:
+    def _fits(self, space: SearchSpace, most_bytes: int, best: Priced, plan: Plan) -> bool:
+        """Tell whether ``plan``, a part of ``best``, is within ``most_bytes``.
+
+        Where tensors are sent, it may be slower, too: with less to recompute, a step waits longer for copies.
+        """
+        if plan.sends and space.proposals.slowdown(plan) > best.slowdown:
+            return False
         return self._spaces.admits(plan) and space.proposals.peak_of(plan) <= most_bytes
 
 

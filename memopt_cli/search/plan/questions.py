@@ -40,8 +40,10 @@ class Priced:
 class DryRuns:
     """Plans that were counted, for all levels and budgets: what is found for one may be the answer for another."""
 
-    def __init__(self, probes: Probes, original: Counted) -> None:
+    def __init__(self, probes: Probes, original: Counted, *, sends_from: int = 0) -> None:
+        """Begin with the ``original``; plans that send tensors away count as of level ``sends_from`` at least."""
         self._probes = probes
+        self._sends_from = sends_from
         first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
@@ -58,7 +60,8 @@ class DryRuns:
                 raise TimeIsUp
             if isinstance(counted, Counted):
                 slowdown = proposals.slowdown(plan)
-                self._found[plan] = Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
+                level = max(level_of(plan), self._sends_from if plan.sends else 0)
+                self._found[plan] = Priced(plan=plan, counted=counted, level=level, slowdown=slowdown)
             else:
                 self._found[plan], self.failures[plan] = None, counted
         return self._found[plan]

@@ -17,6 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
+from memopt_cli.search.plan.sending import (
+    LEAST_SENT_BYTES,
+    NEVER,
+    SAVES_OF_A_PARCEL,
+    SentParcel,
+    SentTensor,
+    follow_each_other,
+)
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
@@ -96,6 +104,11 @@ class Original:
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
         """Operator that makes a storage -> the module whose parameter's gradient that is; ``None`` for other
         storages."""
+        self.first_read_back: dict[int, int] = {}
+        """Storage -> the first operator of backward that reads it."""
+        for at, op in enumerate(trace.ops):
+            for index in op.reads if op.phase == "backward" else ():
+                self.first_read_back.setdefault(index, at)
         self._needed: dict[tuple[int, int], frozenset[int]] = {}
 
     def needed_by(self, call: ModuleCall) -> frozenset[int]:
@@ -324,16 +337,72 @@ class _Passes:
         return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
 
 
+class _Parcels:
+    """The parcels in which tensors are sent away in a step under a plan."""
+
+    def __init__(
+        self,
+        original: Original,
+        blocks: Sequence[ReplayedSegment],
+        inner: Sequence[ReplayedSegment | None],
+        order: _Order,
+        outside: bool,
+    ) -> None:
+        """Make those of the ``blocks`` that send what they store; ``outside``: and those of saves outside of them."""
+        self._original, self._order = original, order
+        self.of: dict[ReplayedSegment, SentParcel] = {}
+        """Segment -> its parcel."""
+        self.holding: dict[int, SentParcel] = {}
+        """Storage -> the first parcel that it is in."""
+        stored: list[tuple[int, int, int, SentParcel]] = []  # by operator; instant that asks for it, storage, parcel
+        for block in blocks:
+            if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
+                self.of[block] = SentParcel(complete=order.after(block.call.end), asked=block.offset)
+                raw = (index for index in block.call.inputs if index not in block.packed)
+                stored += [(block.call.start, block.offset, index, self.of[block]) for index in raw]
+        groups = list(self._groups(inner)) if outside else []
+        stored += [entry for group in groups for entry in group]
+        for _, asked, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+            storage = original.trace.storages[index]
+            if storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
+                first = self.holding.setdefault(index, parcel)
+                first.asked = min(first.asked, asked)
+        follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
+
+    def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
+        storages, savers = self._original.trace.storages, self._original.savers
+        large = (index for index, storage in enumerate(storages) if storage.nbytes >= LEAST_PACKED_BYTES)
+        saves = sorted((op, index) for index in large for op in savers[index] if inner[op] is None)
+        for start in range(0, len(saves), SAVES_OF_A_PARCEL):
+            group = saves[start : start + SAVES_OF_A_PARCEL]
+            following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
+            complete = self._order.place[following if following is not None else group[-1][0]]
+            parcel = SentParcel(complete=complete, asked=NEVER)
+            yield [(op, self._asked(index, op), index, parcel) for op, index in group]
+
+    def _asked(self, index: int, saver: int) -> int:
+        """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
+        reader = self._original.first_read_back.get(index)
+        return (
+            self._order.after(self._original.backward_end[saver]) - 1 if reader is None else self._order.place[reader]
+        )
+
+
 class Replay:
     """One replay: enters the lives of all storages in a ledger, and finds the peak."""
 
-    def __init__(self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool) -> None:
+    def __init__(
+        self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool, *, sends_outside: bool = False
+    ) -> None:
         self.blocks = blocks
         self.packed_away: list[int] = []
         """Bytes to be packed of every storage that is packed outside of segments."""
         self.looked_at = 0
         """Times that packing looks at a tensor outside of segments and leaves it as it is."""
+        self.sent: list[SentTensor] = []
+        """Tensors that are sent away and given up."""
         self._packed = packed
+        self._sends_outside = sends_outside
         self._original = original
         self._trace = trace = original.trace
         self._inner: list[ReplayedSegment | None] = [None] * len(trace.ops)
@@ -345,6 +414,10 @@ class Replay:
         self._lives = _Lives(original, blocks, self._inner, self._order)
         self._ledger = _Ledger(self._order.length)
         self._passes = _Passes(original, self._order)
+        sends = sends_outside or any(block.segment.place != "device" for block in blocks)
+        self._parcels = _Parcels(original, blocks, self._inner, self._order, sends_outside) if sends else None
+        self.operators: list[int | None] = [None] * self._order.length
+        """Operator that runs at every instant, once :meth:`peak` is known; ``None`` where pieces are joined."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
@@ -372,35 +445,69 @@ class Replay:
         around = _self_and_enclosing(inner)
         savers = self._lives.savers_in(index)
         keeps = inner is not None and storage.born in inner.kept
-        start, last = self._order.at(None, storage.born), self._order.end_of(inner) if inner else 0
+        parcel = self._parcels.holding.get(index) if self._parcels else None
+        start, last, here = self._order.at(None, storage.born), self._order.end_of(inner) if inner else 0, 0
         for depth, block in enumerate(around):
             if block is not None and storage.born >= block.stop:
                 continue
-            end = self._lives.forward_end(storage, block)
-            if savers.get(block) and block is None and self._packs(storage):
-                self._add_packed(storage, savers[None])
-            elif savers.get(block):
-                end = max(end, self._lives.release(storage, savers[block]))
-                if block is None and storage.nbytes >= LEAST_PACKED_BYTES:
-                    self.looked_at += self._packed * len(savers[None])
-            end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
-            for held in self._lives.holders(index, storage, block):
-                # The part of the graph that outlives the step keeps the recomputation's input.
-                end = self._order.length if held.keeps_graph else max(end, self._lives.held_until(index, held))
+            end, sent_end = self._until(index, storage, savers, block)
             if keeps:
-                last = max(last, end)
+                last, here = max(last, end, sent_end), end  # block is None in the last round
                 continue
             inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             within = inside[0] if inside else block
             begin, nbytes = self._order.at(block, storage.born), _share_of(storage, within)
             saved = self._begin_of_pass(block, savers.get(block, ()))
-            if begin < saved < end:
+            if sent_end > end and parcel is not None:
+                self._add_sent(parcel, begin, end, sent_end, nbytes)
+            elif begin < saved < end:
                 self._ledger.live(begin, self._lives.forward_end(storage, block), nbytes)
                 self._ledger.live(saved, end, nbytes, is_made=False)
             else:
                 self._ledger.live(begin, end, nbytes)
         if keeps:
-            self._ledger.live(start, last, storage.nbytes)
+            own = self._parcels.of.get(inner) if self._parcels and inner else None
+            if own is not None and storage.nbytes >= LEAST_SENT_BYTES:
+                self._add_sent(own, start, here, last, storage.nbytes)
+            else:
+                self._ledger.live(start, last, storage.nbytes)
+
+    def _add_sent(self, parcel: SentParcel, begin: int, here: int, end: int, nbytes: int) -> None:
+        """Enter a tensor of ``parcel``: stored at ``begin``, held by others until ``here``, needed until ``end``."""
+        gone = None if parcel.gone is None else max(parcel.gone, here)
+        if gone is None or gone >= parcel.fetched:
+            self._ledger.live(begin, end, nbytes)
+            return
+        self._ledger.live(begin, gone, nbytes)
+        self._ledger.live(parcel.fetched, end, nbytes, is_made=False)
+        self.sent.append(SentTensor(parcel, begin, nbytes))
+
+    def _until(
+        self,
+        index: int,
+        storage: StorageTrace,
+        savers: Mapping[ReplayedSegment | None, list[int]],
+        block: ReplayedSegment | None,
+    ) -> tuple[int, int]:
+        """Return until when ``storage``, made in ``block``, is held here, and until when a copy elsewhere is needed."""
+        end, sent_end = self._lives.forward_end(storage, block), 0
+        parcels = self._parcels if block is None and self._parcels and index in self._parcels.holding else None
+        if savers.get(block) and block is None and self._packs(storage):
+            self._add_packed(storage, savers[None])
+        elif savers.get(block):
+            released = self._lives.release(storage, savers[block])
+            end, sent_end = (end, released) if parcels and self._sends_outside else (max(end, released), 0)
+            if block is None and storage.nbytes >= LEAST_PACKED_BYTES:
+                self.looked_at += self._packed * len(savers[None])
+        end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
+        for held in self._lives.holders(index, storage, block):
+            # The part of the graph that outlives the step keeps the recomputation's input.
+            until = self._order.length if held.keeps_graph else self._lives.held_until(index, held)
+            if parcels and held in parcels.of:
+                sent_end = max(sent_end, until)
+            else:
+                end = max(end, until)
+        return end, sent_end
 
     def _begin_of_pass(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
         """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``block`` has no passes.
@@ -469,7 +576,11 @@ class Replay:
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
             end = self._lives.held_until(index, block)
-            self._ledger.live(start, end, packed_bytes)
+            parcel = self._parcels.of.get(block) if self._parcels else None
+            if parcel is not None and packed_bytes >= LEAST_SENT_BYTES and block.segment.compressor != "parts":
+                self._add_sent(parcel, start, start, end, packed_bytes)
+            else:
+                self._ledger.live(start, end, packed_bytes)
             self._ledger.live(block.offset, end, nbytes // block.segment.chunks)
 
     def _add_chunks(self, block: ReplayedSegment) -> None:
@@ -513,14 +624,15 @@ class Replay:
         ops = self._trace.ops
         running: list[OpTrace] = [ops[0]] * self._order.length
 
-        def run(instant: int, op: OpTrace, shares: float) -> None:
-            running[instant] = op
+        def run(instant: int, index: int, shares: float) -> None:
+            op = running[instant] = ops[index]
+            self.operators[instant] = index
             fixed = op.fixed_workspace_bytes
             self._ledger.extra[instant] += fixed + int((op.workspace_bytes - fixed) / shares)
 
         for index, op in enumerate(ops):
             inner = self._inner[index]
-            run(self._order.place[index], op, inner.shares if inner else 1)
+            run(self._order.place[index], index, inner.shares if inner else 1)
             if inner is not None and op.name == _NORM_BACKWARD:
                 self._ledger.extra[self._order.place[index]] += self._passes.product_bytes(inner, op)
         for block in self.blocks:
@@ -531,7 +643,7 @@ class Replay:
                 if index in block.kept:
                     continue
                 inner = self._inner[index]
-                run(self._order.at(block, index), ops[index], inner.shares if inner else 1)
+                run(self._order.at(block, index), index, inner.shares if inner else 1)
         return running
 
 

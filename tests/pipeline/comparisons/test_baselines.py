@@ -38,7 +38,7 @@ from memopt_cli.records import (
 )
 from tests.zoo.records import a_header
 
-NOTHING = dict.fromkeys((f"{kind}_bytes" for kind in METRICS[3:]), 0)
+NOTHING = dict.fromkeys((f"{kind}_bytes" for kind in METRICS[4:]), 0)
 SETTINGS = StepSettings()
 PEAK = parse_limit("peak:0")
 
@@ -110,7 +110,7 @@ def test_percentages_are_exact(before: int, after: int, percent: int) -> None:
 def test_every_metric_is_judged_by_its_own_value() -> None:
     sizes = {name: 100 + rank for rank, name in enumerate(NOTHING)}
     old = a_baseline()
-    new = a_baseline(peak=1001, allocated_peak_bytes=2000, step_s=0.75, breakdown=Breakdown(**sizes), plan=Plan())
+    new = a_baseline(peak=1001, allocated_peak_bytes=2000, step_s=0.75, breakdown=Breakdown(**sizes), elsewhere_bytes=7)
     found = compare(old, new, [parse_limit(f"{metric}:{'0s' if metric == 'step' else 0}") for metric in METRICS])
     assert len(found.exceeded) == len(METRICS)
     values = {change.metric: change.after for change in found.changes}
@@ -118,6 +118,7 @@ def test_every_metric_is_judged_by_its_own_value() -> None:
         "peak": 1001,
         "allocated": 2000,
         "step": 0.75,
+        "offloaded": 7,
         **{name.removesuffix("_bytes"): size for name, size in sizes.items()},
     }
 
@@ -250,6 +251,13 @@ def test_plans() -> None:
     packed = a_baseline(plan=Plan(packed=True))
     assert compare(packed, a_baseline()).plan == PlanChange(packing="dropped")
     assert compare(a_baseline(), packed).plan == PlanChange(packing="added")
+
+
+def test_a_plan_that_sends_no_longer_is_named() -> None:
+    sent = a_baseline(plan=Plan(segments=(SegmentPlan(path="a", place="disk"),), place="disk"))
+    kept = a_baseline(plan=Plan(segments=(SegmentPlan(path="a"),)))
+    assert compare(sent, kept).plan == PlanChange(sending="dropped", changed=("a",))
+    assert compare(kept, sent).plan == PlanChange(sending="added", changed=("a",))
 
 
 def test_where_the_peak_is() -> None:

@@ -389,7 +389,7 @@ def test_the_step_is_the_baselines_unless_said_otherwise(history: History) -> No
     assert not found.exceeded
     assert found.after.seed == 5
     assert change_of(found, "optimizer") == 0
-    assert found.changes[6].metric == "gradients"
+    assert found.changes[7].metric == "gradients"
 
 
 def test_no_gpu_for_a_baseline_of_one(history: History, recorded: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,81 @@
+"""``--offload``: where the plans of a search may send tensors, and whether that saves anything."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from memopt_cli.errors import UsageError
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.records import OptimizeRequest, Plan, SearchGoal
+from memopt_cli.search.plan.levels import KEPT
+
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
+"""File systems whose files lie in memory."""
+_NAME_ONE: Final = "Name a folder on a disk: --offload disk:FOLDER."
+
+
+def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
+    """Return ``prepared`` with the place where plans may send tensors, as ``request`` asks for it.
+
+    Raises :class:`UsageError` for a place that takes nothing, or in which tensors would save no memory.
+    """
+    place, folder = request.search.options.sends_to
+    device, notes = prepared.subject.settings.device, prepared.notes
+    if place is None:  # nothing was said: where a plan may do all that there is, from a GPU to host memory
+        may_send = request.search.options.level >= KEPT or request.goal != SearchGoal()
+        place = "host" if may_send and request.runs and device != "cpu" else "device"
+    elif place != "device" and not request.runs:
+        raise UsageError(
+            f"--offload {place} needs a step that runs here: how fast tensors go elsewhere is measured",
+            hint="Leave it out with --for and --ranks.",
+        )
+    elif place == "host" and device == "cpu":
+        said = "--offload host sends nothing: the tensors of the CPU are in host memory already. --offload disk does."
+        place, notes = "device", (*notes, said)
+    elif place == "disk":
+        if device != "cpu":
+            raise UsageError(
+                f"--offload disk sends tensors in host memory, and the step runs on {device}",
+                hint="Use --offload host.",
+            )
+        _check(folder or tempfile.gettempdir())
+    subject = replace(prepared.subject, place=place, offload_folder=folder)
+    return replace(prepared, subject=subject, notes=notes)
+
+
+def how_to_train(plan: Plan, folder: str | None) -> list[str]:
+    """Return a sentence on what a script that trains with ``plan`` sets, if tensors wait in another ``folder``."""
+    if folder is None or not plan.sends:
+        return []
+    return [f"Set memopt_cli.offload_folder = {folder!r} in the training script: tensors wait in a file there."]
+
+
+def _check(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise UsageError(f"there is no folder '{folder}' for tensors to wait in", hint=_NAME_ONE)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"'{folder}' cannot be written to: permission denied", hint=_NAME_ONE)
+    file_system = _file_system(os.path.realpath(folder))
+    if file_system in _IN_MEMORY:
+        raise UsageError(
+            f"'{folder}' lies in memory ({file_system}): tensors that wait there would save nothing", hint=_NAME_ONE
+        )
+
+
+def _file_system(path: str) -> str:
+    """Return the type of the file system that ``path`` is in; empty if the system does not tell."""
+    found = "", ""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, mounted, kind, *_ = line.split(" ")
+        where = mounted.encode().decode("unicode_escape")  # a space is \040
+        if (path == where or path.startswith(where.rstrip("/") + "/")) and len(where) >= len(found[0]):
+            found = where, kind
+    return found[1]

@@ -1,0 +1,120 @@
+"""Tensors that wait elsewhere, in a replayed step: until when they are here, and how long the step waits for copies.
+
+The order is that of :mod:`memopt_cli.runtime.places.schedule`.  What a segment stores is a parcel, and so are four
+saves outside of segments.  A parcel is given up when the next one is complete, and fetched when backward asks for the
+next one::
+
+    forward     1 complete      2 complete: 1 is given up      3 complete: 2 is given up
+    backward    3 is asked for  2 is fetched                   2 is asked for: 1 is fetched
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from memopt_cli.records import PlaceName, Plan, SegmentPlan
+from memopt_cli.search.plan.interface import is_within
+
+LEAST_SENT_BYTES: Final = 1 << 16
+"""Least size of a tensor that is sent."""
+SAVES_OF_A_PARCEL: Final = 4
+"""Saves outside of segments that make a parcel."""
+LINK_BYTES_PER_S: Final = 1e9
+"""Assumed rate of a place where it was not measured."""
+NEVER: Final = sys.maxsize
+"""Instant at which backward asks for a parcel that is empty."""
+SEND_S: Final = 0.3e-3
+"""Seconds that it takes to hand a tensor to a place and to get it back, however small it is."""
+
+
+@dataclass(slots=True, eq=False)
+class SentParcel:
+    """Tensors that are sent together; times are instants of a replayed step."""
+
+    complete: int
+    """Instant at which all of it is stored."""
+    asked: int
+    """Instant at which backward needs it."""
+    gone: int | None = None
+    """Instant at which it is given up; ``None`` for the last one, which stays."""
+    fetched: int = 0
+    """Instant at which its fetch begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor that is given up, and fetched later."""
+
+    parcel: SentParcel
+    stored: int
+    """Instant at which its copy begins."""
+    nbytes: int
+
+
+def follow_each_other(parcels: Sequence[SentParcel]) -> None:
+    """Set when each of ``parcels`` is given up, and when it is fetched, by the next one."""
+    gone, asked_next = None, NEVER
+    for parcel in sorted(parcels, key=lambda parcel: parcel.complete, reverse=True):
+        parcel.gone, parcel.fetched = gone, min(asked_next, parcel.asked)
+        gone, asked_next = parcel.complete, asked_next if parcel.asked == NEVER else parcel.asked
+
+
+def waits_s(
+    tensors: Sequence[SentTensor], elapsed: Sequence[float], out_bytes_per_s: float, in_bytes_per_s: float
+) -> float:
+    """Return the seconds that a step waits for copies of ``tensors``, which go one after another each way.
+
+    ``elapsed``: seconds before each instant of the step, without waits.  A copy that has not ended when its parcel is
+    given up makes the step wait, and so does one back that has not ended when backward asks for the parcel; whatever
+    comes later is delayed by that.
+    """
+    sizes: dict[SentParcel, int] = {}
+    for tensor in tensors:
+        sizes[tensor.parcel] = sizes.get(tensor.parcel, 0) + tensor.nbytes
+    # At one instant, a parcel is given up before the next copy out begins; a copy back begins before a wait for one.
+    events: list[tuple[int, int, SentParcel, int]] = [(t.stored, 1, t.parcel, t.nbytes) for t in tensors]
+    for parcel, nbytes in sizes.items():
+        assert parcel.gone is not None, "it is given up"
+        events += [(parcel.gone, 0, parcel, 0), (parcel.fetched, 2, parcel, nbytes), (parcel.asked, 3, parcel, 0)]
+    delay_s = SEND_S * len(tensors)
+    free_s = {True: 0.0, False: 0.0}  # when each way is free: out, in
+    done_s: dict[tuple[SentParcel, bool], float] = {}
+    for instant, kind, parcel, nbytes in sorted(events, key=lambda event: event[:2]):
+        now_s, is_out = elapsed[instant] + delay_s, kind < 2
+        if kind in (1, 2):
+            rate = out_bytes_per_s if is_out else in_bytes_per_s
+            free_s[is_out] = done_s[parcel, is_out] = max(free_s[is_out], now_s) + nbytes / rate
+        else:
+            delay_s += max(0.0, done_s.get((parcel, is_out), 0.0) - now_s)
+    return delay_s
+
+
+def variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
+    """Yield ``plan`` with what it stores sent to ``place``: what segments store, what is saved outside, and both."""
+    segments = tuple(_sent(segment, plan, place) for segment in plan.segments)
+    if segments != plan.segments:
+        yield replace(plan, segments=segments)
+    if not plan.packed:  # the dry run of a plan that packs and sends outside of segments is not exact
+        yield replace(plan, place=place)
+        if segments != plan.segments:
+            yield replace(plan, segments=segments, place=place)
+
+
+def fewer_sent(plan: Plan) -> Iterator[Plan]:
+    """Yield ``plan`` with what one segment stores, or what is saved outside of segments, kept here."""
+    for at, segment in enumerate(plan.segments):
+        if segment.place != "device":
+            segments = (*plan.segments[:at], replace(segment, place="device"), *plan.segments[at + 1 :])
+            yield replace(plan, segments=segments)
+    if plan.place != "device":
+        yield replace(plan, place="device")
+
+
+def _sent(segment: SegmentPlan, plan: Plan, place: PlaceName) -> SegmentPlan:
+    is_inner = any(is_within(segment.path, other.path) for other in plan.segments if other is not segment)
+    if is_inner or segment.chunks > 1 or segment.through_loss or segment.spatial_split:
+        return segment
+    return replace(segment, place=place)

@@ -1,0 +1,103 @@
+"""``--offload``: where plans may send tensors, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt_cli
+from memopt_cli.errors import OptionError, UsageError
+from memopt_cli.pipeline.plans import sent
+from memopt_cli.records import Plan, SegmentPlan
+
+BLOCKS = 6
+
+
+def wide() -> nn.Module:
+    """A model of a class that only this process has, so that it is profiled here."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return Wide()
+
+
+@pytest.fixture(autouse=True)
+def folder_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memopt_cli, "offload_folder", None)
+
+
+def optimized(**asked: object) -> object:
+    return memopt_cli.optimize(wide(), torch.randn(1024, 64), **asked)  # type: ignore[arg-type]
+
+
+def test_a_plan_that_sends_is_found_measured_verified_and_says_what_the_script_sets(tmp_path: Path) -> None:
+    model, x = wide(), torch.randn(1024, 64)
+    found = memopt_cli.optimize(model, x, level=1, max_slowdown=1000, offload=f"disk:{tmp_path}")
+    plan, summary = found.plan, found.summary
+    assert plan.sends
+    outcome = summary.levels[-1].outcome
+    assert summary.verification is not None
+    assert summary.verification.passed
+    assert outcome.elsewhere_bytes > 4 * x.nbytes  # type: ignore[union-attr]
+    assert memopt_cli.offload_folder == str(tmp_path)
+    assert any(f"memopt_cli.offload_folder = {str(tmp_path)!r}" in note for note in summary.notes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_host_memory_is_where_tensors_of_the_cpu_are_already() -> None:
+    found = optimized(level=1, offload="host")
+    assert not found.plan.sends  # type: ignore[attr-defined]
+    assert any("already" in note for note in found.summary.notes)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("offload", ["nowhere", "disk:", "host:/tmp", "disk/tmp", 3])
+def test_a_place_that_there_is_not(offload: object) -> None:
+    with pytest.raises(OptionError, match=r"offload is .*"):
+        optimized(offload=offload)
+
+
+def test_a_folder_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        optimized(offload=f"disk:{tmp_path / 'none'}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot be written to"):
+        optimized(offload=f"disk:{tmp_path}")
+
+
+def test_a_folder_in_memory_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sent, "_file_system", lambda path: "tmpfs")
+    with pytest.raises(UsageError, match=r"lies in memory \(tmpfs\)"):
+        optimized(offload=f"disk:{tmp_path}")
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no such mount")
+def test_the_mount_that_a_folder_is_in_says_so() -> None:
+    assert sent._file_system("/dev/shm/a/b") == "tmpfs"
+    assert sent._file_system("/dev/shmx") != "tmpfs"
+
+
+def test_a_device_elsewhere_has_no_disk_here() -> None:
+    with pytest.raises(UsageError, match="a step that runs here"):
+        optimized(offload="disk", for_device="a100-40gb")
+
+
+def test_a_script_is_told_the_folder_if_the_plan_sends() -> None:
+    plan = Plan(segments=(SegmentPlan(path="a", place="disk"),))
+    assert sent.how_to_train(plan, None) == sent.how_to_train(Plan(), "/fast") == []
+    assert "'/fast'" in sent.how_to_train(plan, "/fast")[0]
