@@ -32,7 +32,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
-from memopt_cli.training.compiling import compile_model, compiled_as, stop_compiling
+from memopt_cli.training.compiling import compile_model, compiled_as, require_uncompiled, stop_compiling
 from memopt_cli.training.own_checkpoints import resume, suspend
 from memopt_cli.training.wrappers import unwrapped
 
@@ -73,6 +73,8 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
             "the plan runs the optimizer in backward, but no optimizer is given",
             hint="Pass it: memopt_cli.apply_plan(model, plan, optimizer=optimizer).",
         )
+    if plan.compile is not None:
+        require_uncompiled(model)
     _install_all(unwrapped(model), plan, optimizer)
     return model
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,39 +13,63 @@ from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.records import CompilePlan, from_data, to_data
 from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
 from memopt_cli.runtime.private_torch import is_compiled, within_budget
+from memopt_cli.training.wrappers import peeled
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
     """Have ``model`` compiled when it is next called, as ``model.compile(...)`` does, with the settings of ``how``.
 
     That method leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled without a word: the
-    compiler skips PyTorch's files until it meets a function of another one.  Here that is :func:`_called`.
+    compiler skips PyTorch's files until it meets a function of another one.  Here that is in :func:`_called`.
 
     A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that is not there, and
-    :class:`PlanError` for one that knows no memory budget, and for a model that is compiled already.
+    :class:`PlanError` for one that knows no memory budget.
     """
     require_backend(how.backend)
-    if is_compiled(model):
-        raise PlanError(
-            "the plan compiles the model, which is compiled already",
-            hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",
-        )
     backend: Any = how.backend
     try:
         if how.activation_memory_budget is not None:
             backend = within_budget(how.backend, how.mode, how.activation_memory_budget)
         mode = how.mode if backend is how.backend else None
-        vars(model)[COMPILED_CALL] = torch.compile(_called(model), backend=backend, mode=mode)
+        compiled = torch.compile(_called(model), backend=backend, mode=mode)
     except (ValueError, RuntimeError) as reason:  # an unknown mode is the second
         raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(_hooks_on(model), *args, **kwargs)
+
+    vars(model)[COMPILED_CALL] = call
     vars(model)[COMPILED_KEY] = to_data(how)
 
 
 def _called(model: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    """Return a function that calls ``model``, with code of its own.
+
+    PyTorch compiles one piece of code eight times at most, for whatever models, and then runs it as it is.
+    """
+
+    def call(hooks: str, /, *args: Any, **kwargs: Any) -> Any:
+        len(hooks)  # the compiler compares, from call to call, only what is used
         return model._call_impl(*args, **kwargs)
 
-    return call
+    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+
+
+def _hooks_on(model: nn.Module) -> str:
+    """Return which hooks ``model`` has: where they are others, PyTorch compiles anew, and sees them."""
+    return str([[*vars(model)[name]] for name in _HOOKS])
+
+
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """Raise :class:`PlanError` where ``model``, or the model in its wrappers, is compiled already."""
+    if is_compiled(peeled(model, keep_compiled=True)[1]):
+        raise PlanError(
+            "the plan compiles the model, which is compiled already",
+            hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",
+        )
 
 
 def require_backend(backend: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,39 @@ def test_what_is_compiled_already_is_not_compiled_again() -> None:
     with pytest.raises(PlanError, match="compiled already"):
         memopt_cli.apply_plan(model, compiling())
     assert is_compiled(memopt_cli.remove_plan(model))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.DataParallel(torch.compile(model))])
+def test_what_is_compiled_around_is_not_compiled_again(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = made()
+    with pytest.raises(PlanError, match="compiled already"):
+        memopt_cli.apply_plan(wrap(model), compiling(0.5))
+    assert not is_compiled(model)
+
+
+def test_any_number_of_models_is_compiled() -> None:
+    count, stats = torch._dynamo.config.recompile_limit + 1, torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    for width in range(count):
+        memopt_cli.apply_plan(nn.Linear(4, 1 + width), compiling(backend="eager"))(torch.ones(2, 4))
+    assert stats["unique_graphs"] - before == count
+
+
+def test_hooks_that_the_model_gets_after_its_first_call_are_called() -> None:
+    model, called = memopt_cli.apply_plan(made(), compiling(backend="aot_eager")), list[str]()
+    x = torch.randn(4, 8, requires_grad=True)
+    model(x)
+    hooks = [
+        model.register_forward_pre_hook(lambda *given: called.append("before")),
+        model.register_forward_hook(lambda *given: called.append("after")),
+        model.register_full_backward_hook(lambda *given: called.append("backward")),
+    ]
+    model(x).sum().backward()
+    assert called == ["before", "after", "backward"]
+    for hook in hooks:
+        hook.remove()
+    model(x).sum().backward()
+    assert called == ["before", "after", "backward"]
 
 
 def test_lengths_are_not_compiled_each() -> None:

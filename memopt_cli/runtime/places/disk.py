@@ -7,6 +7,7 @@ is to be saved.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import mmap
@@ -77,18 +78,35 @@ class _Worker:
         """Call ``copy`` with a block of memory, its address, a job, and the start of the block in that."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._copy = copy
+        self._is_stopped = False
+        self._block = mmap.mmap(-1, _BLOCK)  # it begins at a page
         threading.Thread(target=self._run, name=f"memopt {name}", daemon=True).start()
 
     def put(self, job: _Job) -> None:
         """Have ``job`` done after all earlier ones."""
         self._jobs.put(job)
 
+    def stop(self) -> None:
+        """Have all jobs fail from now on, and wait until none is being done.
+
+        Python kills the thread when the process ends, and whoever waited for its job then would wait for ever.
+        """
+        self._is_stopped = True
+        last = _Job(0, 0, 0)
+        self._jobs.put(last)
+        last.wait()
+
     def _run(self) -> None:
-        block = mmap.mmap(-1, _BLOCK)  # it begins at a page
-        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
-        view = memoryview(block)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
+        view = memoryview(self._block)
+
+        def copy(job: _Job, start: int) -> None:
+            if self._is_stopped:
+                raise RuntimeError("the process is ending")
+            self._copy(view, address, job, start)
+
         while True:
-            self._jobs.get().run(lambda job, start: self._copy(view, address, job, start))
+            self._jobs.get().run(copy)
 
 
 class Disk(Place):
@@ -140,12 +158,25 @@ class Disk(Place):
         with self._lock:
             if self._file is None and not self._is_closed:
                 try:
-                    self._file = _opened(self.folder)
-                except OSError as error:
+                    self._open()
+                except (OSError, RuntimeError) as error:  # the second if there can be no more threads
                     self.close(error)
-                else:
-                    self._writer, self._reader = _Worker("writes", self._write), _Worker("reads", self._read)
         return not self._is_closed
+
+    def _open(self) -> None:
+        file = _opened(self.folder)
+        try:
+            self._writer, self._reader = _Worker("writes", self._write), _Worker("reads", self._read)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        if self.is_of_this_process():
+            self._writer.stop()
+            self._reader.stop()
 
     def _write(self, block: Any, address: int, job: _Job, start: int) -> None:
         size = min(_BLOCK, job.nbytes - start)
@@ -216,15 +247,24 @@ class _InFile(Sent):
         self._reading: _Job | None = None
 
     def has_gone(self) -> bool:
+        if not self._disk.is_of_this_process():
+            return False
         if error := self._writing.wait():
             self._disk.close(error)
         return error is None
 
     def fetch(self, into: Tensor) -> None:
+        if not self._disk.is_of_this_process():  # there is nobody to read it, which matters once it is needed
+            return
         self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.at)
         self._disk.read(self._reading)
 
     def arrived(self) -> None:
+        if not self._disk.is_of_this_process():
+            raise RuntimeError(
+                "a tensor that backward needs was sent to a file by the process of which this one is a fork, and only "
+                "that one can read it; run forward again in this process, or run backward before the fork"
+            )
         error = None if self._reading is None else self._reading.wait()
         if error is not None:
             raise RuntimeError(

@@ -91,7 +91,7 @@ class Parcel:
             sent = _sent(self._place, tensor, start, nbytes)
             if sent is None:
                 return tensor
-            item = _line.known[key] = _Item(sent, self, tensor.device)
+            item = _line.known[key] = _Item(sent, self, tensor)
             self._items.append(ref(item))
         return item.add(tensor, start, others)
 
@@ -156,10 +156,23 @@ class Group:
 class _Item:
     """A part of a storage that is sent, and the tensors that show it."""
 
-    __slots__ = ("__weakref__", "_asked", "_device", "_flat", "_here", "_layouts", "_lock", "_parcel", "_sent", "uses")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_asked",
+        "_device",
+        "_flat",
+        "_here",
+        "_layouts",
+        "_lock",
+        "_parcel",
+        "_sent",
+        "uses",
+    )
 
-    def __init__(self, sent: Sent, parcel: Parcel, device: torch.device) -> None:
-        self._parcel, self._device = parcel, device
+    def __init__(self, sent: Sent, parcel: Parcel, tensor: Tensor) -> None:
+        """Note that ``parcel`` has ``sent`` the part of a storage that ``tensor`` shows."""
+        self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
         """Its bytes on their way, or elsewhere; ``None`` if it stays here."""
         self._here: list[tuple[Tensor, int]] = []
@@ -194,7 +207,8 @@ class _Item:
     def give_up(self, sent: Sequence[_Item]) -> None:
         """Give up the tensors once they have gone, unless somebody else than the items ``sent`` holds their memory.
 
-        A tensor that was written in the meantime stays: whoever asks for it is told.
+        A tensor that was written in the meantime stays: whoever asks for it is told.  It stays as well if its memory
+        was exchanged, as ``share_memory_`` does: what was copied may be what others have in the old memory now.
         """
         with self._lock:
             if not self.may_go or any(version_of(tensor) != version for tensor, version in self._here):
@@ -204,7 +218,7 @@ class _Item:
             ours = sum(memory_of(tensor) == storage for item in sent for tensor, _ in item._here)
             if holders_of(self._here[0][0]) > ours:
                 return
-            if self._sent.has_gone():
+            if self._sent.has_gone() and _address_of(self._here[0][0]) == self._address:
                 self._here = []
             else:
                 self._stay()
@@ -248,6 +262,11 @@ class _Item:
 
     def __del__(self) -> None:
         self._stay()  # nothing copies from or to this memory when it is used for something else
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Return where the storage of ``tensor`` begins; 0 if it has no data."""
+    return 0 if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _unwritten(here: Sequence[tuple[Tensor, int]], place: int) -> Tensor:

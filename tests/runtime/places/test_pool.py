@@ -34,3 +34,19 @@ def test_the_same_sizes_take_the_same_room_every_time() -> None:
         assert ranges.end == 14
         for start, size in zip(reversed(starts), (5, 1, 4, 1, 3), strict=True):
             ranges.give(start, size)
+
+
+def test_a_range_that_is_given_back_while_another_is_taken_is_not_taken_twice() -> None:
+    ranges = Ranges()
+
+    class Size(int):
+        """Has another range given back when it is compared, as the garbage collector may do at any time."""
+
+        def __le__(self, room: int) -> bool:
+            ranges.give(0, 2)
+            return int(self) <= room
+
+    for _ in range(4):
+        ranges.take(2)
+    ranges.give(4, 2)
+    assert [ranges.take(Size(2)), ranges.take(2), ranges.take(2)] == [4, 0, 8]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -405,6 +408,33 @@ def test_a_tensor_that_is_written_in_between_is_noticed() -> None:
         loss.backward()
 
 
+def test_a_tensor_whose_memory_is_exchanged_while_it_is_sent_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, exchanged = os.pwritev, threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda *given: (exchanged.wait(20), plain(*given))[1])
+
+    class Sharing(nn.Module):
+        """Has the memory of a tensor exchanged before the thread that writes comes to it."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            old = numpy.ones((ROWS, WIDTH), dtype=numpy.float32)
+            made = torch.from_numpy(old)
+            output = (x.exp() * made).sin()
+            made.share_memory_()
+            old[:] = 7
+            exchanged.set()
+            return output
+
+    net = nn.Sequential(Sharing(), *model())
+    memopt_cli.apply_plan(net, OUTSIDE)
+    x, again = inputs().requires_grad_(), inputs().requires_grad_()
+    net(x).square().sum().backward()
+    memopt_cli.remove_plan(net)
+    net(again).square().sum().backward()
+    assert x.grad is not None
+    assert again.grad is not None
+    assert torch.equal(x.grad, again.grad)
+
+
 def test_noise_that_is_filled_after_it_was_saved_is_sent_filled() -> None:
     def run(plan: Plan) -> Tensor:
         torch.manual_seed(0)
@@ -459,6 +489,26 @@ loss = net(torch.randn(256, 256)).sum()
     assert list(own_folder.iterdir()) == []
 
 
+def test_a_process_that_is_interrupted_while_it_waits_for_the_disk_ends(own_folder: Path) -> None:
+    script = f"""
+import os, signal, time, torch, memopt_cli
+from torch import nn
+plain = os.pwritev
+os.pwritev = lambda *given: (time.sleep(1), plain(*given))[1]
+memopt_cli.offload_folder = {str(own_folder)!r}
+net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+memopt_cli.apply_plan(net, memopt_cli.Plan(place="disk"))
+def interrupt(*given):
+    raise RuntimeError("interrupted")
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.5)
+net(torch.randn(256, 256))
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("RuntimeError: interrupted\n")
+
+
 def test_the_file_has_no_name(own_folder: Path) -> None:
     net = planned(SEGMENTS)
     loss = net(inputs()).sum()
@@ -485,6 +535,19 @@ def test_a_disk_that_is_full_ends_no_training(plan: Plan, own_folder: Path, monk
     expected = gradients(planned(here(plan)))
     assert same(found[0], expected)
     assert same(found[1], expected)
+
+
+@pytest.mark.parametrize("lacks", ["start_thread", "mmap"])
+def test_a_process_that_can_have_no_more_threads_goes_on(
+    lacks: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(12, "Cannot allocate memory") if lacks == "mmap" else RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(*((mmap, "mmap") if lacks == "mmap" else (threading.Thread, "start")), refuse)
+    with pytest.warns(UserWarning, match="cannot send tensors to a file"):
+        assert same(gradients(planned(OUTSIDE)), gradients(model()))
+    assert _files_in(own_folder) == []
 
 
 def test_a_folder_that_is_not_there_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,6 +636,47 @@ def test_nothing_is_sent_where_a_compiler_traces(elsewhere: Elsewhere) -> None:
     compiled(inputs()).square().sum().backward()
     found = [p.grad for p in net.parameters() if p.grad is not None]
     assert same(found, gradients(planned(SEGMENTS)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.parametrize("plan", [OUTSIDE, SEGMENTS])
+def test_a_fork_cannot_read_what_its_parent_has_sent(plan: Plan) -> None:
+    net, expected = planned(plan), gradients(model())
+    loss = net(inputs()).square().sum()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # rather than wait for ever
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            os._exit(0 if "the process of which this one is a fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss.backward()
+    assert same([p.grad for p in net.parameters() if p.grad is not None], expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_fork_in_forward_waits_for_nobody() -> None:
+    class Forking(nn.Module):
+        child = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = x.sin().exp()
+            self.child = os.fork()
+            if not self.child:
+                signal.alarm(20)
+            return made.cos().tanh()
+
+    forking = Forking()
+    net = nn.Sequential(Mlp(), forking, Mlp(), Mlp(), Mlp())
+    memopt_cli.apply_plan(net, OUTSIDE)
+    loss = net(inputs())
+    if not forking.child:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(forking.child, 0)[1]) == 0
+    del loss
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
