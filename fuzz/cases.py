@@ -11,9 +11,9 @@ import torch
 
 from fuzz.models import Block, Network, drawn_blocks, placed
 from fuzz.outside import OUTSIDE
-from fuzz.plans import drawn_around, drawn_segments, plan_of
+from fuzz.plans import drawn_around, drawn_place, drawn_segments, plan_of
 from fuzz.scenarios import PLAIN, Scenario, drawn_scenario
-from memopt_cli.records import Plan, SegmentPlan, from_data
+from memopt_cli.records import PlaceName, Plan, SegmentPlan, from_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,15 @@ class Case:
     segments: tuple[SegmentPlan, ...] = ()
     """On the whole model, or on several of its blocks."""
     packed: bool = False
+    place: PlaceName = "device"
+    """Where what is saved outside of segments waits."""
     scenario: Scenario = PLAIN
     steps: int = 3
 
     @property
     def plan(self) -> Plan:
         """The plan of the whole model."""
-        return plan_of(self.blocks, self.segments, self.packed)
+        return plan_of(self.blocks, self.segments, self.packed, self.place)
 
     @property
     def is_exact(self) -> bool:
@@ -155,6 +157,7 @@ def _drawn(draws: random.Random) -> Case:
         seed=draws.randrange(1000),
         blocks=drawn_blocks(draws),
         packed=draws.random() < 0.3,
+        place=drawn_place(draws),
         scenario=drawn_scenario(draws, draws.choice(_DTYPES)),
     )
 

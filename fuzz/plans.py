@@ -12,10 +12,12 @@ from torch import nn
 import memopt_cli
 from fuzz.models import KINDS, Block, placed
 from memopt_cli.errors import PlanError
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import PlaceName, Plan, SegmentPlan
 from memopt_cli.runtime import find_part
 
 _COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
+_SENT: Final = 0.3
+"""Share of what is stored that is sent away."""
 _KEPT: Final = (
     *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
     *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),
@@ -23,10 +25,10 @@ _KEPT: Final = (
 )
 
 
-def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool) -> Plan:
+def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool, place: PlaceName) -> Plan:
     """What is said of the whole model and of its blocks, as one plan."""
     within = (replace(s, path=_joined(path, s.path)) for path, block in placed(blocks) for s in block.segments)
-    return Plan(segments=(*segments, *within), packed=packed)
+    return Plan(segments=(*segments, *within), packed=packed, place=place)
 
 
 def _joined(path: str, rest: str) -> str:
@@ -60,7 +62,14 @@ def _candidates(draws: random.Random, block: Block, module: nn.Module) -> Iterat
 
 def _segment(draws: random.Random, path: str, settings: dict[str, Any]) -> SegmentPlan:
     kept = tuple(sorted(draws.sample(_KEPT, draws.choice([1, 2, 3])))) if draws.random() < 0.25 else ()
-    return SegmentPlan(path=path, compressor=draws.choice(_COMPRESSORS), keep=kept, **settings)
+    return SegmentPlan(
+        path=path, compressor=draws.choice(_COMPRESSORS), keep=kept, place=drawn_place(draws), **settings
+    )
+
+
+def drawn_place(draws: random.Random) -> PlaceName:
+    """A file, for some; the device for most."""
+    return "disk" if draws.random() < _SENT else "device"
 
 
 def _chunks(draws: random.Random, block: Block) -> dict[str, Any]:

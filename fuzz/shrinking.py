@@ -28,6 +28,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, segments=segments)
     if case.packed:
         yield replace(case, packed=False)
+    if case.place != "device":
+        yield replace(case, place="device")
     for scenario in _plainer(case.scenario):
         yield replace(case, scenario=scenario)
     for steps in range(1, case.steps):
@@ -55,6 +57,8 @@ def _fewer_segments(segments: tuple[SegmentPlan, ...]) -> Iterator[tuple[Segment
         plain = SegmentPlan(path=segment.path)
         if segment != plain:
             yield (*before, plain, *behind)
+        if segment.place != "device":
+            yield (*before, replace(segment, place="device"), *behind)
         for kept in segment.keep:
             yield (*before, replace(segment, keep=tuple(k for k in segment.keep if k != kept)), *behind)
         if segment.compressor != "null":
