@@ -188,11 +188,11 @@ def read_frontier(path: Path) -> ShownFrontier:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise UsageError(
             f"{path} does not hold the plans of a frontier: {reason}",
-            hint="memopt optimize --frontier --force writes it anew.",
+            hint="`memopt optimize --frontier --force` writes it anew.",
         ) from err
     if any(point.plan.by is not None for point in shown.points):
         raise UsageError(
-            f"{path} holds a plan by length, which no frontier has", hint="--frontier --force replaces it."
+            f"{path} holds a plan by length, which no frontier has", hint="`--frontier --force` replaces it."
         )
     return shown
 
@@ -303,7 +303,7 @@ def _as_of_today(data: Any) -> Any:
 
 _Record = TypeVar("_Record")
 _MOST_LEVELS = 200
-_RECORD = "Record one with memopt baseline MODEL -o FILE."
+_RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 

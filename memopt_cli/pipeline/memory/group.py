@@ -72,8 +72,8 @@ def _device(request: MeasureRequest) -> str:
         )
     if ":" in request.settings.device:
         raise UsageError(
-            f"--device {request.settings.device} is one device, but every rank has its own",
-            hint="Write --device cuda or cpu; LOCAL_RANK says which is whose.",
+            f"`--device {request.settings.device}` is one device, but every rank has its own",
+            hint="Write `--device cuda` or cpu; LOCAL_RANK says which is whose.",
         )
     found = resolve_device(request.settings.device)
     return resolve_device(f"cuda:{request.local_rank}") if found.startswith("cuda") else found
