@@ -19,7 +19,6 @@ import yaml
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.errors import printable as printable
-from memopt_cli.text.spelling import on_command_line
 from memopt_cli.text.units import MOST_DIGITS, format_bytes
 
 MOST_BYTES = 64 << 20
@@ -66,7 +65,6 @@ class _ExactDumper(yaml.SafeDumper):
     """Safe YAML whose text reads back as it was: line breaks of any kind only in double quotes, as escapes."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        text = on_command_line(text)
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
@@ -250,11 +248,9 @@ def read_json(
 def json_text(data: Any) -> str:
     """Format plain values as indented JSON that any reader accepts: numbers that are not finite become ``null``.
 
-    Options that texts name are spelled as on the command line.
-
     Characters that a terminal or a CI system would take for a command are escaped.
     """
-    text = json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
     return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
 
 
@@ -343,14 +339,12 @@ _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Surrogates, but for those that stand for bytes of a path that is not UTF-8."""
 
 
-def _plain(data: Any) -> Any:
-    if isinstance(data, str):
-        return on_command_line(data)
+def _finite(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
-        return {key: _plain(item) for key, item in data.items()}
-    return [_plain(item) for item in data] if isinstance(data, list | tuple) else data
+        return {key: _finite(item) for key, item in data.items()}
+    return [_finite(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def _one_line(err: Exception) -> str:

@@ -9,21 +9,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import yaml
 
 from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.files.contents import read_measured
 from memopt_cli.text import documents
-from memopt_cli.text.documents import (
-    json_text,
-    kept_below,
-    printable,
-    quoted_flag,
-    quoted_path,
-    read_bytes,
-    read_json,
-    yaml_text,
-)
+from memopt_cli.text.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
 
 SPECIAL = [
     "/proc/kmsg",
@@ -161,8 +151,3 @@ def test_what_an_error_says_can_be_printed() -> None:
     error = UsageError("a value \x1b[2J\u202e", hint="one\ntwo \x07")
     assert error.message == str(error).split("\n")[0] == r"a value \x1b[2J\u202e"
     assert error.hint == "one\ntwo \\x07"
-
-
-def test_a_file_names_options_as_they_are_typed() -> None:
-    data = {"notes": ["Raise `--level`, or `make`."]}
-    assert json.loads(json_text(data)) == yaml.safe_load(yaml_text(data)) == {"notes": ["Raise --level, or `make`."]}

@@ -28,6 +28,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.documents import json_text
+from memopt_cli.text.spelling import on_command_line
 
 
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
@@ -56,7 +57,9 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
         notes=tuple(notes),
         spent_s=time.monotonic() - started,
     )
-    write_all({path: content(json_text(to_data(found)).encode()) for path in targets}, force=request.force)
+    write_all(
+        {path: content(on_command_line(json_text(to_data(found))).encode()) for path in targets}, force=request.force
+    )
     return found
 
 
