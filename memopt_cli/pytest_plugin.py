@@ -20,7 +20,7 @@ import pytest
 from memopt_cli.errors import UsageError
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
-from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.spelling import said_in_python
 from memopt_cli.text.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

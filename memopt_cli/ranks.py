@@ -54,7 +54,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import logged
 from memopt_cli.text.options import accepted, accepted_if_given
-from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.spelling import said_in_python
 
 __all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 

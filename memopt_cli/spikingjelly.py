@@ -60,7 +60,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.search.plan.policy import resolve, select, skipped_step
 from memopt_cli.search.plan.targets import left_out, outermost, refused, segments_plan, without_segment
-from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
 from memopt_cli.training.apply import apply_plan, taken_off
@@ -263,7 +263,7 @@ def apply_gc(
     found.notes.extend(_nothing_wrapped(net, instance, found))
     summary = summarize(found, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
-    return (given, to_data(summary)) if return_summary else given
+    return (given, to_data(notes_in_python(summary))) if return_summary else given
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:

@@ -69,7 +69,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import logged
 from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text.options import accepted, accepted_if_given
-from memopt_cli.text.python_words import said_in_python, warn_unchanged
+from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan, plan_of, taken_off
 
 
@@ -309,7 +309,7 @@ def recommend_batch(
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
     if search and plan is not None:
-        raise OptionError("--search looks for the plan: --plan does not go with it", hint="Leave one of them out.")
+        raise OptionError("`--search` looks for the plan: `--plan` does not go with it", hint="Leave one of them out.")
     if not search and (level is not None or target or allow_inexact or search_time is not None):
         raise OptionError("level, target, allow_inexact and search_time say how to search for plans", hint=_SEARCH)
     request = BatchRequest(

@@ -25,7 +25,7 @@ from memopt_cli.records.progress import logged
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
-from memopt_cli.text.python_words import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.user_step import Step, models_of
 

@@ -19,7 +19,7 @@ from memopt_cli.records import (
     StepProfile,
 )
 from memopt_cli.report.text import TextJudgement, TextReport
-from memopt_cli.text.python_words import in_python, notes_in_python
+from memopt_cli.text.spelling import in_python, notes_in_python
 
 
 class Shown:

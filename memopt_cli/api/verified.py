@@ -34,7 +34,7 @@ from memopt_cli.records.progress import logged
 from memopt_cli.report.text import TextJudgement
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import accepted
-from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.apply import plan_of
 from memopt_cli.training.user_step import Step
 

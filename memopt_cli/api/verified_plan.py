@@ -17,7 +17,7 @@ from memopt_cli.records import Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training import apply
 from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep

@@ -55,7 +55,7 @@ RULES: dict[Architecture, ArchitectureRule] = {
         batch_factors=(0.5, 1, 2, 4),
         shortens="time",
         advice="spiking: every time step's activations are kept for backward; halving the time steps saves what "
-        "halving the batch saves, and running time in chunks (memopt optimize --level 3) changes neither",
+        "halving the batch saves, and running time in chunks (memopt_cli.optimize with level=3) changes neither",
     ),
 }
 

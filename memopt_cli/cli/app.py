@@ -35,6 +35,7 @@ from memopt_cli.cli.verify import verify
 from memopt_cli.errors import Interrupted, MemoptError, UnsafeFileError, UsageError
 from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import abridged, printable
+from memopt_cli.text.spelling import on_command_line
 
 
 class OutputError(MemoptError):
@@ -107,9 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
-    """Guard all output inside the block, so that a CI system takes no line of it for a command."""
+    """Spell options in all output inside the block, and guard it, so that a CI system takes no line for a command."""
     with open(os.devnull, "w") as nowhere:  # for a stream that the caller has closed
-        out, err = (cast(TextIO, guarded(stream or nowhere)) for stream in (sys.stdout, sys.stderr))
+        out, err = (cast(TextIO, guarded(stream or nowhere, on_command_line)) for stream in (sys.stdout, sys.stderr))
         with redirect_stdout(out), redirect_stderr(err):
             yield
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from memopt_cli.errors import UnsafeFileError, UsageError, shortened
-from memopt_cli.text.documents import kept_below, printable, read_mapping
+from memopt_cli.text.documents import kept_below, printable, quoted_flag, read_mapping
 
 DEFAULT_PATH = Path("memopt.yaml")
 
@@ -56,7 +56,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None and not file.exists():
         return None
     if path is None and not file.is_file():
-        raise UsageError(f"{file} here is not a regular file", hint="Remove it, or name another with --config.")
+        raise UsageError(f"{file} here is not a regular file", hint="Remove it, or name another with `--config`.")
     data = read_mapping(file, "Write flags and their values, as in level: 4.")
     if path is None:
         _refuse_code(context, file, data)
@@ -77,7 +77,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
     if unsafe:
         raise UnsafeFileError(
             f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
-            hint=f"If the file is yours, say --config {file}.",
+            hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",
         )
 
 
@@ -95,7 +95,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
         if key in data and parameter.metavar in _NAMES_FILE and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
-                hint=f"If the file is yours, say --config {file}.",
+                hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",
             )
 
 

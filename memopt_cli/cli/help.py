@@ -73,7 +73,7 @@ class RankCommand(GroupedCommand):
             raise UsageError(
                 f"memopt {name} runs on all ranks of a group together, but this process is in no group "
                 "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
-                hint=f"torchrun --nproc-per-node 2 -m memopt_cli {name} … starts two ranks; memopt profile --ranks "
+                hint=f"torchrun --nproc-per-node 2 -m memopt_cli {name} … starts two ranks; `memopt profile --ranks` "
                 "predicts them without a group.",
             )
 

@@ -51,7 +51,7 @@ def optimize(
     Searches for the plan with the least peak, measures it, verifies it and writes the optimized model.
     """
     if budget is not None and pick is not None:
-        raise UsageError("--budget and --pick exclude each other", hint="Keep the one that should choose the plan.")
+        raise UsageError("`--budget` and `--pick` exclude each other", hint="Keep the one that should choose the plan.")
     sizes, dim_range = split_dims(given.dims, max)  # it must fit
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(

@@ -205,7 +205,7 @@ class RealOptions:
         """
         if self.parallel is None:
             raise UsageError(
-                "--parallel fsdp, ddp or FILE.py:NAME is missing", hint="For example: --parallel train.py:shard"
+                "`--parallel` fsdp, ddp or FILE.py:NAME is missing", hint="For example: `--parallel train.py:shard`"
             )
         return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
 
@@ -221,10 +221,10 @@ def _layouts(
         axes = None if mesh is None else parse_mesh(mesh)
         return tuple(layout_of(number, parallel, axes) for number in numbers)
     if given:
-        missing = "--ranks N" if numbers is None else "--parallel fsdp, ddp or FILE.py:NAME"
+        missing = "`--ranks N`" if numbers is None else "`--parallel` fsdp, ddp or FILE.py:NAME"
         raise UsageError(
             f"{given[0]} is about one rank of many, but {missing} is missing",
-            hint="For example: --ranks 8 --parallel train.py:shard",
+            hint="For example: `--ranks 8 --parallel train.py:shard`",
         )
     return ()
 
@@ -244,7 +244,7 @@ class RankOptions(SpreadOptions):
         if layout is not None:
             ranks_asked(layout, self.rank)
             if not without_data:
-                raise UsageError("one rank of many is predicted on tensors without data", hint="Add --fake.")
+                raise UsageError("one rank of many is predicted on tensors without data", hint="Add `--fake`.")
         return layout
 
 
@@ -269,7 +269,7 @@ class PairSearchOptions:
         for parameter in context.command.params:
             name = parameter.name or ""
             if name in {f.name for f in fields(self)} and is_typed(context, name):
-                raise UsageError(f"{parameter.opts[-1]} says how to search for plans", hint="Add --search.")
+                raise UsageError(f"`{parameter.opts[-1]}` says how to search for plans", hint="Add `--search`.")
         return None
 
 

@@ -83,7 +83,7 @@ def recommend_batch(
     )
     files = ReportFiles(html=html, snapshot=None, force=force)
     if files.wanted and request.search is None:
-        raise UsageError("--html writes the report of a search", hint="Add --search.")
+        raise UsageError("`--html` writes the report of a search", hint="Add `--search`.")
     files.check(model)
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

@@ -10,6 +10,7 @@ from memopt_cli.files.write import Fill, check_targets, content, write_all
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
+from memopt_cli.text.spelling import on_command_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class ReportFiles:
         """Write all files that were asked for or none, and return their paths.  ``trace``: the step of the snapshot."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
-            contents[Path(self.html)] = content(page().encode(errors="backslashreplace"))
+            contents[Path(self.html)] = content(on_command_line(page()).encode(errors="backslashreplace"))
         if self.snapshot is not None:
             assert trace is not None, "it was asked for"
             contents[Path(self.snapshot)] = content(snapshot_bytes(trace))

@@ -44,11 +44,12 @@ from memopt_cli.text.documents import (
     read_mapping,
     yaml_text,
 )
+from memopt_cli.text.spelling import on_command_line
 
 
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     """Return the content of ``*.summary.json``: the keys of ``header``, then ``summary``."""
-    return json_text({**to_data(header), "summary": to_data(summary)}).encode()
+    return on_command_line(json_text({**to_data(header), "summary": to_data(summary)})).encode()
 
 
 def plan_yaml(
@@ -188,11 +189,11 @@ def read_frontier(path: Path) -> ShownFrontier:
         reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise UsageError(
             f"{path} does not hold the plans of a frontier: {reason}",
-            hint="memopt optimize --frontier --force writes it anew.",
+            hint="`memopt optimize --frontier --force` writes it anew.",
         ) from err
     if any(point.plan.by is not None for point in shown.points):
         raise UsageError(
-            f"{path} holds a plan by length, which no frontier has", hint="--frontier --force replaces it."
+            f"{path} holds a plan by length, which no frontier has", hint="`--frontier --force` replaces it."
         )
     return shown
 
@@ -303,7 +304,7 @@ def _as_of_today(data: Any) -> Any:
 
 _Record = TypeVar("_Record")
 _MOST_LEVELS = 200
-_RECORD = "Record one with memopt baseline MODEL -o FILE."
+_RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
@@ -364,7 +365,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "verified": True,  # by a run: memopt recommends nothing else
         "fastest_batch_size": advice.fastest_batch,
         "estimated_batch_size": advice.estimated_batch,
-        "limited_by": advice.limited_by,
+        "limited_by": on_command_line(advice.limited_by),
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
@@ -399,7 +400,7 @@ def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
     return {
         "replicas": advice.fastest,
         "route": route,
-        "replicas_limited_by": advice.limited_by,
+        "replicas_limited_by": on_command_line(advice.limited_by),
         "replica_probes": _short(advice.probes),
     }
 

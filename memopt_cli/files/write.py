@@ -83,7 +83,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     file = file_of(location)
     model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
     if not model.name:
-        raise UsageError(f"'{output}' does not name a file", hint="Write for example -o model.memopt.pt.")
+        raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
     _spare(file, model)
     return OutputPaths(model=model, plan_only=plan_only)
 
@@ -120,21 +120,22 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
         _spare(file, path)
         if os.path.isdir(path):
             raise UsageError(
-                f"the output {path} is a folder", hint="Name a file with -o, for example -o model.memopt.pt."
+                f"the output {path} is a folder", hint="Name a file with `-o`, for example `-o model.memopt.pt`."
             )
         if _is_special(path):
             raise UsageError(
                 f"the output {path} is not a regular file", hint="Name another file; this one would be replaced."
             )
         if os.path.lexists(path) and not force:
-            raise UsageError(f"{path} exists", hint="Replace it with --force, or name another file.")
+            raise UsageError(f"{path} exists", hint="Replace it with `--force`, or name another file.")
         if not os.path.isdir(path.parent):
             raise WriteError(
                 f"cannot write {path}: there is no folder {path.parent}", hint="Make it, or choose another."
             )
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise WriteError(
-                f"cannot write {path}: the folder {path.parent} is not writable", hint="Choose another folder with -o."
+                f"cannot write {path}: the folder {path.parent} is not writable",
+                hint="Choose another folder with `-o`.",
             )
 
 
@@ -256,5 +257,5 @@ def _os_errors(path: Path) -> Iterator[None]:
             raise
         raise WriteError(
             f"cannot write {path}: {cause.strerror or cause}",
-            hint="Make room, or choose another folder with -o.",
+            hint="Make room, or choose another folder with `-o`.",
         ) from err

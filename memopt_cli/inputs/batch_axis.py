@@ -11,7 +11,7 @@ from memopt_cli.records import InputSpec
 
 BATCH = "B"
 """Symbol of the batch dimension."""
-NO_BATCH_ARGUMENT = "Let the function of the script take an argument named batch, and add for example --dim B=8."
+NO_BATCH_ARGUMENT = "Let the function of the script take an argument named batch, and add for example `--dim B=8`."
 
 
 def check_batch(spec: InputSpec, batch: int) -> None:
@@ -27,8 +27,8 @@ def check_batch(spec: InputSpec, batch: int) -> None:
     first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
     raise UsageError(
         f"the inputs do not share their first dimension, so it is not known which one is the batch ({shapes})",
-        hint=f"Name it in every input that has it, as in -i {shlex.quote(format_tensor(first))} --dim "
-        f"{BATCH}={batch}; inputs such as one graph's nodes and edges have none.",
+        hint=f"Name it in every input that has it, as in `-i {shlex.quote(format_tensor(first))} --dim "
+        f"{BATCH}={batch}`; inputs such as one graph's nodes and edges have none.",
     )
 
 
@@ -40,7 +40,7 @@ def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     """
     if spec.data_file is not None:
         raise UsageError(
-            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them: -i Bx3x224x224 --dim B=8."
+            f"the inputs in {spec.data_file} cannot be resized", hint="Describe them: `-i Bx3x224x224 --dim B=8`."
         )
     if BATCH in spec.dims:
         return replace(spec, dims={**spec.dims, BATCH: batch})

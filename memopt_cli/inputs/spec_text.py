@@ -91,8 +91,8 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
         if name not in symbols:
             shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
             raise UsageError(
-                f"--dim {name}: no input has a dimension {name}; they are {shapes} ({where})",
-                hint=f"Write {name} into a shape, as in -i {name}x3x224x224, or give it no size.",
+                f"`--dim {name}`: no input has a dimension {name}; they are {shapes} ({where})",
+                hint=f"Write {name} into a shape, as in `-i {name}x3x224x224`, or give it no size.",
             )
 
 
@@ -102,7 +102,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
         flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
         raise UsageError(
-            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example {flags}"
+            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example `{flags}`"
         )
 
 
@@ -130,7 +130,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if name.isidentifier() and size and not size.strip("0"):
             raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
         if not name.isidentifier() or not _SIZE.fullmatch(size):
-            raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example --dim B=8.")
+            raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
     return dims
@@ -150,7 +150,7 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
         raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
     match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
     if match is None:
-        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example --dim S=128:4096.")
+        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example `--dim S=128:4096`.")
     symbol, *ends = match.groups()
     if not ends[0].strip("0"):
         raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"Write {symbol}=LOW:HIGH with a LOW from 1 on.")
@@ -388,7 +388,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
     if len(axes) > most:
         raise UsageError(
             f"{parallel} takes a mesh of {most} {'axis' if most == 1 else 'axes at most'}, not of {len(axes)}",
-            hint="Give a function of yours that spreads the model over it: --parallel FILE.py:NAME.",
+            hint="Give a function of yours that spreads the model over it: `--parallel file.py:function`.",
         )
     return Layout(ranks=ranks, parallel=parallel, mesh=axes)
 

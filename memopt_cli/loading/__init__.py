@@ -25,7 +25,7 @@ from memopt_cli.loading.trust import Unvouched, together
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
-from memopt_cli.text.python_words import said_in_python
+from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
@@ -43,7 +43,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one that has
     another hash than ``source`` says.
     """
-    notes = ("Loaded without any check of its code (--trust-pickle).",) if source.trust.pickle else ()
+    notes = ("Loaded without any check of its code (`--trust-pickle`).",) if source.trust.pickle else ()
     if is_factory(source.location):
         make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)

@@ -130,7 +130,7 @@ def _script(file: ModelFile) -> _Found:
         check_script_file(file.data, file.path)
         note = "Every operator in its code is known to be harmless."
     except UnsafeFileError as err:
-        note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes --trust-pickle."
+        note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes `--trust-pickle`."
     registered = dict(_registered(archive))
     inputs = "traced_inputs.pkl" in archive.sizes
     traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []

@@ -409,7 +409,7 @@ def _example_spec(
     """Describe the inputs that the program was exported with, if that can be done, with notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
-        return None, ("Its example inputs are nested or no tensors: describe the inputs with --input-script.",)
+        return None, ("Its example inputs are nested or no tensors: describe the inputs with `--input-script`.",)
     metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
     symbols = _symbols(list(metas.values()))
     tensors, by_name = [], False

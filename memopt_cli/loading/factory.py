@@ -53,7 +53,7 @@ def _imported(location: str) -> Callable[[], Any]:
     except Exception as err:  # the user's code may raise anything
         raise FileFormatError(
             f"{location}: importing {module} failed: {first_line(err)}",
-            hint="Run memopt from the folder that holds it, or add --code-path FOLDER.",
+            hint="Run memopt from the folder that holds it, or add `--code-path FOLDER`.",
         ) from err
     for part in name.split("."):
         factory = getattr(factory, part, None)
@@ -82,9 +82,11 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     except (Exception, SystemExit) as err:
         hint = "It is called without arguments."
         if is_out_of_memory(err):
-            hint = "It does not fit here; memopt profile --fake may not need that memory."
+            hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
-            hint = "With --fake, tensors have no values, and it reads some: leave --fake out, or do not read values."
+            hint = (
+                "With `--fake`, tensors have no values, and it reads some: leave `--fake` out, or do not read values."
+            )
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(made, nn.Module | Step):
         raise FileFormatError(
@@ -138,9 +140,9 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         if not fitting:
             raise FileFormatError(
                 f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
-                hint=f"Name one to see what differs: {quoted_flag('--key', '.'.join(where))}",
+                hint=f"Name one to see what differs: `{quoted_flag('--key', '.'.join(where))}`",
             )
-        notes.append(f"The file has several state dicts ({names}); the first is used. --key names another.")
+        notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     made: Mapping[str, Tensor] = made_of(file, pickled, found[where])

@@ -38,7 +38,7 @@ from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import GUESS, InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.runtime.private_torch import with_data
-from memopt_cli.text.documents import printable, quoted_path, read_bytes, read_yaml
+from memopt_cli.text.documents import printable, quoted_flag, quoted_path, read_bytes, read_yaml
 from memopt_cli.training.step import dtype_in
 from memopt_cli.training.user_step import StepModels
 
@@ -82,7 +82,7 @@ def find_spec(
         if found is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
-                hint=f"Describe them: memopt optimize {quoted_path(source.location)} -i 4x3x224x224",
+                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`",
             )
         spec = found
         if given is not None:
@@ -267,7 +267,9 @@ def _read_data(path: str, known: str | None) -> Any:
     }
     reader = readers.get(Path(path).suffix)
     if reader is None:
-        raise UsageError(f"--input-data {path} has an unknown ending", hint=f"Known: {', '.join(readers)}.")
+        raise UsageError(
+            f"`{quoted_flag('--input-data', str(path))}` has an unknown ending", hint=f"Known: {', '.join(readers)}."
+        )
     data = _data_of(path)
     require_same(path, _sha256(data), known)
     made = reader(data, path)
@@ -285,7 +287,9 @@ def _data_of(path: str) -> bytes:
     try:
         return read_bytes(path)
     except OSError as err:
-        raise UsageError(f"--input-data {path} cannot be read: {err.strerror}", hint="Check the path.") from err
+        raise UsageError(
+            f"`{quoted_flag('--input-data', str(path))}` cannot be read: {err.strerror}", hint="Check the path."
+        ) from err
 
 
 def _sha256(data: bytes) -> str:
@@ -328,7 +332,7 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
         try:
             return call()
         except Exception as err:  # the user's code may raise anything
-            raise UsageError(f"--input-script {script} failed: {first_line(err)}") from err
+            raise UsageError(f"`{quoted_flag('--input-script', script)}` failed: {first_line(err)}") from err
 
 
 def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
@@ -349,12 +353,13 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         ):
-            hint = f"Add for example --dim {_LONG_NAMES.get(name, name)}=8"
-            raise UsageError(f"--input-script {script} needs the size of {name}", hint=hint)
+            hint = f"Add for example `--dim {_LONG_NAMES.get(name, name)}=8`"
+            raise UsageError(f"`{quoted_flag('--input-script', script)}` needs the size of {name}", hint=hint)
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(
-            f"--input-script {script} takes no {min(unused)}; its arguments are ({', '.join(parameters)})",
-            hint=f"Omit --dim {min(unused)}, or add the argument.",
+            f"`{quoted_flag('--input-script', script)}` takes no {min(unused)}; its arguments are "
+            f"({', '.join(parameters)})",
+            hint=f"Omit `--dim {min(unused)}`, or add the argument.",
         )
     return functools.partial(function, **arguments)
 
@@ -383,7 +388,7 @@ def batch_of(spec: InputSpec) -> int:
         made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
         hint = NO_BATCH_ARGUMENT
     else:
-        hint = "Write it into a shape, as in -i Bx3x224x224 --dim B=8."
+        hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."
         raise UsageError("the batch size of the inputs is not known", hint=hint)
     first = next(_tensors_in(made), None)
     if first is not None and first.dim():

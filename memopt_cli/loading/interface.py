@@ -15,8 +15,8 @@ from memopt_cli.training.wrappers import Wrapper
 
 # Hints on damaged files, and on files that want more than is allowed.
 TRUNCATED: Final = "It may be truncated: download it or save it again."
-UNCHECKED: Final = "If you saved it yourself, --trust-pickle loads it without any check."
-UNCHECKED_SCRIPT: Final = "If you trust where it came from, add --trust-pickle."
+UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
+UNCHECKED_SCRIPT: Final = "If you trust where it came from, add `--trust-pickle`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     return FileFormatError(
         f"{path} holds {counted(tensors, 'tensor')} but no model",
         hint="Name the function that builds the model, as build.py:build for build() in build.py: "
-        f"build.py:build --weights {quoted_path(path)}",
+        f"build.py:build `--weights {quoted_path(path)}`",
     )
 
 

@@ -135,9 +135,11 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     except Exception as err:  # a damaged file can make the unpickler raise anything
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
-        hint = "Name the script with --code-path." if missing else "Save the model again with torch.save(model, path)."
+        hint = (
+            "Name the script with `--code-path`." if missing else "Save the model again with torch.save(model, path)."
+        )
         if "process group" in str(err):
-            hint = "It belongs to its process: save model.module with torch.save, or leave --trust-pickle out."
+            hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
     whole, where = loaded, tuple[str, ...]()
     if file.key is not None:
@@ -243,7 +245,7 @@ def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> Non
 
 _MOST_NAMES, _MOST_IMPORTS = 2000, 100
 _BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED: Final = "Save the model again with torch.save(model, path); --trust-pickle reads it unchecked."
+_DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
@@ -264,7 +266,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         is_run = any(name in scan.called for name in found)
         raise Unvouched(
             f"{file.path} was not loaded: {listed(reasons)}",
-            hint=f"No model needs {names}: the file is likely an attack (--trust-pickle turns the check off)."
+            hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
             else f"Remove {names} from the model and save it again. {UNCHECKED}",
             remedy=Trust(),

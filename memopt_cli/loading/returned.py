@@ -35,7 +35,7 @@ from memopt_cli.records import ModelSource, Trust
 _START: Final = b"PK\x03\x04"
 _SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
-_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: --no-sandbox."
+_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
 
 
 def check_returned(path: str, source: ModelSource) -> int:

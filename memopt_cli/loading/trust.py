@@ -150,8 +150,8 @@ def how_to_install(wanted: Global) -> str:
     known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
     install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
     if _is_here(wanted.package):
-        return f"If the {wanted.package} in this folder is your own: --code-path .; else {install}."
-    return f"If it is code of your own, name the folder that holds it: --code-path FOLDER; else {install}."
+        return f"If the {wanted.package} in this folder is your own: `--code-path .`; else {install}."
+    return f"If it is code of your own, name the folder that holds it: `--code-path FOLDER`; else {install}."
 
 
 def _is_installed(package: str) -> bool:

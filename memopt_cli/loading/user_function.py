@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from memopt_cli.errors import UsageError, first_line
+from memopt_cli.text.documents import quoted_flag
 
 
 def user_function(
@@ -26,21 +27,25 @@ def user_function(
     if reference in known:
         return known[reference]
     path, _, name = reference.rpartition(":")
+    said = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
     if Path(path).suffix != ".py":  # Python would run other files, too: byte code, a library of machine code
-        raise UsageError(f"{flag} {reference}: '{path}' is not a Python file", hint="Write file.py:function.")
+        raise UsageError(f"{said}: '{path}' is not a Python file", hint=_HINT)
     if not Path(path).is_file():
-        raise UsageError(f"{flag} {reference}: there is no file '{path}'", hint="Write file.py:function.")
-    function = getattr(_module_of(path, flag, reference), name, None)
+        raise UsageError(f"{said}: there is no file '{path}'", hint=_HINT)
+    function = getattr(_module_of(path, said), name, None)
     if not callable(function):
-        raise UsageError(f"{flag} {reference}: {path} has no function {name}", hint="Write file.py:function.")
+        raise UsageError(f"{said}: {path} has no function {name}", hint=_HINT)
     return function  # type: ignore[no-any-return]
 
 
-def _module_of(path: str, flag: str, reference: str) -> ModuleType:
+_HINT = "Give `file.py:function`."
+
+
+def _module_of(path: str, said: str) -> ModuleType:
     """Run the file at ``path`` as a module, once for all functions in it, and again only if it has changed.
 
     Two functions of a file must see the same classes.  Therefore a file that was imported under another name is not run
-    again, and an import of the file later gives this module, too.
+    again, and an import of the file later gives this module, too.  ``said``: the option, for errors.
     """
     name, stamp = f"{_PREFIX}{Path(path).stem}", _stamp(path)
     there = sys.modules.get(name)
@@ -58,7 +63,7 @@ def _module_of(path: str, flag: str, reference: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"{flag} {reference}: running {path} failed: {first_line(err)}") from err
+        raise UsageError(f"{said}: running {path} failed: {first_line(err)}") from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())

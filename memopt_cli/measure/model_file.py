@@ -166,7 +166,7 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # what pickle raises for an object that it refuses
         raise StepError(
             f"the model could not be saved: {first_line(err)}",
-            hint="With --plan-only, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
+            hint="With `--plan-only`, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
         ) from err
 
 
@@ -191,7 +191,8 @@ def _refuse_without_memory(module: nn.Module) -> None:
         if tensor.is_meta and not is_fake(tensor):
             raise StepError(
                 f"{name} is on the meta device: it has a shape and no values",
-                hint="Load the weights before the model is saved; or let a callable build it, and predict with --fake.",
+                hint="Load the weights before the model is saved; or let a callable build it, and predict with "
+                "`--fake`.",
             )
         if isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
             raise StepError(

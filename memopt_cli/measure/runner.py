@@ -98,7 +98,7 @@ class Session:
                 return StepFailed(
                     message=f"the model is not saved: it would take more than {format_bytes(most_bytes)}, and what it "
                     "was loaded from holds far less",
-                    hint="With --plan-only no model is written.",
+                    hint="With `--plan-only` no model is written.",
                 )
             while left:
                 failure = channel.wait_for(1)

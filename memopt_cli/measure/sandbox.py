@@ -61,7 +61,7 @@ HINT: Final = (
     "It ran confined: it may write only to a temporary folder, and may not read a terminal, change modes or times of "
     "files, "
     "start programs, open connections or touch other processes. If you trust the model and its code: "
-    "--no-sandbox."
+    "`--no-sandbox`."
 )
 _REFUSALS: Final = re.compile(
     r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"

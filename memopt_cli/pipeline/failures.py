@@ -23,8 +23,8 @@ def raise_failure(failure: Failure, context: str = "") -> NoReturn:
         kinds: dict[int, type[MemoptError]] = {kind.exit_code: kind for kind in (UsageError, UnsafeFileError)}
         raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
-        TimedOut: "Raise --timeout, or give smaller inputs.",
-        OutOfMemory: "Give smaller inputs (--dim B=1 where the shape says B), or a machine with more memory.",
+        TimedOut: "Raise `--timeout`, or give smaller inputs.",
+        OutOfMemory: "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory.",
         Crashed: "If you trust the model, take one training step of it in plain Python: it should end the same way.",
     }
     tail = f"\n{failure.output_tail}" if isinstance(failure, Crashed) and failure.output_tail else ""

@@ -136,7 +136,7 @@ def opening_of(
     is_gpu, is_code = device.startswith("cuda"), is_factory(location)
     if card is not None and is_gpu:
         raise UsageError(
-            f"--device {device} runs the step, but --for {card.name} estimates it for a device elsewhere",
+            f"`--device {device}` runs the step, but `--for {card.name}` estimates it for a device elsewhere",
             hint="Keep one of them.",
         )
     if layout is not None and not is_code:
@@ -146,8 +146,8 @@ def opening_of(
         )
     if layout is not None and is_gpu:
         raise UsageError(
-            f"--device {device} runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
-            hint="Leave --device out: tensors have the same bytes there.",
+            f"`--device {device}` runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
+            hint="Leave `--device` out: tensors have the same bytes there.",
         )
     is_run = card is None and layout is None
     has_no_data = layout is not None or (fake and is_code)
@@ -227,11 +227,11 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
     """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
     given = {
-        "--precision": settings.precision != "stored",
-        "--loss": settings.loss is not None,
-        "--optimizer": settings.optimizer not in ("", "none"),
-        "--accumulate, or --global-batch,": settings.micro_batches > 1,
-        "--clip-norm": settings.clip_norm is not None,
+        "`--precision`": settings.precision != "stored",
+        "`--loss`": settings.loss is not None,
+        "`--optimizer`": settings.optimizer not in ("", "none"),
+        "`--accumulate`, or `--global-batch`,": settings.micro_batches > 1,
+        "`--clip-norm`": settings.clip_norm is not None,
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:

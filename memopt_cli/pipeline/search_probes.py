@@ -48,7 +48,7 @@ class SearchProbes:
         """Tell whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
-            self.over = f"the search was ended after {self._limit_s:.3g} s (--search-time)"
+            self.over = f"the search was ended after {self._limit_s:.3g} s (`--search-time`)"
         return is_late or self._ended
 
     def end(self, reason: str) -> None:

@@ -237,14 +237,14 @@ class BatchRequest(StepRequest):
         elif self.strategies:
             self._check_strategies()
         elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
-            other = "--lengths" if self.dim_range is None else "a range of --dim"
+            other = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
             raise OptionError(
-                f"--replicas and {other} cannot be given together", hint="Ask for one first, then for the other."
+                f"`--replicas` and {other} cannot be given together", hint="Ask for one first, then for the other."
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
-                f"--global-batch {self.global_batch} asks how many micro-batches make it up, but --accumulate "
-                f"{self.settings.micro_batches} sets that number",
+                f"`--global-batch {self.global_batch}` asks how many micro-batches make it up, but "
+                f"`--accumulate {self.settings.micro_batches}` sets that number",
                 hint="Keep one of them.",
             )
 
@@ -267,56 +267,58 @@ class BatchRequest(StepRequest):
         if self.card is None and isinstance(self.memory, float):
             raise OptionError(
                 "how much memory the device of a rank has is not known",
-                hint="Give bytes, --memory 80GiB, or a card, --for h100-80gb.",
+                hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
         others = {
-            "--global-batch": self.global_batch,
-            "--dim with a range": self.dim_range,
-            "--output": self.output,
+            "`--global-batch`": self.global_batch,
+            "`--dim` with a range": self.dim_range,
+            "`--output`": self.output,
         }
         flag = next((flag for flag, value in others.items() if value is not None), None)
         if flag is not None:
             raise OptionError(
-                f"{flag} cannot be used with --ranks, which tabulates what fits on one of that many ranks",
-                hint="Leave it out; --json has everything that is found.",
+                f"{flag} cannot be used with `--ranks`, which tabulates what fits on one of that many ranks",
+                hint="Leave it out; `--json` has everything that is found.",
             )
 
     def _check_search(self, search: ResolvedSearch) -> None:
         if search.options.level == 0:
-            raise OptionError("--search looks for plans, but level 0 allows none", hint="Raise --level.")
+            raise OptionError("`--search` looks for plans, but level 0 allows none", hint="Raise `--level`.")
         others = {
-            "--strategy": ("trains through time", bool(self.strategies)),
-            "--plan": ("looks for the plan", self.plan_path is not None),
-            "--objective max": ("looks for most samples a second", self.objective == "max"),
-            "--dim with a range": ("finds one answer", self.dim_range is not None),
-            "--replicas": ("trains one model", self.replicas is not None),
-            "--lengths": ("finds one size of batch", self.lengths_path is not None),
+            "`--strategy`": ("trains through time", bool(self.strategies)),
+            "`--plan`": ("looks for the plan", self.plan_path is not None),
+            "`--objective max`": ("looks for most samples a second", self.objective == "max"),
+            "`--dim` with a range": ("finds one answer", self.dim_range is not None),
+            "`--replicas`": ("trains one model", self.replicas is not None),
+            "`--lengths`": ("finds one size of batch", self.lengths_path is not None),
         }
         for flag, (why, is_given) in others.items():
             if is_given:
-                raise OptionError(f"--search {why}: {flag} does not go with it", hint="Leave one of them out.")
+                raise OptionError(f"`--search` {why}: {flag} does not go with it", hint="Leave one of them out.")
 
     def _check_strategies(self) -> None:
         if self.dim_range is None:
-            raise OptionError("--strategy tabulates memory over time steps", hint="Add their range: --dim T=16:4096.")
+            raise OptionError(
+                "`--strategy` tabulates memory over time steps", hint="Add their range: `--dim T=16:4096`."
+            )
         others = {
-            "--global-batch": self.global_batch,
-            "--multiple-of": None if self.multiple_of == 1 else self.multiple_of,
-            "--objective": self.objective,
-            "--replicas": self.replicas,
-            "--lengths": self.lengths_path,
-            "--output": self.output,
+            "`--global-batch`": self.global_batch,
+            "`--multiple-of`": None if self.multiple_of == 1 else self.multiple_of,
+            "`--objective`": self.objective,
+            "`--replicas`": self.replicas,
+            "`--lengths`": self.lengths_path,
+            "`--output`": self.output,
         }
         given = [flag for flag, value in others.items() if value is not None]
         if given:
             raise OptionError(
-                f"{' and '.join(given)} cannot be used with --strategy, which tabulates memory at one batch size",
-                hint="Leave it out, or ask without --strategy.",
+                f"{' and '.join(given)} cannot be used with `--strategy`, which tabulates memory at one batch size",
+                hint="Leave it out, or ask without `--strategy`.",
             )
         if self.plan_path is not None and "plan" not in self.strategies:
             raise OptionError(
-                f"--strategy {','.join(self.strategies)} does not use --plan",
-                hint="Add plan to --strategy, or leave --plan out.",
+                f"`--strategy {','.join(self.strategies)}` does not use `--plan`",
+                hint="Add plan to `--strategy`, or leave `--plan` out.",
             )
 
 

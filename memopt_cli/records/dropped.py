@@ -37,7 +37,7 @@ class TooSlow:
     @property
     def remedy(self) -> str:
         """A sentence on what to do."""
-        return f"--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f} allows it."
+        return f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Differs:
         what = paths[0] if paths else "a module"
         return (
             f"If {what} reads or changes something that is not an attribute of a module (a file, a C extension), keep "
-            "it in one, or name other modules with --target; otherwise please report it."
+            "it in one, or name other modules with `--target`; otherwise please report it."
         )
 
 
@@ -122,7 +122,7 @@ class NotRun:
     @property
     def remedy(self) -> str:
         """A sentence on what to do."""
-        return "A lower --level may pass, or other modules with --target."
+        return "A lower `--level` may pass, or other modules with `--target`."
 
 
 Reason = TooSlow | SavesTooLittle | Differs | NotRun

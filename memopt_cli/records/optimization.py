@@ -95,12 +95,12 @@ class OptimizeRequest(StepRequest):
         if self.search.options.level == 0 and self.goal != SearchGoal():
             raise OptionError(
                 "a budget, the frontier and a pick of it need a search, but level 0 does not search",
-                hint="Raise --level.",
+                hint="Raise `--level`.",
             )
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
-                "--lengths says how long inputs are, but no dimension has a range",
-                hint="Add it, as in --dim S=64:2048.",
+                "`--lengths` says how long inputs are, but no dimension has a range",
+                hint="Add it, as in `--dim S=64:2048`.",
             )
         if self.backend is not None:
             self._check_compiled()
@@ -108,8 +108,8 @@ class OptimizeRequest(StepRequest):
             self._check_range(self.dim_range)
         if self.unverified and self.runs:
             raise OptionError(
-                "--unverified is for a step that is not run here, but this one is measured",
-                hint="Omit it, or give --ranks or --for.",
+                "`--unverified` is for a step that is not run here, but this one is measured",
+                hint="Omit it, or give `--ranks` or `--for`.",
             )
         if not self.runs:
             self._check_without_runs()
@@ -117,49 +117,51 @@ class OptimizeRequest(StepRequest):
     def _check_compiled(self) -> None:
         if self.goal.budget is None or self.goal.needs_frontier:
             raise OptionError(
-                "--compile looks for the fastest step within a budget, and for nothing else",
-                hint="Add --budget 8GiB, or --budget 60% of the original's peak.",
+                "`--compile` looks for the fastest step within a budget, and for nothing else",
+                hint="Add `--budget 8GiB`, or `--budget 60%` of the original's peak.",
             )
         if not self.runs:
-            raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out --compile.")
+            raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out `--compile`.")
         if self.dim_range is not None:
             raise OptionError(
-                f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Give --dim one size."
+                f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Give `--dim` one size."
             )
         if self.confirm_batch:
             raise OptionError(
-                "batches are measured and predicted without a compiler", hint="Leave out --recommend-batch."
+                "batches are measured and predicted without a compiler", hint="Leave out `--recommend-batch`."
             )
 
     def _check_range(self, varied: DimRange) -> None:
         goal = self.goal
-        flag = "--pick" if goal.pick is not None else "--frontier" if goal.frontier else None
+        flag = "`--pick`" if goal.pick is not None else "`--frontier`" if goal.frontier else None
         if flag is not None:
-            raise OptionError(f"{flag} does not go with a range of --dim", hint="Give the dimension one size.")
+            raise OptionError(f"{flag} does not go with a range of `--dim`", hint="Give the dimension one size.")
         if goal.budget is None:
             raise OptionError(
                 f"a range of {varied.symbol} needs a budget that the plans meet at all its sizes",
-                hint="Add --budget 8GiB, or --budget 60% of the original's peak at the largest size.",
+                hint="Add `--budget 8GiB`, or `--budget 60%` of the original's peak at the largest size.",
             )
         if self.unverified:
             raise OptionError(
-                "--unverified is for one step, but a plan by length is verified at every range",
-                hint="Give --dim one size.",
+                "`--unverified` is for one step, but a plan by length is verified at every range",
+                hint="Give `--dim` one size.",
             )
 
     def _check_without_runs(self) -> None:
         wanted = {
-            "--frontier": self.goal.needs_frontier,
-            "--measure-levels": self.measure_levels,
-            "--html (or --snapshot)": self.layout is not None and self.record_steps,
-            "--dim with a range": self.layout is not None and self.dim_range is not None,
+            "`--frontier`": self.goal.needs_frontier,
+            "`--measure-levels`": self.measure_levels,
+            "`--html` (or `--snapshot`)": self.layout is not None and self.record_steps,
+            "`--dim` with a range": self.layout is not None and self.dim_range is not None,
         }
         flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
         if flag is not None:
-            where = f"--for {self.card.name} is for a device that is not here" if self.card else "--ranks predicts them"
+            where = (
+                f"`--for {self.card.name}` is for a device that is not here" if self.card else "`--ranks` predicts them"
+            )
             raise OptionError(
                 f"{flag} needs steps that run, but {where}",
-                hint=f"Omit {flag}; --budget and --max-slowdown choose a plan by estimates.",
+                hint=f"Omit {flag}; `--budget` and `--max-slowdown` choose a plan by estimates.",
             )
 
 

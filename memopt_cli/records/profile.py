@@ -43,7 +43,7 @@ class ProfileRequest(StepRequest):
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` where a step is to be compiled that is not run."""
         if self.backend is not None and not self.runs:
-            raise OptionError("a compiled step is measured, but this one is not run", hint="Leave out --compile.")
+            raise OptionError("a compiled step is measured, but this one is not run", hint="Leave out `--compile`.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

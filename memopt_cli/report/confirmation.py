@@ -21,7 +21,7 @@ def _compared(found: Confirmation) -> Iterator[str]:
     if estimate is None:
         yield (
             f"measured on {found.device}: allocated peak {allocated}, step {step}; "
-            "the plan predicts nothing for a card (memopt optimize --for)"
+            "the plan predicts nothing for a card (`memopt optimize --for`)"
         )
         return
     yield f"estimated for {estimate.device}, and measured on {found.device}:"
@@ -30,7 +30,7 @@ def _compared(found: Confirmation) -> Iterator[str]:
         yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, found.reserved_off)
     yield _line("step", format_seconds(estimate.step_s), step, found.step_off)
     if found.device == "cpu":
-        yield f"this device is not {estimate.device}, so nothing is confirmed; run this there, with --device cuda:0"
+        yield f"this device is not {estimate.device}, so nothing is confirmed; run this there, with `--device cuda:0`"
     if found.unlike:
         yield f"the step is not the one that was estimated: other {format_some(found.unlike, most=9)}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.table import Table
@@ -25,8 +25,8 @@ def not_typed(spec: InputSpec) -> str:
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
     inputs = ", ".join(map(format_tensor, spec.tensors)) + sizes
     if spec.is_remembered:
-        return f"; the inputs are {spec.source}: {inputs} (-i gives others)"
-    return f"; the inputs are a guess: {inputs} (-i gives yours)"
+        return f"; the inputs are {spec.source}: {inputs} (`-i` gives others)"
+    return f"; the inputs are a guess: {inputs} (`-i` gives yours)"
 
 
 BUSY = 0.2
@@ -45,15 +45,18 @@ def plain_table() -> Table:
 
 
 class GuardedStream:
-    """A stream that escapes what a CI system would take for a command, even if it is written in pieces."""
+    """A stream that escapes what a CI system would take for a command, even if it is written in pieces.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    ``spelled`` is what it makes of the options that texts name.
+    """
+
+    def __init__(self, stream: TextIO, spelled: Callable[[str], str]) -> None:
+        self._stream, self._spelled = stream, spelled
         self._line = ""
         """Text of the line that is not ended yet."""
 
     def write(self, text: str) -> int:
-        begun, whole = len(self._line), self._line + text
+        begun, whole = len(self._line), self._line + self._spelled(text)
         self._stream.write(COMMAND.sub(lambda found: found[0] + "\\" * (found.end() >= begun), whole)[begun:])
         self._line = whole[-_KEPT:].rpartition("\n")[2]
         return len(text)
@@ -72,6 +75,6 @@ class GuardedStream:
         return getattr(self._stream, name)
 
 
-def guarded(stream: TextIO | GuardedStream) -> GuardedStream:
+def guarded(stream: TextIO | GuardedStream, spelled: Callable[[str], str] = str) -> GuardedStream:
     """Return ``stream`` as a :class:`GuardedStream`; one that is guarded already as it is."""
-    return stream if isinstance(stream, GuardedStream) else GuardedStream(stream)
+    return stream if isinstance(stream, GuardedStream) else GuardedStream(stream, spelled)

@@ -19,6 +19,7 @@ from memopt_cli.report.comparison import (
 )
 from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import printable
+from memopt_cli.text.spelling import on_command_line
 
 _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 """Words that every dialect of Markdown shows as they are: no markup, link, mention or formula."""
@@ -81,7 +82,7 @@ def _cell(text: str) -> str:
 
 def _sentence(text: str) -> str:
     """Return ``text`` with every word that Markdown might interpret in a code span."""
-    return " ".join(map(_word, printable(" ".join(text.split())).split(" ")))
+    return " ".join(map(_word, printable(on_command_line(" ".join(text.split()))).split(" ")))
 
 
 def _word(word: str) -> str:

@@ -335,7 +335,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield from planned_lines(summary.parallel, verified=summary.verification is not None)
     elif summary.estimates is not None:
         there = summary.estimates.planned.device
-        how = f"; memopt apply --confirm measures the plan on {there}" if summary.is_applied else ""
+        how = f"; `memopt apply --confirm` measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
     found = summary.verification
     if found is not None and not found.passed and summary.decisive is None:  # else the headline says so
@@ -369,7 +369,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     if summary.frontier and summary.verification is None:
         is_kept = any(path.endswith(".frontier.json") for path in result.files)
         again = "" if is_kept else ", which searches again"
-        yield f"nothing is applied; choose a plan with --budget, or with --pick N{again}"
+        yield f"nothing is applied; choose a plan with `--budget`, or with `--pick N`{again}"
     elif result.use:
         yield f"use it: {result.use}"
 
@@ -403,7 +403,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
             yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
-        yield "~ predicted by a dry run; --measure-levels measures every level"
+        yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
     yield verification(summary.verification) if summary.verification else "not verified"
@@ -439,8 +439,8 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     if smaller is not None:
         said.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
     if said:
-        more = ", --max-slowdown none" if smaller is not None and limit is not None else ""
-        yield f"{'; '.join(said)} (predicted; --frontier{more})"
+        more = ", `--max-slowdown none`" if smaller is not None and limit is not None else ""
+        yield f"{'; '.join(said)} (predicted; `--frontier`{more})"
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
@@ -519,7 +519,7 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         if not advice.is_limited_by_memory:
             return "batch: memory does not limit it, as dry runs predict"
         peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
-        return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; --recommend-batch runs it"
+        return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
     text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:

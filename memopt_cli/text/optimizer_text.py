@@ -63,7 +63,7 @@ IN_MEMORY = " (in memory)"
 """End of the reference of a function that cannot be found by name."""
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
 _NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
-_OWN = "Or write train.py:function, which takes the model and returns its optimizer."
+_OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
 def is_function(text: str) -> bool:

@@ -47,7 +47,7 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     except ValueError as err:
         raise StepError(
             f"{choice.class_name} refuses the model's parameters: {first_line(err)}",
-            hint="Name another --optimizer, or a function of your own that passes it the parameters that it takes.",
+            hint="Name another `--optimizer`, or a function of your own that passes it the parameters that it takes.",
         ) from err
 
 
@@ -66,19 +66,19 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
-            f"--optimizer: {_name(function)} failed: {first_line(err)}", hint="It is called with only the model."
+            f"`--optimizer`: {_name(function)} failed: {first_line(err)}", hint="It is called with only the model."
         ) from err
     if not isinstance(optimizer, Optimizer):
         raise StepError(
-            f"--optimizer: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            f"`--optimizer`: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     if wants_closure(optimizer):
-        raise StepError(f"--optimizer: {closure_refusal(optimizer)}", hint="Take one that steps without a closure.")
+        raise StepError(f"`--optimizer`: {closure_refusal(optimizer)}", hint="Take one that steps without a closure.")
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in known for parameter in group["params"]):
-            raise StepError(f"--optimizer: {_name(function)} updates tensors that are not parameters of its model")
+            raise StepError(f"`--optimizer`: {_name(function)} updates tensors that are not parameters of its model")
     return optimizer
 
 

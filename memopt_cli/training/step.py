@@ -329,11 +329,11 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             found = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
             raise StepError(
                 f"{what} {found if tensor.dim() else 'is NaN or infinite'}",
-                hint="Check the input values (-i …=LOW..HIGH, normal, spikes:RATE) and the stored parameters.",
+                hint="Check the input values (`-i …=LOW..HIGH`, normal, spikes:RATE) and the stored parameters.",
             )
 
 
-FORWARD_HINT = "Give inputs that the model accepts, one for each argument of forward, such as -i 8x3x32x32."
+FORWARD_HINT = "Give inputs that the model accepts, one for each argument of forward, such as `-i 8x3x32x32`."
 """Hint for a forward that fails."""
 
 
@@ -390,9 +390,9 @@ def _require_gradient(tensors: list[Tensor], what: str) -> None:
     if not any(t.requires_grad for t in tensors):
         raise StepError(
             f"{what} has nothing to differentiate: no floating tensor in it depends on a parameter",
-            hint="Give a differentiable loss with --loss file.py:function, or check that parameters require gradients; "
-            "a part without parameters is optimized with the model that it belongs to, or by inputs that require "
-            "gradients.",
+            hint="Give a differentiable loss with `--loss file.py:function`, or check that parameters require "
+            "gradients; a part without parameters is optimized with the model that it belongs to, or by inputs that "
+            "require gradients.",
         )
 
 

@@ -43,7 +43,7 @@ def _effects(step: Step, install: Install) -> dict[str, Tensor]:
         raise StepError(f"the model cannot be copied ({first_line(error)})") from error
     optimizer = step.make_optimizer(model)
     if optimizer is None:  # the plan is refused before it is run, too
-        raise StepError("there is no optimizer that could run in backward", hint="Name it with --optimizer.")
+        raise StepError("there is no optimizer that could run in backward", hint="Name it with `--optimizer`.")
     set_rate(optimizer)
     start = StartingState(model)
     install(model, optimizer)

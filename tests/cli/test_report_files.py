@@ -47,6 +47,18 @@ def test_both_are_written(recording: Any, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.endswith("\nwrote r.html\nwrote s.pickle\n")
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_every_form_names_options_as_they_are_typed(
+    form: list[str], recording: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    summary = replace(recording.result.summary, notes=["Raise `--max-slowdown 2`."])
+    recording.result = replace(recording.result, summary=summary)
+    assert main(["optimize", "model.pt", "--html", "r.html", *form]) == 0
+    for said in (capsys.readouterr().out, Path("r.html").read_text()):
+        assert "Raise --max-slowdown 2." in said
+
+
 def test_no_step_is_recorded_unasked(optimize: Callable[..., Any]) -> None:
     before = set(Path().iterdir())
     assert not optimize().record_steps

@@ -517,6 +517,13 @@ def test_summary_is_json_whatever_it_holds() -> None:
     assert data["summary"]["verification"]["worst_difference"] is None
 
 
+def test_files_name_options_as_they_are_typed() -> None:
+    summary = replace(MemOptSummary(None, None, None, "cpu", 3, 3, True, True), notes=["Raise `--level`, or `make`."])
+    assert json.loads(summary_json(HEADER, summary))["summary"]["notes"] == ["Raise --level, or `make`."]
+    advice = replace(ADVICE, limited_by="`--memory 5MiB`")
+    assert recommended_data(advice, 4)["limited_by"] == "--memory 5MiB"
+
+
 ADVICE = BatchAdvice(
     recommended_batch=16,
     fastest_batch=8,

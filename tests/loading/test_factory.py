@@ -128,7 +128,7 @@ def test_weights_given_as_the_model_say_what_to_type(folder: Path) -> None:
     pytest.importorskip("safetensors.torch").save_file(nn.Linear(2, 3).state_dict(), "weights.safetensors")
     with pytest.raises(FileFormatError, match="holds 2 tensors but no model") as error:
         load_model(ModelSource(location="weights.safetensors"))
-    assert "build.py:build --weights weights.safetensors" in error.value.hint
+    assert "build.py:build `--weights weights.safetensors`" in error.value.hint
 
 
 @pytest.mark.parametrize(("name", "hint"), [("failing", "without arguments"), ("huge", "memopt profile --fake")])

@@ -672,7 +672,7 @@ def test_a_state_dict_says_what_it_lacks(tmp_path: Path) -> None:
     torch.save({"model": small_model().state_dict(), "epoch": 3}, tmp_path / "weights.pt")
     with pytest.raises(FileFormatError, match="holds 11 tensors but no model") as error:
         load_model(source(tmp_path / "weights.pt"))
-    assert "build.py:build --weights" in error.value.hint
+    assert "build.py:build `--weights" in error.value.hint
 
 
 @pytest.mark.parametrize("unchecked", [False, True])

@@ -28,7 +28,7 @@ def test_a_search_that_asks_nothing_more_was_not_ended_by_the_time() -> None:
     assert not search.over
     refused = search.ask(CountJob(plan=Plan(), fake=True))
     assert isinstance(refused, NotTried)
-    assert search.over == refused.reason == "the search was ended after 0 s (--search-time)"
+    assert search.over == refused.reason == "the search was ended after 0 s (`--search-time`)"
 
 
 def test_a_search_that_looks_at_the_clock_and_stops_says_so() -> None:

@@ -40,6 +40,7 @@ from memopt_cli.records import (
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
 from tests.zoo.records import a_header, a_row, verified
 
@@ -131,7 +132,7 @@ def result(
 def shown(report: Report, result: OptimizeResult) -> str:
     stream = io.StringIO()
     report.optimized(result, stream)
-    return stream.getvalue()
+    return on_command_line(stream.getvalue())
 
 
 DETAILED = TextReport(verbose=True)
@@ -485,7 +486,7 @@ def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSu
     lines = shown(DETAILED, result(summary)).splitlines()
     (line,) = (line for line in lines if line.startswith("2 "))
     assert line.split() == "2 no segments – 310.0 MiB ~50 % – – – ~1.25×".split()
-    assert "~ predicted by a dry run; --measure-levels measures every level" in lines
+    assert "~ predicted by a dry run; memopt optimize --measure-levels measures every level" in lines
 
 
 @pytest.mark.parametrize(

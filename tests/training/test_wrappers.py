@@ -177,7 +177,7 @@ def test_one_that_belongs_to_its_process_cannot_be_unpickled(tmp_path: Path) -> 
             load_model(ModelSource(location=str(tmp_path / "ddp.pt"), trust=Trust(pickle=True)))
     finally:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    assert "save model.module with torch.save, or leave --trust-pickle out" in failed.value.hint
+    assert "save model.module with torch.save, or leave `--trust-pickle` out" in failed.value.hint
 
 
 @pytest.mark.usefixtures("in_process")

@@ -76,7 +76,7 @@ def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
     """Return the error for a file that holds more than one model."""
     first = ".".join(next(iter(found)))
     return FileFormatError(
-        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: {quoted_flag('--key', first)}"
+        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
     )
 
 

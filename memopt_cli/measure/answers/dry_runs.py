@@ -164,7 +164,7 @@ def _require_data(bench: Bench, reason: str) -> NoReturn:
     """Raise the error for a step that needs data: that of a small step with wrong inputs, or :class:`StepError`."""
     if bench.subject.data == "small batch":
         run_checked(bench.step(min(SMALL_BATCH, bench.batch)))
-    raise StepError(reason, hint="Use a batch that fits, and memopt profile without --fake.")
+    raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
 
 
 def _codecs(bench: Bench) -> trace.Codecs:
@@ -269,6 +269,6 @@ def _step_of_rank(
             raise
         raise StepError(
             f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
-            hint="Code that depends on values cannot run without data. memopt profile --fake without --ranks shows "
+            hint="Code that depends on values cannot run without data. `memopt profile --fake` without `--ranks` shows "
             "whether the model has such code.",
         ) from error

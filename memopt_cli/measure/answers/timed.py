@@ -151,7 +151,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
         raise StepError(
             f"each step leaves {format_bytes(planned_bytes)} more memory behind than the one before, and nothing "
             "frees it",
-            hint="Please report it, and name other modules with --target until it is fixed.",
+            hint="Please report it, and name other modules with `--target` until it is fixed.",
         )
 
 

@@ -88,7 +88,7 @@ def _advice(
 def predicted(search: BatchSearch) -> BatchEstimate | str:
     """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does."""
     if search.model.predict is None:
-        return "the step cannot run on tensors without data; --recommend-batch finds the batch by runs"
+        return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"
     if refusal := search.refusal():
         return f"the model runs at batch {search.batch} only: {refusal}"
     budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]

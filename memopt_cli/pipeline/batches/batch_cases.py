@@ -132,7 +132,7 @@ class CaseSearch:
             return
         if runs.limits.probes:
             runs.limits = replace(runs.limits, longest_step_s=_LOOPED * runs.limits.longest_step_s)
-            said += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of --longest-step."
+            said += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
         if said not in self.notes:
             self.notes.append(said)
 
@@ -159,9 +159,9 @@ class CaseSearch:
         if others and not case.search.runs.measured:
             raise_failure(others[0])
         if case.search.model.predict is None and not case.search.runs:
-            limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to --dim."
+            limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
             if not self.most_runs:
-                limit, hint = "nothing is to be run", "Run it on that device, without --for or --fake."
+                limit, hint = "nothing is to be run", "Run it on that device, without `--for` or `--fake`."
             raise StepError(
                 f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
                 f"{limit}",

@@ -58,7 +58,7 @@ def looped_over(probes: BatchProbes) -> str:
     few, many = min(probes.operators), max(probes.operators)
     return (
         f"The step runs {probes.operators[few]} operators at batch {few} and {probes.operators[many]} at batch {many}: "
-        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: -i 16xBx32 --dim B=4."
+        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: `-i 16xBx32 --dim B=4`."
     )
 
 
@@ -71,7 +71,7 @@ def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
     adamw = adamw or format_bytes(2 * facts.trainable_bytes)
-    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with --optimizer (none: no).",)
+    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer` (none: no).",)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -255,7 +255,7 @@ class _Job:
             self.notes += accumulation_notes(accumulation, self.prepared.facts)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
-            self.notes.append(f"No step was within {longest_s:g} s (--longest-step): the shortest is the answer.")
+            self.notes.append(f"No step was within {longest_s:g} s (`--longest-step`): the shortest is the answer.")
         if self.interrupted:
             self.notes.append("Interrupted: the runs that were left might have given a better answer.")
         return FastestTraining(
@@ -305,11 +305,11 @@ class _Job:
         text = f"not even batch {unit} fits into {self.limits.text}"
         if self.probes.late():
             text += f" without a plan, and {self.probes.over}"
-            return NothingFitsError(text, hint="Raise --search-time or --memory.")
+            return NothingFitsError(text, hint="Raise `--search-time` or `--memory`.")
         if self.pricing is None:
             text += f" without a plan, and none was tried: {self.untried}"
-            return NothingFitsError(text, hint="Raise --memory, or give smaller inputs.")
-        hint = "Raise --memory or --level, or give smaller inputs."
+            return NothingFitsError(text, hint="Raise `--memory`, or give smaller inputs.")
+        hint = "Raise `--memory` or `--level`, or give smaller inputs."
         plan = self.pricing.least(unit)
         run = self.trials.found.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):

@@ -133,7 +133,7 @@ class _Job:
         raise NothingFitsError(
             f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limits.text} on {ranks}: "
             f"{most.outcome.reason}",
-            hint=f"Give more --memory, {more_ranks}smaller inputs, or with --plan a plan for these ranks.",
+            hint=f"Give more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
         )
 
     def _start(self, *, planned: bool) -> int:

@@ -203,7 +203,7 @@ class _Job:
         raise NothingFitsError(
             f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.search.limits.text}: "
             f"{smallest.reason}",
-            hint="Raise --memory, give smaller inputs, or add --plan with a plan of memopt optimize.",
+            hint="Raise `--memory`, give smaller inputs, or add `--plan` with a plan of memopt optimize.",
         )
 
     def _worth(self, case: Case) -> float:
@@ -254,7 +254,7 @@ class _Job:
                 self.length_runs += 1
                 self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
                 found = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
-            return required(found, f"batch {size} of {steps} steps, which --lengths needs, could not be run: ")
+            return required(found, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
 
         batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
         return compare_lengths(
@@ -303,14 +303,14 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
         return
     if dim_range.symbol == BATCH:
         raise UsageError(
-            f"{BATCH} cannot have a range: it is what the command looks for", hint=f"Give it a size: --dim {BATCH}=8."
+            f"{BATCH} cannot have a range: it is what the command looks for", hint=f"Give it a size: `--dim {BATCH}=8`."
         )
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:
         raise UsageError(
             f"{dim_range.symbol} is not a dimension of the inputs, whose symbols are: "
             f"{', '.join(sorted(symbols)) or 'none'}",
-            hint=f"Name it in a shape, for example -i Bx{dim_range.symbol}@int64=0..32000.",
+            hint=f"Name it in a shape, for example `-i Bx{dim_range.symbol}@int64=0..32000`.",
         )
 
 

@@ -152,7 +152,7 @@ def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> Unsafe
     return UnsafeFileError(
         f"{request.baseline_path} names {what}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
-        hint=f"If it is yours, add: {flags}" if len(flags) <= _LONGEST_FLAGS else "Record a baseline of your own.",
+        hint=f"If it is yours, add: `{flags}`" if len(flags) <= _LONGEST_FLAGS else "Record a baseline of your own.",
     )
 
 
@@ -176,7 +176,8 @@ def _same_device(device: str) -> str:
     if kind == "cuda" and resolve_device("auto") == "cpu":
         raise BaselineError(
             f"the baseline was recorded on {device}, and PyTorch sees no CUDA device here",
-            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: memopt baseline --device cpu.",
+            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: "
+            "`memopt baseline --device cpu`.",
         )
     return kind
 
@@ -197,8 +198,8 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
         raise BaselineError(
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
-            hint="Keep one baseline for each model, and name it with --baseline FILE: "
-            f"memopt baseline {quoted_path(location)} … -o FILE",
+            hint="Keep one baseline for each model, and name it with `--baseline FILE`: "
+            f"`memopt baseline {quoted_path(location)} … -o FILE`",
         )
 
 
@@ -223,7 +224,7 @@ def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> No
 def _record_anew(request: CheckRequest) -> str:
     output = f"-o {quoted_path(request.baseline_path)} --force"
     location = quoted_path(request.source.location)
-    return f"Record one of the step that is checked here: memopt baseline {location} … {output}"
+    return f"Record one of the step that is checked here: `memopt baseline {location} … {output}`"
 
 
 # ---------------------------------------------------------------------------------------------- measuring

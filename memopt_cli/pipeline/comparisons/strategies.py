@@ -84,8 +84,8 @@ def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
     check_inputs(request.dim_range, prepared)
     if request.dim_range is None or not spec.tensors:
         raise UsageError(
-            "--strategy tabulates memory over time steps, and needs their range",
-            hint="Describe the inputs and the range: -i TxBx100 --dim B=8 --dim T=16:4096.",
+            "`--strategy` tabulates memory over time steps, and needs their range",
+            hint="Describe the inputs and the range: `-i TxBx100 --dim B=8 --dim T=16:4096`.",
         )
     return request.dim_range
 

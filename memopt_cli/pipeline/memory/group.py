@@ -28,6 +28,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.documents import json_text
+from memopt_cli.text.spelling import on_command_line
 
 
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
@@ -57,7 +58,9 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
         notes=tuple(notes),
         spent_s=time.monotonic() - started,
     )
-    write_all({path: content(json_text(to_data(found)).encode()) for path in targets}, force=request.force)
+    write_all(
+        {path: content(on_command_line(json_text(to_data(found))).encode()) for path in targets}, force=request.force
+    )
     return found
 
 
@@ -73,8 +76,8 @@ def _device(request: MeasureRequest) -> str:
         )
     if ":" in request.settings.device:
         raise UsageError(
-            f"--device {request.settings.device} is one device, but every rank has its own",
-            hint="Write --device cuda or cpu; LOCAL_RANK says which is whose.",
+            f"`--device {request.settings.device}` is one device, but every rank has its own",
+            hint="Write `--device cuda` or cpu; LOCAL_RANK says which is whose.",
         )
     found = resolve_device(request.settings.device)
     return resolve_device(f"cuda:{request.local_rank}") if found.startswith("cuda") else found

@@ -87,7 +87,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     elif snapshot is not None:
         found = _of_snapshot(snapshot)
     else:
-        raise UsageError("there is no model to explain", hint="Name it, or give --snapshot FILE.")
+        raise UsageError("there is no model to explain", hint="Name it, or give `--snapshot FILE`.")
     asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
     return replace(
         found,

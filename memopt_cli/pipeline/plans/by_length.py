@@ -130,7 +130,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     rows = list(search.rows(parts)) if plan.ranges else []
     found.notes.extend(search.estimate(parts))
     if request.lengths is None and plan.ranges:
-        found.notes.append("All lengths count as equally frequent; --lengths says how often each occurs.")
+        found.notes.append("All lengths count as equally frequent; `--lengths` says how often each occurs.")
     return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
 
 

@@ -223,7 +223,7 @@ class CompiledSearch:
 
 def _why(failure: Failure) -> str:
     if isinstance(failure, TimedOut):
-        return f"it takes longer to compile and measure than --timeout allows, {failure.limit_s:g} s"
+        return f"it takes longer to compile and measure than `--timeout` allows, {failure.limit_s:g} s"
     return describe(failure)
 
 

@@ -10,6 +10,7 @@ from memopt_cli.pipeline.batches.batch_probes import memory_left_out
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 
 _SAID = {
@@ -37,8 +38,9 @@ def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSe
         value = getattr(predicted.settings, name)
         if (name == "loss" and value) or (name == "optimizer" and isinstance(parse_optimizer(value), MadeOptimizer)):
             raise UsageError(
-                f"the plan predicts a step with {flag} {value}, which is code and must be named here",
-                hint=f"Add {flag}, with your function.",
+                f"the plan predicts a step with `{quoted_flag(flag, str(value))}`, which is code and must be "
+                "named here",
+                hint=f"Add `{flag}`, with your function.",
             )
         settings = replace(settings, **{name: value})
     return settings

@@ -36,7 +36,7 @@ from memopt_cli.search.estimation import estimate
 from memopt_cli.search.plan.targets import left_out, selected
 from memopt_cli.text.units import format_bytes
 
-_UNVERIFIED = "The plan was not verified (--unverified). memopt apply --verify does so where the model fits."
+_UNVERIFIED = "The plan was not verified (`--unverified`). `memopt apply --verify` does so where the model fits."
 _GRADIENTS = 2
 """The number of steps whose gradients are held at once, at least, where two steps are compared."""
 
@@ -113,7 +113,7 @@ def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
     if needed_bytes > free_bytes:
         raise MemoryBudgetError(
             f"{what} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
-            hint="Take a machine that holds that, or add --unverified --plan-only: a plan is written without "
+            hint="Take a machine that holds that, or add `--unverified --plan-only`: a plan is written without "
             "verification.",
         )
 
@@ -134,7 +134,7 @@ def _of_ranks(
     most = max(rank.tensor_peak_bytes for rank in planned)
     if within_bytes is not None and most > within_bytes:
         raise NothingFitsError(
-            f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise --budget."
+            f"the plan that fits on rank 0 takes {format_bytes(most)} on rank {last}", hint="Raise `--budget`."
         )
     return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
 

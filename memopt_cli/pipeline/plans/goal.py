@@ -129,7 +129,7 @@ class GoalSearch:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "
                 f"with {format_bytes(tried[-1])} too",
-                hint="Lower --budget, or take a smaller batch (--dim B=… where the shape says B).\n"
+                hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         lowest = self._lower(least or self._planner.least(self._level))
@@ -215,7 +215,7 @@ class GoalSearch:
         if slow:
             self.search.found.notes.append(
                 f"Not on the frontier, as their steps take more than {self._most_shown:g} times as long when measured: "
-                f"plans of {', '.join(slow)}. A higher --max-slowdown shows them."
+                f"plans of {', '.join(slow)}. A higher `--max-slowdown` shows them."
             )
         return points
 
@@ -280,8 +280,8 @@ def nothing_fits(
     is a higher level.  ``can_shrink``: the batch has more than one sample.
     """
     budget, least = format_apart(budget_bytes, least_bytes)
-    flags = "--budget or --level" if can_rise else "--budget"
-    smaller = ", or take a smaller batch (--dim B=… where the shape says B)" if can_shrink else ""
+    flags = "`--budget` or `--level`" if can_rise else "`--budget`"
+    smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
     return NothingFitsError(
         f"no plan found takes {budget} or less{how}; the smallest that was found takes about {least}",
         hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
@@ -306,7 +306,7 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
         yield f"It holds what no plan can make smaller: {named}."
     weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
     if weights_bytes > _DOMINANT_SHARE * least.allocated_peak_bytes:
-        early = "" if frees_gradients else " With --optimizer, a plan can free each gradient as soon as it is used."
+        early = "" if frees_gradients else " With `--optimizer`, a plan can free each gradient as soon as it is used."
         yield f"Parameters and gradients are most of it: model.bfloat16() halves both.{early}"
     workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
     if workspace_bytes < _NOTABLE_SHARE * least.allocated_peak_bytes:
@@ -315,7 +315,7 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
     where = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
     yield (
         f"Kernels hold {format_bytes(workspace_bytes)} of it for themselves{where}. Others may take less: with another "
-        "batch, channels_last, another --precision, or on the CPU under torch.backends.mkldnn.flags(enabled=False)."
+        "batch, channels_last, another `--precision`, or on the CPU under torch.backends.mkldnn.flags(enabled=False)."
     )
 
 
@@ -328,7 +328,7 @@ def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> N
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(found.peak_bytes)}, {makes} the step "
             f"{found.slowdown:.2f} times as long",
-            hint="Raise --max-slowdown or --budget.",
+            hint="Raise `--max-slowdown` or `--budget`.",
         )
 
 
@@ -344,8 +344,8 @@ def check_pick(number: int, plans: int) -> None:
     """Raise :class:`UsageError` if a frontier of ``plans`` plans, counted from 1, has no plan ``number``."""
     if not 1 <= number <= plans:
         raise UsageError(
-            f"--pick {number}: plans on the frontier: {plans}",
-            hint=f"Pick one from 1 to {plans}; --frontier alone shows them.",
+            f"`--pick {number}`: plans on the frontier: {plans}",
+            hint=f"Pick one from 1 to {plans}; `--frontier` alone shows them.",
         )
 
 

@@ -251,7 +251,9 @@ class _Job:
         rows: list[LevelRow] = []
         shows = goal.needs_frontier
         if goal.pick is not None and not goal.frontier:
-            self.found.notes.append(f"No plans of --frontier are kept beside the model: --pick {goal.pick} searched.")
+            self.found.notes.append(
+                f"No plans of `--frontier` are kept beside the model: `--pick {goal.pick}` searched."
+            )
         self.prepared.progress.stage("searching the frontier" if shows else "searching within the budget")
         found = planned.worth_showing() if shows else []
         if goal.pick is not None:

@@ -47,7 +47,7 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
         assert not isinstance(failure, Measurement)
         raise MeasurementError(
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
-            hint="Try a smaller batch (--dim B=1 where the shape says B), or a machine with more memory.",
+            hint="Try a smaller batch (`--dim B=1` where the shape says B), or a machine with more memory.",
         )
     return applied
 

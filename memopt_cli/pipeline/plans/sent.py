@@ -15,7 +15,7 @@ from memopt_cli.search.plan.levels import KEPT
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 """File systems whose files lie in memory."""
-_NAME_ONE: Final = "Name a folder on a disk: --offload disk:FOLDER."
+_NAME_ONE: Final = "Name a folder on a disk: `--offload disk:FOLDER`."
 
 
 def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
@@ -30,17 +30,19 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
         place = "host" if may_send and request.runs and device != "cpu" else "device"
     elif place != "device" and not request.runs:
         raise UsageError(
-            f"--offload {place} needs a step that runs here: how fast tensors go elsewhere is measured",
-            hint="Leave it out with --for and --ranks.",
+            f"`--offload {place}` needs a step that runs here: how fast tensors go elsewhere is measured",
+            hint="Leave it out with `--for` and `--ranks`.",
         )
     elif place == "host" and device == "cpu":
-        said = "--offload host sends nothing: the tensors of the CPU are in host memory already. --offload disk does."
+        said = (
+            "`--offload host` sends nothing: the tensors of the CPU are in host memory already. `--offload disk` does."
+        )
         place, notes = "device", (*notes, said)
     elif place == "disk":
         if device != "cpu":
             raise UsageError(
-                f"--offload disk sends tensors in host memory, and the step runs on {device}",
-                hint="Use --offload host.",
+                f"`--offload disk` sends tensors in host memory, and the step runs on {device}",
+                hint="Use `--offload host`.",
             )
         _check(folder or tempfile.gettempdir())
     subject = replace(prepared.subject, place=place, offload_folder=folder)

@@ -27,7 +27,7 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
 
-_AGAIN = "Run --frontier for this step, and pick one of its plans."
+_AGAIN = "Run `--frontier` for this step, and pick one of its plans."
 _SHOWN_DIGITS = 12
 """The number of digits of a hash that a message shows."""
 
@@ -68,7 +68,9 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     _check_options(request.search.options, shown.options)
     is_exact = not any(segment.inexact for segment in shown.points[number - 1].plan.everywhere)
     if not is_exact and not request.search.options.allow_inexact:
-        raise UsageError(f"the plan of --pick {number} is not exact", hint="Add --allow-inexact, or pick another plan.")
+        raise UsageError(
+            f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
+        )
     options = replace(request.search.options, level=shown.options.level)
     return replace(request, search=replace(request.search, options=options, requested_level=options.level), shown=shown)
 
@@ -80,7 +82,7 @@ def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
         value, before = getattr(asked, name), getattr(then, name)
         if value not in (getattr(plain, name), before):
             raise UsageError(
-                f"--pick takes a plan that was shown, and its {name.replace('_', ' ')} was {before}, not {value}",
+                f"`--pick` takes a plan that was shown, and its {name.replace('_', ' ')} was {before}, not {value}",
                 hint=f"Leave the option out. {_AGAIN}",
             )
 
@@ -144,7 +146,7 @@ def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) ->
         check_frontier_target(request)
         write_all({path: content(text)}, force=True)
     except (UsageError, WriteError) as err:
-        found.notes.append(f"The plans are not kept, so --pick will search again: {err.message}.")
+        found.notes.append(f"The plans are not kept, so `--pick` will search again: {err.message}.")
         return None
     return path
 

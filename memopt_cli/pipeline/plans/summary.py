@@ -164,7 +164,7 @@ def _generic(found: Findings) -> str:
         return f"No plan that was found lowers the measured peak of this step{quick}. {_what_stays(rows)}".rstrip()
     before, after = measured_at(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
-        return "Other plans, from the fastest to the smallest: --frontier; the fastest within a limit: --budget."
+        return "Other plans, from the fastest to the smallest: `--frontier`; the fastest within a limit: `--budget`."
     return ""
 
 

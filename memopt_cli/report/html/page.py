@@ -145,7 +145,7 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         yield "level applied", applied, f"{summary.requested_level} asked for"
         yield _verified(summary.verification)
     else:
-        yield "applied", "nothing", "choose a plan with --pick N or --budget"
+        yield "applied", "nothing", "choose a plan with `--pick N` or `--budget`"
 
 
 def _fastest_tiles(found: FastestTraining) -> Iterable[Tile]:

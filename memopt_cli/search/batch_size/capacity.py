@@ -85,7 +85,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
     except ImportError as err:
         raise MeasurementError(
             "a share of a CUDA device's memory cannot be found without NVML",
-            hint="pip install nvidia-ml-py, or give bytes: --memory 24GiB.",
+            hint="pip install nvidia-ml-py, or give bytes: `--memory 24GiB`.",
         ) from err
     try:
         pynvml.nvmlInit()
@@ -97,7 +97,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as err:
         raise MeasurementError(
-            f"NVML does not say what the device has free: {err}", hint="Give bytes: --memory 24GiB."
+            f"NVML does not say what the device has free: {err}", hint="Give bytes: `--memory 24GiB`."
         ) from err
 
 

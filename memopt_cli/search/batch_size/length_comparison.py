@@ -32,12 +32,13 @@ def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | 
     symbol = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
     if symbol is None:
         raise UsageError(
-            "--lengths needs a dimension S or T in the inputs, to know which of their sizes is the length",
-            hint="Name it, for example -i BxS@int64=0..32000 --dim B=8 --dim S=128.",
+            "`--lengths` needs a dimension S or T in the inputs, to know which of their sizes is the length",
+            hint="Name it, for example `-i BxS@int64=0..32000 --dim B=8 --dim S=128`.",
         )
     if dim_range is not None and dim_range.symbol == symbol:
         raise UsageError(
-            f"--lengths and a range of --dim {symbol} cannot be given together: the lengths are the sizes of {symbol}",
+            f"`--lengths` and a range of `--dim {symbol}` cannot be given together: the lengths are the sizes "
+            f"of {symbol}",
             hint="Leave the range out, or the lengths.",
         )
     return {symbol: max(2, *lengths)}

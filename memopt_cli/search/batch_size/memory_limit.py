@@ -18,7 +18,7 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
         free = free_capacity(device)
         budget, name = int(free.device_bytes * memory), f"{100 * memory:g} % of {free.limited_by}"
     else:
-        budget, name = memory, f"--memory {exact_bytes(memory)}"
+        budget, name = memory, f"`--memory {exact_bytes(memory)}`"
     return Limits(
         budget_bytes=budget,
         device_bytes=whole.device_bytes,
@@ -53,11 +53,11 @@ def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_o
         assert card is not None, "checked before"
         budget, name = int(card.memory_bytes * memory), f"{100 * memory:g} % of the memory of {card.name}"
     else:
-        budget, name = memory, f"--memory {exact_bytes(memory)}"
+        budget, name = memory, f"`--memory {exact_bytes(memory)}`"
     if card is not None and budget > card.memory_bytes:
         raise UsageError(
             f"{card.name} has {format_bytes(card.memory_bytes)} for a process, less than {exact_bytes(budget)}",
-            hint="Lower --memory, or choose a larger card.",
+            hint="Lower `--memory`, or choose a larger card.",
         )
     return Limits(
         budget_bytes=budget,

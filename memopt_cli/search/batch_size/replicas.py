@@ -53,7 +53,7 @@ class ReplicaSearch:
             return last
         if not self.fitting:
             return NoBatchFits(batch=self.batch, budget_bytes=self.limits.budget_bytes, reason=stop)
-        return self.advice(stop or f"--replicas {sizes[-1]}")
+        return self.advice(stop or f"`--replicas {sizes[-1]}`")
 
     @property
     def runs(self) -> list[BatchProbe]:

@@ -100,7 +100,7 @@ def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> 
         usable = [m for m in matches if not m.refusal]
         if not usable:
             said = _no_match(modules, target, matches)
-            raise PlanError(said, hint="Name a class or a path glob: --target Bottleneck.")
+            raise PlanError(said, hint="Name a class or a path glob: `--target Bottleneck`.")
         chosen += [m for m in usable if m not in chosen]
     return outermost(chosen)
 

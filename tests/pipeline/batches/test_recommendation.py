@@ -113,7 +113,7 @@ def test_with_subprocesses_the_answer_fits_and_a_twentieth_more_does_not(tmp_pat
     assert peak_of(location, "4x1x16x16", batch) <= 5 * MIB == advice.budget_bytes
     assert peak_of(location, "4x1x16x16", batch + max(1, math.ceil(0.05 * batch))) > 5 * MIB
     assert advice.estimated_batch == batch
-    assert advice.limited_by == "--memory 5MiB"
+    assert advice.limited_by == "`--memory 5MiB`"
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ class TestInProcess:
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net())
-        with pytest.raises(NothingFitsError, match=r"not even batch 8 fits into 64\.0 KiB \(--memory 64KiB\): it took"):
+        with pytest.raises(NothingFitsError, match=r"batch 8 fits into 64\.0 KiB \(`--memory 64KiB`\): it took"):
             recommended(location, "16x64", memory=1 << 16, multiple_of=8)
 
 
@@ -426,7 +426,7 @@ class Reading(Parts, inner=lambda: nn.Linear(64, 64)):
 
 def test_passes_that_are_asked_for_and_passes_that_are_looked_for_contradict_each_other() -> None:
     with pytest.raises(
-        UsageError, match="--global-batch 512 asks how many micro-batches make it up, but --accumulate 4"
+        UsageError, match="`--global-batch 512` asks how many micro-batches make it up, but `--accumulate 4`"
     ):
         recommended("net.pt", "4x1", global_batch=512, settings=StepSettings(micro_batches=4))
 

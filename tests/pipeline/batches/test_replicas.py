@@ -202,7 +202,7 @@ class TestInProcess:
     @pytest.mark.slow
     def test_copies_of_which_no_batch_fits_are_named(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
-        with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(--memory 1KiB\)"):
+        with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(`--memory 1KiB`\)"):
             recommended(request(location, 4, memory=1024))
 
     def test_a_model_that_cannot_be_batched_is_refused_by_name(self, tmp_path: Path) -> None:

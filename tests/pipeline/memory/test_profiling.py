@@ -307,7 +307,7 @@ def test_a_model_that_wants_data_is_run_for_its_record(reading: tuple[str, Trust
 def test_a_model_that_wants_data_cannot_be_estimated(reading: tuple[str, Trust]) -> None:
     with pytest.raises(StepError, match="cannot run on tensors without data") as caught:
         profiled(reading[0], fake=True)
-    assert "without --fake" in caught.value.hint
+    assert "without `--fake`" in caught.value.hint
 
 
 @pytest.mark.slow

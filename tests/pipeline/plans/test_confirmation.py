@@ -97,7 +97,7 @@ def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
 @pytest.mark.parametrize("field", ["loss", "optimizer"])
 def test_a_plan_names_no_code(field: str) -> None:
     step = replace(STEP, settings=replace(StepSettings(), **{field: "evil.py:f"}))
-    with pytest.raises(UsageError, match=rf"--{field} evil\.py:f, which is code"):
+    with pytest.raises(UsageError, match=rf"`--{field} evil\.py:f`, which is code"):
         as_predicted(StepSettings(), step)
     mine = replace(StepSettings(), **{field: "mine.py:f"})
     assert as_predicted(mine, step) == mine
@@ -146,7 +146,7 @@ def test_the_report() -> None:
 def test_the_report_of_a_cpu_confirms_nothing() -> None:
     lines = shown(device="cpu", allocated_off=-0.1, step_off=-0.5)
     assert not any("reserved" in line for line in lines)
-    assert "this device is not a100-40gb, so nothing is confirmed; run this there, with --device cuda:0" in lines
+    assert "this device is not a100-40gb, so nothing is confirmed; run this there, with `--device cuda:0`" in lines
 
 
 def test_the_report_says_what_is_not_in_it() -> None:

@@ -227,7 +227,7 @@ def test_nothing_fits() -> None:
     ) as error:
         search.within(200)
     assert error.value.exit_code == 6
-    assert error.value.hint == "Raise --budget or --level."  # there is one sample
+    assert error.value.hint == "Raise `--budget` or `--level`."  # there is one sample
     search, asked = goal(lambda peak: measured(peak + 1000))
     with pytest.raises(NothingFitsError, match="the smallest that was found"):
         search.within(750)
@@ -237,8 +237,8 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("can_rise", "can_shrink", "said"),
     [
-        (True, True, "Raise --budget or --level, or take a smaller batch (--dim B=… where the shape says B)."),
-        (False, False, "Raise --budget."),
+        (True, True, "Raise `--budget` or `--level`, or take a smaller batch (`--dim B=…` where the shape says B)."),
+        (False, False, "Raise `--budget`."),
     ],
 )
 def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, said: str) -> None:
@@ -261,7 +261,8 @@ def test_what_stays_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frees", "more"), [(True, ""), (False, " With --optimizer, a plan can free each gradient as soon as it is used.")]
+    ("frees", "more"),
+    [(True, ""), (False, " With `--optimizer`, a plan can free each gradient as soon as it is used.")],
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = what_stays(counted(1000, gradients=501), (), frees_gradients=frees)

@@ -494,7 +494,7 @@ def test_a_search_without_time_leaves_the_original(goal: tuple[str, ...], optimi
     summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
     assert [row.dry_runs for row in summary.levels if row.level] in ([0, 0, 0, 0], [], [0])
     assert summary.plan == Plan()
-    assert any("ended after 0 s (--search-time)" in note for note in summary.notes)
+    assert any("ended after 0 s (`--search-time`)" in note for note in summary.notes)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_all_are_run_while_more_train_faster() -> None:
     found = search()
     advice = advised(found)
     assert tried(found) == list(SIZES)
-    assert (advice.fastest, advice.limited_by) == (64, "--replicas 64")
+    assert (advice.fastest, advice.limited_by) == (64, "`--replicas 64`")
     assert advice.best.samples_per_s == 64 * BATCH
 
 

@@ -1,0 +1,154 @@
+"""Options in messages, as the command line and as Python spell them.
+
+Errors, hints, notes and reports name an option in backticks, as it is typed: ``Raise `--max-slowdown 2`.``  A command
+prints ``Raise --max-slowdown 2.``, and a function of Python says ``Raise max_slowdown=2.``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from memopt_cli.errors import MemoptError
+from memopt_cli.text.options import OPTIONS, Option
+from memopt_cli.text.values import Real
+
+
+@contextlib.contextmanager
+def said_in_python() -> Iterator[None]:
+    """Let errors from the block, and those they come from, name arguments in place of flags.
+
+    Those they come from as well, since a traceback shows them.
+    """
+    try:
+        yield
+    except BaseException as err:
+        for each in _chain(err):
+            if isinstance(each, MemoptError):
+                each.reword(in_python)
+        raise
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and all errors that it comes from."""
+    pending, seen = [error], set[int]()
+    while pending:
+        err = pending.pop()
+        if id(err) not in seen:
+            seen.add(id(err))
+            yield err
+            pending += [cause for cause in (err.__cause__, err.__context__) if cause is not None]
+
+
+def warn_unchanged(why: str) -> None:
+    """Warn that the calling function has left the model as it is, and ``why``; do nothing if that is empty.
+
+    The returned model looks the same with a plan or without, and few scripts look at the summary.
+    """
+    if why:
+        warnings.warn(in_python(why), stacklevel=_CALLER)
+
+
+_CALLER: Final = 4
+"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
+
+
+def notes_in_python(result: Any) -> Any:
+    """Return ``result`` with its notes, or those of its summary, in Python's words."""
+    if hasattr(result, "summary"):
+        return replace(result, summary=notes_in_python(result.summary))
+    if not hasattr(result, "notes"):
+        return result
+    return replace(result, notes=type(result.notes)(map(in_python, result.notes)))
+
+
+def on_command_line(text: str) -> str:
+    """Return ``text`` with its marked options as they are typed, without backticks."""
+    return _MARK.sub(lambda mark: mark[0] if _typed(mark[1]) is None else mark[1], text)
+
+
+def in_python(text: str) -> str:
+    """Return ``text`` with its marked options as arguments: ``dims={"B": 8}`` for ```--dim B=8```.
+
+    ```memopt check --level 3``` becomes ``memopt_cli.check(level=3)``, and ```file.py:function``` "a function".  An
+    option that no function takes stays as it is typed, and beside others it is left out: ``--plan-only``, say, since
+    functions write no model.
+    """
+    return _MARK.sub(_said_in_python, text)
+
+
+_MARK: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
+
+_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
+    flag: (key.rpartition(".")[2], option)
+    for key, option in OPTIONS.items()
+    for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
+    for flag in flags.split("/")
+}
+"""Flag -> the option's name, and what the table says of it."""
+
+
+def _typed(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
+    """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
+
+    ``None`` for a text that is not one of ours: an error of PyTorch's that memopt quotes may have backticks, too.
+    """
+    with contextlib.suppress(ValueError):  # a quotation that does not end
+        command: list[str] = []
+        flags: list[tuple[str, str]] = []
+        for word in shlex.split(mark):
+            flag, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
+            if flag in _OPTIONS:
+                flags.append((flag, value))
+            elif not flags and not word.startswith("-"):
+                command.append(word)
+            elif flags and not flags[-1][1]:
+                flags[-1] = (flags[-1][0], word)
+            else:
+                return None
+        return command, flags
+    return None
+
+
+def _said_in_python(mark: re.Match[str]) -> str:
+    typed = _typed(mark[1])
+    if typed is None:
+        return mark[0]
+    command, flags = typed
+    if command == ["file.py:function"]:
+        return "a function"
+    arguments = [
+        said for flag, value in flags if flag != "--dim" or "=" not in value if (said := _argument(flag, value))
+    ]
+    if sizes := [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]:
+        arguments.append(f"dims={{{', '.join(sizes)}}}")
+    if not arguments:
+        return mark[1]
+    if not command:
+        return ", ".join(arguments)
+    name = "apply_plan" if command[1] == "apply" else command[1].replace("-", "_")
+    given = ["inputs" if word == "…" else "model" for word in command[2:]]
+    return f"memopt_cli.{name}({', '.join([*given, *arguments])})"
+
+
+def _size(text: str) -> str:
+    name, _, size = text.partition("=")
+    return f'"{name}": ({size.replace(":", ", ")})' if ":" in size else f'"{name}": {size}'
+
+
+def _argument(flag: str, value: str) -> str:
+    """Return ``flag`` with ``value`` as an argument, such as ``level=3``; empty if no function takes it."""
+    name, option = _OPTIONS[flag]
+    spelled = name if option.python is None else option.python
+    if not spelled or not value or spelled.startswith("memopt_cli."):  # a function of its own
+        return f"{name}=True" if option.takes is None and option.python is None else spelled
+    if value == "none":
+        return f"{spelled}={'math.inf' if isinstance(option.kind, Real) and option.kind.unlimited else 'None'}"
+    if value == "file.py:function":
+        return f"{spelled}=function"
+    return f"{spelled}={value}" if re.fullmatch(r"[\d.]+", value) else f'{spelled}="{value}"'
