@@ -44,7 +44,7 @@ def test_where_a_step_runs_and_on_what_data(
 @pytest.mark.parametrize(
     ("request_", "place", "settings", "refusal"),
     [
-        (FILE, CARD, GPU, "--device cuda:1 runs the step, but --for t4-16gb"),
+        (FILE, CARD, GPU, "`--device cuda:1` runs the step, but `--for t4-16gb`"),
         (CODE, RANKS, GPU, "is predicted on the CPU"),
         (FILE, RANKS, AUTO, "model.pt has parameters"),
     ],

@@ -152,7 +152,7 @@ def test_piped_output_is_plain(run: Run) -> None:
 
 def test_every_file_says_where_it_comes_from(run: Run) -> None:
     for data in (run.summary(), run.yaml("plan"), run.yaml("batch")):
-        assert data["schema_version"] == 2
+        assert data["schema_version"] == 3
         assert data["memopt"] == version("memopt")
         assert data["torch"] == version("torch")
         assert data["model"] == "net.pt"
