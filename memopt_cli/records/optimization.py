@@ -81,7 +81,7 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     backend: str | None = None
-    """Backend of ``torch.compile``, to look for compiled steps within the budget as well; ``None`` for none."""
+    """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` for none."""
     interruptible: bool = False
     """Whether Ctrl-C in the search only ends the search: the best plan so far is measured, verified and written."""
 
@@ -92,9 +92,9 @@ class OptimizeRequest(StepRequest):
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude, or lack, each other."""
-        if self.search.options.level == 0 and self.goal != SearchGoal():
+        if self.search.options.level == 0 and (self.goal != SearchGoal() or self.backend is not None):
             raise OptionError(
-                "a budget, the frontier and a pick of it need a search, but level 0 does not search",
+                "a budget, the frontier, a pick of it and `--compile` need a search, but level 0 does not search",
                 hint="Raise `--level`.",
             )
         if self.dim_range is None and self.lengths is not None:
@@ -115,10 +115,10 @@ class OptimizeRequest(StepRequest):
             self._check_without_runs()
 
     def _check_compiled(self) -> None:
-        if self.goal.budget is None or self.goal.needs_frontier:
+        if self.goal.needs_frontier:
             raise OptionError(
-                "`--compile` looks for the fastest step within a budget, and for nothing else",
-                hint="Add `--budget 8GiB`, or `--budget 60%` of the original's peak.",
+                "`--compile` looks for a single step, and shows no frontier",
+                hint="Leave out `--frontier` and `--pick`; with `--budget` it looks for the fastest step that fits.",
             )
         if not self.runs:
             raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out `--compile`.")

@@ -205,7 +205,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimize.compile": Option(
-        "With --budget, also look for the fastest step that torch.compile makes within it: inductor, aot_eager, …",
+        "Also look for a better step that torch.compile makes, as for --budget or --level: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
     ),

@@ -1,4 +1,4 @@
-"""``--compile``: the fastest compiled step within the budget, beside the fastest eager one.
+"""``--compile``: the fastest compiled step within the budget, or the one of the lowest peak, beside the eager one.
 
 Nothing predicts the peak of a compiled step, so a few candidates are measured, the most telling first: the model
 compiled as it is, with segments of the eager search as checkpoint regions, within PyTorch's memory budget, and with
@@ -6,6 +6,10 @@ both.  Each fits or says by how much it does not, and the next has that much les
 
 Example: within 200 MiB, segments that are predicted to peak at 195 MiB take 215 MiB compiled.  The next are to peak at
 195 - 15 - 4 = 176 MiB.  Had they taken 170 MiB compiled, the next might peak at 195 + 30 = 225 MiB, and recompute less.
+
+Without a budget, time takes the place of memory.  Example: a step may take 1.33 times as long, and that of segments
+which are predicted to take 1.3 times as long takes 1.1 times as long compiled.  The next may be predicted to take
+1 + 0.33 * 0.33 / 0.1 = 2.1 times as long, and peak lower.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import ClassVar, Final
 
 from memopt_cli.measure.folder import Folder
-from memopt_cli.measure.jobs import Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
 from memopt_cli.pipeline.equivalence import Known
 from memopt_cli.pipeline.memory.profiling import broken_notes
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -49,18 +54,28 @@ _MARGIN: Final = 50
 """Where segments did not fit, the next are to take less by that and by one such part of the budget."""
 _BUDGETS: Final = (0.5, 0.2, 0.8)
 """PyTorch's memory budgets that are tried: the first, then the second where that did not fit, else the third."""
+_CLOSE: Final = 1.1
+"""Steps that take up to so many times as long as the fastest are timed again: another moment may decide otherwise."""
+_RIVALS, _TURNS = 3, 3
+"""The number of steps that are timed again, at most, and how often each of them is."""
+_NEARLY: Final = 1.02
+"""Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
+_MOST_LONGER: Final = 4.0
+"""Where segments took hardly any time, the next may be predicted to take so many times the extra time."""
 _WRONG: Final = "verification failed"
 """Beginning of the reason why a plan is dropped that computes something else."""
 
 
 @dataclass(slots=True, kw_only=True)
-class CompiledSearch:
+class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
+    _beside: ClassVar[str]
+    """The step of :attr:`_yardstick`, in words."""
+
     backend: str
-    budget_bytes: int
     most_slowdown: float
-    """The highest step time divided by that of the original; infinite for no limit."""
+    """The highest step time divided by that of :attr:`_yardstick`; infinite for no limit."""
     search: StartedSearch
     measurements: PlanMeasurements
     verify: Callable[[Plan], Verification | Failure]
@@ -69,22 +84,28 @@ class CompiledSearch:
     """The verification of each candidate that may be the answer."""
     _known: Known = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _prepared: dict[Plan, Prepared] = field(default_factory=dict)
+    """The model as prepared for each plan that is compiled, with a compiler's folder of its own."""
 
     @property
     def _rows(self) -> list[CompiledRow]:
         return self.search.found.compiled
 
-    def fastest(self) -> LevelRow | None:
-        """Return the row of the fastest compiled step that fits and is right; ``None`` if there is none."""
+    def answer(self, eager: LevelRow | None) -> LevelRow | None:
+        """Return the row of the best step that is right: a compiled one, or that of ``eager``; ``None`` for neither."""
         started = time.monotonic()
         with self._folders:
             reference = self._with_cache()
             for plan in self._candidates():
                 self._rows.append(self._tried(plan, reference))
-        right = [row for row in self._rows if not row.dropped]
-        best = min(right, key=_seconds, default=None)
+            if eager is not None and isinstance(eager.outcome, Measurement):
+                dropped = self._beyond(eager.outcome)
+                self._rows.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome, dropped=dropped))
+            best = self._best_in_turns()
         if best is None:
             return None
+        if eager is not None and best.plan == eager.plan:
+            return replace(eager, outcome=best.outcome)
         return LevelRow(
             level=self.search.options.level,
             plan=best.plan,
@@ -92,6 +113,78 @@ class CompiledSearch:
             dry_runs=len(self.search.planner.dry_runs),
             search_s=time.monotonic() - started,
         )
+
+    # ------------------------------------------------------------------------------------------ the aim
+
+    @property
+    @abstractmethod
+    def _yardstick(self) -> Plan:
+        """The plan with whose step times others are compared."""
+
+    @abstractmethod
+    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        """Return the best one of ``right``, rows that may be the answer."""
+
+    @abstractmethod
+    def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
+        """Return the rows whose times decide whether ``best`` is the answer."""
+
+    @abstractmethod
+    def _regions(self) -> Iterator[Plan]:
+        """Yield plans of the eager search as checkpoint regions, each by what the one before took."""
+
+    @abstractmethod
+    def _may_loosen(self, found: Measurement | None) -> bool:
+        """Tell whether the next memory budget is to be looser than that of the plan that was ``found`` to take this."""
+
+    @abstractmethod
+    def _base(self) -> Plan | None:
+        """Return the regions that are tried within a memory budget as well; ``None`` for none."""
+
+    def _best_in_turns(self) -> CompiledRow | None:
+        """Return the best row, once its time was taken in turns with those of its rivals; ``None`` if no row is right.
+
+        They were measured at different moments, in which other programs may have slowed one of them down.
+        """
+        timed: set[Plan] = set()
+        while right := self._right():
+            best = self._best(right)
+            rivals = [row.plan for row in self._rivals(best)]
+            if self._slowdown(best.outcome) > self.most_slowdown / _CLOSE and self._yardstick not in rivals:
+                rivals.append(self._yardstick)
+            if best.plan in timed or len(rivals) < 2:
+                return best
+            self._time_in_turns(rivals)
+            timed.update(rivals)
+        return None
+
+    def _right(self) -> list[tuple[CompiledRow, Measurement]]:
+        """Return the rows that may be the answer."""
+        return [(row, row.outcome) for row in self._rows if not row.dropped and isinstance(row.outcome, Measurement)]
+
+    def _time_in_turns(self, plans: Collection[Plan]) -> None:
+        """Time the steps of ``plans`` again, each in short jobs between those of the others, and judge them by that.
+
+        Nothing changes if one of them does not run again.
+        """
+        times: dict[Plan, tuple[float, ...]] = dict.fromkeys(plans, ())
+        for turn in range(_TURNS):
+            for plan in times:
+                prepared = self._prepared.get(plan, self.measurements.prepared)
+                prepared.progress.stage(f"timing the best steps in turns, {turn + 1} of {_TURNS}")
+                answer = prepared.ask(MeasureJob(plan=plan, steps=1))
+                if not isinstance(answer, Measured):
+                    return
+                times[plan] += (answer.measurement.step_s,)
+        for plan in times:
+            if plan.compile is None:
+                self.measurements.retimed(plan, step_times_s=times[plan])
+        again = [(at, row, row.outcome) for at, row in enumerate(self._rows) if row.plan in times]
+        for at, row, outcome in again:
+            if isinstance(outcome, Measurement):
+                self._rows[at] = replace(row, outcome=replace(outcome, step_times_s=times[row.plan]))
+        for at, row, _ in again:
+            self._rows[at] = replace(self._rows[at], dropped=row.dropped or self._beyond(self._rows[at].outcome))
 
     def failures(self) -> Iterator[str]:
         """Yield the reason why each candidate is not the answer."""
@@ -117,8 +210,8 @@ class CompiledSearch:
                 yield from self._untried(source)
 
     def _ends_here(self, plain: CompiledRow) -> bool:
-        """Tell whether the model compiled as it is settles the matter: it fits, or cannot be compiled."""
-        return not plain.dropped or isinstance(plain.outcome, StepFailed | TimedOut)
+        """Tell whether the model compiled as it is settles the matter: it cannot be compiled."""
+        return isinstance(plain.outcome, StepFailed | TimedOut)
 
     def _untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
         """Yield the next plan of ``source``, unless it was tried already or relies on what was seen to be wrong."""
@@ -134,49 +227,36 @@ class CompiledSearch:
         wrong = (row.plan.compile for row in self._rows if row.dropped.startswith(_WRONG))
         return any(how is not None and how.activation_memory_budget is not None for how in wrong)
 
-    def _regions(self) -> Iterator[Plan]:
-        """Yield plans of the eager search as checkpoint regions, each by what the one before took."""
-        target = self.budget_bytes
-        while True:
-            found = self._priced(target)
-            plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
-            yield plan
-            taken = self._outcome(plan)
-            over = taken - self.budget_bytes if taken is not None else self.budget_bytes // 4
-            if over > 0:
-                target = min(found.peak_bytes, target) - over - self.budget_bytes // _MARGIN
-            else:
-                target = max(found.peak_bytes, target) - over
+    @property
+    def _level(self) -> int:
+        """Level of the search for segments."""
+        return min(_REGIONS, self.search.options.level)
 
-    def _priced(self, target_bytes: int) -> Priced:
-        """Return the fastest plan without chunks within ``target_bytes``, or the smallest where none is predicted."""
-        level = min(_REGIONS, self.search.options.level)
-        return self.search.planner.within(level, target_bytes) or self.search.planner.least(level)
+    def _searching(self) -> None:
+        self.measurements.prepared.progress.stage("searching for segments")
 
     def _budgets(self) -> Iterator[Plan]:
         first, tighter, looser = (_within(Plan(), self.backend, budget) for budget in _BUDGETS)
         yield first
-        taken = self._outcome(first)
-        yield looser if taken is not None and taken <= self.budget_bytes else tighter
+        yield looser if self._may_loosen(self._outcome(first)) else tighter
 
     def _both(self) -> Iterator[Plan]:
-        """Yield the regions that were the least above the budget, with a memory budget for what is outside of them."""
-        regions = [(self._outcome(row.plan), row.plan) for row in self._rows if row.plan.segments]
-        above = [(taken, plan) for taken, plan in regions if taken is not None and taken > self.budget_bytes]
-        if above:
-            yield _within(min(above, key=lambda pair: pair[0])[1], self.backend, _BUDGETS[0])
+        """Yield regions with a memory budget for what is outside of them."""
+        base = self._base()
+        if base is not None:
+            yield _within(base, self.backend, _BUDGETS[0])
 
-    def _outcome(self, plan: Plan) -> int | None:
-        """Return the peak of ``plan`` in bytes; ``None`` if it does not run."""
+    def _outcome(self, plan: Plan) -> Measurement | None:
+        """Return the measurement of ``plan``; ``None`` if it does not run."""
         outcome = next((row.outcome for row in self._rows if row.plan == plan), None)
-        return outcome.allocated_peak_bytes if isinstance(outcome, Measurement) else None
+        return outcome if isinstance(outcome, Measurement) else self.measurements.known(plan)
 
     # ------------------------------------------------------------------------------------------ measured, verified
 
     def _tried(self, plan: Plan, reference: Prepared) -> CompiledRow:
         """Measure ``plan``, and compare it with the ``reference``, the model compiled as it is, if it fits."""
         is_first = not self._rows
-        prepared = reference if is_first else self._with_cache()
+        prepared = self._prepared[plan] = reference if is_first else self._with_cache()
         prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MOST}")
         answer = prepared.ask(MeasureJob(plan=plan))
         if is_first:
@@ -195,14 +275,17 @@ class CompiledSearch:
         if off := turned_off(self.measurements.prepared):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
-    def _beyond(self, found: Measurement) -> str:
-        if found.allocated_peak_bytes > self.budget_bytes:
-            taken, budget = format_apart(found.allocated_peak_bytes, self.budget_bytes)
-            return f"{taken} are above the budget of {budget}"
-        original = self.search.original.outcome
-        if isinstance(original, Measurement) and found.slowdown(original) > self.most_slowdown:
-            return f"its step takes {found.slowdown(original):.2f} times as long, and {self.most_slowdown:g} is allowed"
-        return ""
+    def _beyond(self, outcome: Measurement | Failure) -> str:
+        """Return why a step cannot be the answer by what was measured of it, the ``outcome``; empty if it can."""
+        slowdown = self._slowdown(outcome)
+        if slowdown <= self.most_slowdown:
+            return ""
+        return f"its step takes {slowdown:.2f} times as long {self._beside}, and {self.most_slowdown:g} is allowed"
+
+    def _slowdown(self, outcome: Measurement | Failure) -> float:
+        """Return the step time of ``outcome`` divided by that of the yardstick; 0 where either does not run."""
+        beside = self._outcome(self._yardstick)
+        return outcome.slowdown(beside) if isinstance(outcome, Measurement) and beside is not None else 0.0
 
     def _fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
         """Return why ``plan``, which fits, computes something else; empty, and its verification kept, if it does not.
@@ -221,14 +304,108 @@ class CompiledSearch:
         return ""
 
 
+@dataclass(slots=True, kw_only=True)
+class FastestCompiled(CompiledSearch):
+    """The search for the fastest step within a budget.  Step times are compared with that of the original."""
+
+    budget_bytes: int
+
+    _beside: ClassVar[str] = "as the original's"
+
+    @property
+    def _yardstick(self) -> Plan:
+        return ORIGINAL
+
+    def _beyond(self, outcome: Measurement | Failure) -> str:
+        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > self.budget_bytes:
+            taken, budget = format_apart(outcome.allocated_peak_bytes, self.budget_bytes)
+            return f"{taken} are above the budget of {budget}"
+        return CompiledSearch._beyond(self, outcome)
+
+    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        return min(right, key=lambda pair: pair[1].step_s)[0]
+
+    def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
+        right = sorted(self._right(), key=lambda pair: pair[1].step_s)
+        return [row for row, found in right if found.step_s <= _CLOSE * right[0][1].step_s][:_RIVALS]
+
+    def _ends_here(self, plain: CompiledRow) -> bool:
+        return not plain.dropped or CompiledSearch._ends_here(self, plain)
+
+    def _regions(self) -> Iterator[Plan]:
+        target = self.budget_bytes
+        while True:
+            self._searching()
+            found = self._priced(target)
+            plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
+            yield plan
+            taken = self._outcome(plan)
+            over = taken.allocated_peak_bytes - self.budget_bytes if taken is not None else self.budget_bytes // 4
+            if over > 0:
+                target = min(found.peak_bytes, target) - over - self.budget_bytes // _MARGIN
+            else:
+                target = max(found.peak_bytes, target) - over
+
+    def _priced(self, target_bytes: int) -> Priced:
+        """Return the fastest plan without chunks within ``target_bytes``, or the smallest where none is predicted."""
+        return self.search.planner.within(self._level, target_bytes) or self.search.planner.least(self._level)
+
+    def _may_loosen(self, found: Measurement | None) -> bool:
+        return found is not None and found.allocated_peak_bytes <= self.budget_bytes
+
+    def _base(self) -> Plan | None:
+        """Return the regions that were the least above the budget."""
+        regions = [(self._outcome(row.plan), row.plan) for row in self._rows if row.plan.segments]
+        peaks = [(found.allocated_peak_bytes, plan) for found, plan in regions if found is not None]
+        above = [(peak, plan) for peak, plan in peaks if peak > self.budget_bytes]
+        return min(above, key=lambda pair: pair[0])[1] if above else None
+
+
+@dataclass(slots=True, kw_only=True)
+class SmallestCompiled(CompiledSearch):
+    """The search for the lowest peak.  Step times are compared with that of the model compiled as it is."""
+
+    _beside: ClassVar[str] = "as compiled without a plan"
+
+    @property
+    def _yardstick(self) -> Plan:
+        return Plan(compile=CompilePlan(backend=self.backend))
+
+    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        enough = _NEARLY * min(found.allocated_peak_bytes for _, found in right)
+        near = [(row, found) for row, found in right if found.allocated_peak_bytes <= enough]
+        return min(near, key=lambda pair: pair[1].step_s)[0]
+
+    def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
+        is_limited = math.isfinite(self.most_slowdown) and self._outcome(self._yardstick) is not None
+        return [row for row in self._rows if row == best or (is_limited and row.plan == self._yardstick)]
+
+    def _regions(self) -> Iterator[Plan]:
+        asked = self.most_slowdown
+        while True:
+            self._searching()
+            self.search.probes.prolong()
+            found = self.search.planner.best(self._level, asked)
+            plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
+            yield plan
+            taken, allowed = self._outcome(plan), self.most_slowdown - 1
+            extra = self._slowdown(taken) - 1 if taken is not None else 2 * allowed
+            times = allowed / extra if extra > allowed / _MOST_LONGER else _MOST_LONGER
+            asked = 1 + ((asked if times > 1 else min(found.slowdown, asked)) - 1) * times
+
+    def _may_loosen(self, found: Measurement | None) -> bool:
+        return found is None or bool(self._beyond(found))
+
+    def _base(self) -> Plan | None:
+        """Return the regions of the lowest peak that are right."""
+        regions = [(found.allocated_peak_bytes, row.plan) for row, found in self._right() if row.plan.segments]
+        return min(regions, key=lambda pair: pair[0])[1] if regions else None
+
+
 def _why(failure: Failure) -> str:
     if isinstance(failure, TimedOut):
         return f"it takes longer to compile and measure than `--timeout` allows, {failure.limit_s:g} s"
     return describe(failure)
-
-
-def _seconds(row: CompiledRow) -> float:
-    return row.outcome.step_s if isinstance(row.outcome, Measurement) else math.inf
 
 
 def _as_regions(plan: Plan, how: CompilePlan) -> Plan:

@@ -15,7 +15,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.compiled import CompiledSearch
+from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
@@ -30,7 +30,6 @@ from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
-    CompiledRow,
     Dropped,
     LevelRow,
     Measurement,
@@ -283,7 +282,7 @@ class _Job:
             eager = self.measurements.confirm(planned.within(budget_bytes))
         except NothingFitsError as error:
             nothing = error
-        compiled = CompiledSearch(
+        compiled = FastestCompiled(
             backend=self.request.backend,
             budget_bytes=budget_bytes,
             most_slowdown=planned.most_slowdown or math.inf,
@@ -291,15 +290,14 @@ class _Job:
             measurements=self.measurements,
             verify=self.prover.verify,
         )
-        best = compiled.fastest()
+        best = compiled.answer(eager)
         self.prover.known |= compiled.verifications
-        rows = [row for row in (eager, best) if row is not None]
-        if nothing is not None and not rows:
+        if nothing is not None and best is None:
             nothing.hint = "\n".join([nothing.hint, *compiled.failures()])
             raise nothing
-        if eager is not None and isinstance(eager.outcome, Measurement):
-            self.found.compiled.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome))
-        return min(rows, key=lambda row: row.outcome.step_s if isinstance(row.outcome, Measurement) else math.inf)
+        found = best or eager
+        assert found is not None, "else nothing fits"
+        return found
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """Return a row for every level up to the one asked for."""
@@ -309,7 +307,7 @@ class _Job:
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
         )
         rows = climb.rows()
-        self.applied = self._in_backward(search, rows, climb.applied)
+        self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
         self._choose(search, applied_row([search.original, *rows], self.applied).plan)
         return rows
 
@@ -326,6 +324,24 @@ class _Job:
             found = self.measurements.confirm(timed, most_slowdown)
         rows[rows.index(applied)] = found
         return found
+
+    def _compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+        """Return the ``applied`` row, or with a compiler that of a compiled step which peaks lower; update ``rows``."""
+        if self.request.backend is None or self.found.interrupted:
+            return applied
+        compiled = SmallestCompiled(
+            backend=self.request.backend,
+            most_slowdown=search.options.max_slowdown or math.inf,
+            search=search,
+            measurements=self.measurements,
+            verify=self.prover.verify,
+        )
+        best = compiled.answer(applied or search.original)
+        self.prover.known |= compiled.verifications
+        if best is None or (best.plan.compile is None and applied is None):
+            return applied
+        rows[rows.index(applied) if applied in rows and best.plan.compile is None else -1] = best
+        return best
 
     def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(

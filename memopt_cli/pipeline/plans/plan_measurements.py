@@ -77,10 +77,11 @@ class PlanMeasurements:
         if isinstance(found, TimedInTurns):
             self._in_turns = plan
             _, error = slowdown_in(tuple(zip(found.original_times_s, found.planned_times_s, strict=True)))
-            self._retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
-            self._retimed(plan, step_times_s=found.planned_times_s, waited=found.waited, slowdown_error=error)
+            self.retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
+            self.retimed(plan, step_times_s=found.planned_times_s, waited=found.waited, slowdown_error=error)
 
-    def _retimed(self, plan: Plan, **changes: Any) -> None:
+    def retimed(self, plan: Plan, **changes: Any) -> None:
+        """Put ``changes``, of a later timing of ``plan``, into its measurement."""
         measured = self._found[plan]
         if isinstance(measured, Measured):
             self._found[plan] = replace(measured, measurement=replace(measured.measurement, **changes))
