@@ -122,3 +122,11 @@ def test_variants_send_what_outer_whole_segments_store_and_never_beside_packing_
         replace(sent, packed=False),
         replace(unpacked, place="disk"),
     }
+
+
+def test_a_budget_is_met_that_recomputation_alone_does_not_meet() -> None:
+    budget = chain().original.allocated_peak_bytes // 2
+    assert chain().planner(level=2).within(2, budget) is None
+    found = planner(chain(), FAST).within(2, budget)
+    assert found is not None
+    assert chain().dry_run(found.plan) <= budget
