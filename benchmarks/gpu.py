@@ -4,7 +4,8 @@
 
 Steps of a ResNet-50, a ViT and a GPT in bf16, eager: plain, with ``torch.utils.checkpoint`` on every block, with a
 segment on every block, and under the plan that ``memopt optimize`` chooses, as predicted and as measured.  Then blocks
-of a few numbers, whose time is Python's; the tests that need a GPU; and ``memopt selftest``.
+of a few numbers, whose time is Python's; the tests that need a GPU; ``memopt selftest``; and in what time is left, the
+answer of ``memopt optimize --compile inductor --budget 60%`` on the GPT and the ResNet-50.
 
 Each row is printed, and kept in ``build/gpu/rows.json``, as soon as it is known: where the time runs out, none is lost.
 ``--small`` shrinks the models, to try the script on a CPU.  Needs no network, and no package besides memopt's own.
@@ -32,7 +33,8 @@ from benchmarks.overhead import beside_pytorch
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.records import CompiledRow, Measurement, Plan, SegmentPlan, StepSettings, from_data
+from memopt_cli.report.optimization import in_words
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
@@ -141,6 +143,7 @@ SMALL = {
     "small GPT, 2 x 64 tokens": _of_tokens(small_gpt, 2, 64, 100),
 }
 HEADER = ["step, bf16", "way", "allocated peak", "step", "of the plain step", "predicted peak", "predicted step"]
+COMPILED_HEADER = ["step, bf16", "budget", "plan", "allocated peak", "step", ""]
 
 
 @dataclass(slots=True)
@@ -175,8 +178,9 @@ class Bench:
         if self.device == "cpu":  # a trial
             return
         steps = table(HEADER, self.rows.get("steps", []))
+        compiled = table(COMPILED_HEADER, self.rows.get("compiled", []))
         told = "\n\n".join(f"### {part}\n\n{text}" for part, text in self.texts.items())
-        write_section(f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{told}")
+        write_section(f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{compiled}\n\n{told}")
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -236,20 +240,43 @@ class Predicted:
 
 def _optimized(bench: Bench, case: Case) -> Predicted | None:
     """Run ``memopt optimize`` on ``case``; ``None`` where it fails, finds no plan or there is no time left."""
-    model = f"{Path(__file__).relative_to(ROOT)}:{case.build.__name__}"
-    inputs = [part for given in case.inputs for part in ("-i", given)]
-    flags = ["--device", bench.device, "--precision", "bf16", "--search-time", "10", "--plan-only", "--force", "-q"]
-    output = FOLDER / f"{case.build.__name__}.pt"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    command = ["optimize", model, *inputs, *flags, "-o", str(output)]
-    done = _run(["-m", "memopt_cli", *command], min(bench.left_s, 90))
-    if done.returncode != 0:
-        bench.text(shlex.join(["memopt", *command]), f"exit {done.returncode}: {done.stderr[-400:]}")
+    output = _written(bench, case, ["--search-time", "10"], min(bench.left_s, 90))
+    if output is None:
         return None
     summary = json.loads(output.with_suffix(".summary.json").read_text())["summary"]
     row = next(row for row in reversed(summary["levels"]) if row["level"] == summary["applied_level"])
     _, plan = read_plan(output.with_suffix(".plan.yaml"))
     return Predicted(plan, row["predicted_allocated_peak_bytes"] or 0, row["predicted_slowdown"] or 1.0)
+
+
+def _written(bench: Bench, case: Case, flags: list[str], limit_s: float) -> Path | None:
+    """Run ``memopt optimize`` on ``case``, and return the path beside which its answer is; ``None`` where it fails."""
+    model = f"{Path(__file__).relative_to(ROOT)}:{case.build.__name__}"
+    inputs = [part for given in case.inputs for part in ("-i", given)]
+    flags = ["--device", bench.device, "--precision", "bf16", *flags, "--plan-only", "--force", "-q"]
+    output = FOLDER / f"{case.build.__name__}.pt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    command = ["optimize", model, *inputs, *flags, "-o", str(output)]
+    done = _run(["-m", "memopt_cli", *command], limit_s)
+    if done.returncode != 0:
+        bench.text(shlex.join(["memopt", *command]), f"exit {done.returncode}: {done.stderr[-400:]}")
+        return None
+    return output
+
+
+def compiled(bench: Bench, name: str, case: Case, backend: str) -> None:
+    """Add a row for each compiled step that was measured within 60 % of the plain step's peak of ``case``."""
+    output = _written(bench, case, ["--compile", backend, "--budget", "60%"], bench.left_s)
+    if output is None:
+        return
+    summary = json.loads(output.with_suffix(".summary.json").read_text())["summary"]
+    _, applied = read_plan(output.with_suffix(".plan.yaml"))
+    for row in (from_data(CompiledRow, each) for each in summary["compiled"]):
+        measured = ["", ""]
+        if isinstance(row.outcome, Measurement):
+            measured = [format_bytes(row.outcome.allocated_peak_bytes), f"{row.outcome.step_s * 1e3:.1f} ms"]
+        said = "applied" if row.plan == applied else row.dropped
+        bench.row("compiled", [name, format_bytes(summary["budget_bytes"]), in_words(row.plan), *measured, said])
 
 
 def _step(model: nn.Module, case: Case, device: str) -> Step:
@@ -300,6 +327,10 @@ def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
     yield lambda: bench.text("Tests on CUDA", _last_line(_run(tests, bench.left_s)))
     selftest = ["-m", "memopt_cli", "selftest", "--device", bench.device]
     yield lambda: bench.text("memopt selftest", _last_line(_run(selftest, bench.left_s)))
+    backend = "aot_eager_decomp_partition" if small else "inductor"
+    for name, case in (SMALL if small else LARGE).items():
+        if case.build in (gpt_small, resnet50, small_gpt):
+            yield functools.partial(compiled, bench, name, case, backend)
 
 
 def main() -> None:

@@ -1,0 +1,296 @@
+"""Compiled steps within a budget: the answer of ``memopt optimize --compile`` beside PyTorch's own memory budgets.
+
+    python benchmarks/compiled.py [MODEL ...] [--backend inductor] [--budgets 90,80,65,50,40] [--quick]
+
+Models: gpt, bert and resnet, and with a dropout of 0.1 gpt_dropout, bert_dropout and resnet_dropout.  PyTorch's peer is
+the fastest of ``activation_memory_budget`` 0.1, 0.2 ... 1.0 that fits and is right: compared with the model compiled
+without a budget, as memopt compares its own candidates.  Both are measured three times in turns, each time in a process
+of its own; a peak above the budget in any of them is a violation.
+
+Each row is printed as soon as it is known.  ``--quick`` takes one model and two budgets, few of PyTorch's, and a
+backend that needs no C++ compiler; it keeps nothing in ``benchmarks/RESULTS.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.results import table, this_command, write_section
+from memopt_cli.errors import NothingFitsError
+from memopt_cli.inputs.spec_text import parse_tensor
+from memopt_cli.measure.folder import Folder
+from memopt_cli.measure.jobs import Measured, MeasureJob
+from memopt_cli.pipeline import optimize
+from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.verification import verified
+from memopt_cli.records import (
+    Budget,
+    CompilePlan,
+    InputSpec,
+    Measurement,
+    MemOptSummary,
+    ModelSource,
+    OptimizeRequest,
+    Plan,
+    SearchGoal,
+    StepSettings,
+    Verification,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.report.optimization import in_words
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.units import format_bytes, format_seconds
+from sample_models.gpt import GPT, Block
+from sample_models.resnet import ResNet
+
+DROPOUT = 0.1
+BUDGETS = "90,80,65,50,40"
+THEIRS = tuple(tenth / 10 for tenth in range(1, 11))
+TIMEOUT_S = 600.0
+TURNS = 3
+HEADER = ["model", "budget", "PyTorch's", "peak", "step", "memopt's", "peak", "step", "to PyTorch's", "violations"]
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def gpt(dropout: float = 0.0, blocks: int = 6) -> nn.Module:
+    """The GPT of the sample models, with dropout after the perceptron of each block."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=1000, context=128, width=192, heads=6, blocks=blocks)
+    if dropout:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.mlp.append(nn.Dropout(dropout))
+    return model
+
+
+def gpt_dropout() -> nn.Module:
+    """The same with dropout."""
+    return gpt(DROPOUT)
+
+
+def small_gpt_dropout() -> nn.Module:
+    """The same with three blocks."""
+    return gpt(DROPOUT, blocks=3)
+
+
+def bert(dropout: float = 0.0) -> nn.Module:
+    """A BERT of transformers that fills in words."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 1000, "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model: nn.Module = BertForMaskedLM(BertConfig(**sizes, **rates, intermediate_size=768))
+    return model
+
+
+def bert_dropout() -> nn.Module:
+    """The same with dropout, of hidden states and of attention."""
+    return bert(DROPOUT)
+
+
+def resnet(dropout: float = 0.0) -> nn.Module:
+    """The ResNet of the sample models, with dropout after each stage."""
+    torch.manual_seed(0)
+    model = ResNet((2, 2, 2, 2), 32)
+    if dropout:
+        for stage in model.stages:
+            assert isinstance(stage, nn.Sequential)
+            stage.append(nn.Dropout(dropout))
+    return model
+
+
+def resnet_dropout() -> nn.Module:
+    """The same with dropout."""
+    return resnet(DROPOUT)
+
+
+def _of_tokens(targets: str) -> tuple[str, ...]:
+    return tuple(f"{name}:8x128@int64=0..1000" for name in ("input_ids", targets))
+
+
+QUICK = "small_gpt_dropout"
+INPUTS = {
+    QUICK: _of_tokens("targets"),
+    "gpt": _of_tokens("targets"),
+    "gpt_dropout": _of_tokens("targets"),
+    "bert": _of_tokens("labels"),
+    "bert_dropout": _of_tokens("labels"),
+    "resnet": ("8x3x64x64",),
+    "resnet_dropout": ("8x3x64x64",),
+}
+
+
+# ---------------------------------------------------------------------------------------------- PyTorch's budgets
+
+
+@dataclass(slots=True)
+class Bench:
+    """A model, and what is known of its compiled steps; each plan has a folder of its own for the compiler."""
+
+    name: str
+    backend: str
+    prepared: Prepared
+    folders: contextlib.ExitStack
+    found: dict[Plan, Measured | str] = field(default_factory=dict)
+    wrong: dict[Plan, str] = field(default_factory=dict)
+    """Why a plan is not right; empty if it is."""
+    _compiling: dict[Plan, Prepared] = field(default_factory=dict)
+
+    def compiling(self, plan: Plan) -> Prepared:
+        """Return the model as it is measured with ``plan``."""
+        if plan not in self._compiling:
+            folder = Folder()
+            self.folders.callback(folder.remove)
+            subject = replace(self.prepared.subject, compiler_cache=folder.path)
+            self._compiling[plan] = replace(self.prepared, subject=subject)
+        return self._compiling[plan]
+
+    def measured(self, plan: Plan) -> Measurement | None:
+        """Measure ``plan`` once; ``None`` if it does not run."""
+        if plan not in self.found:
+            answer = self.compiling(plan).ask(MeasureJob(plan=plan))
+            self.found[plan] = answer if isinstance(answer, Measured) else str(answer)
+        found = self.found[plan]
+        return found.measurement if isinstance(found, Measured) else None
+
+    def is_right(self, plan: Plan) -> bool:
+        """Compare the compiled steps of ``plan`` once with those of the model compiled as it is."""
+        if plan not in self.wrong:
+            told = verified(self.compiling(plan), plan)
+            passed = isinstance(told, Verification) and told.passed
+            self.wrong[plan] = "" if passed else told.difference if isinstance(told, Verification) else str(told)
+            if not passed:
+                print(f"{self.name}: {in_words(plan)}: {self.wrong[plan]}", flush=True)
+        return not self.wrong[plan]
+
+    def best_of_pytorch(self, budget_bytes: int, shares: Sequence[float]) -> Plan | None:
+        """Return the fastest plan of a memory budget alone that fits and is right; ``None`` if there is none."""
+        plans = [Plan(compile=CompilePlan(backend=self.backend, activation_memory_budget=share)) for share in shares]
+        taken = [
+            (found.step_s, plan) for plan in plans if (found := self.measured(plan)) and _fits(found, budget_bytes)
+        ]
+        return next((plan for _, plan in sorted(taken, key=lambda pair: pair[0]) if self.is_right(plan)), None)
+
+    def in_turns(self, plans: Sequence[Plan]) -> dict[Plan, list[Measurement]]:
+        """Measure ``plans`` again and again, in turns, so that a busy moment decides nothing."""
+        found: dict[Plan, list[Measurement]] = {plan: [] for plan in plans}
+        for _ in range(TURNS):
+            for plan, taken in found.items():
+                answer = self.compiling(plan).ask(MeasureJob(plan=plan, steps=1))
+                if isinstance(answer, Measured):
+                    taken.append(answer.measurement)
+        return found
+
+
+def _fits(found: Measurement, budget_bytes: int) -> bool:
+    return found.allocated_peak_bytes <= budget_bytes
+
+
+# ---------------------------------------------------------------------------------------------- memopt's answer
+
+
+def request_of(name: str, backend: str, settings: StepSettings, **changes: Any) -> OptimizeRequest:
+    """Ask for what ``memopt optimize --compile`` does, and write nothing."""
+    return OptimizeRequest(
+        source=ModelSource(location=f"benchmarks.compiled:{name}"),
+        spec=InputSpec(tensors=tuple(map(parse_tensor, INPUTS[name])), source="here"),
+        settings=settings,
+        backend=backend,
+        search=resolve({}),
+        recommend_batch=False,
+        dry_run=True,
+        timeout_s=TIMEOUT_S,
+        **changes,
+    )
+
+
+def answered(request: OptimizeRequest) -> MemOptSummary | None:
+    """Return the summary of memopt's answer to ``request``; ``None`` if nothing fits."""
+    try:
+        return optimize(request, progress=Progress(), ask=None).summary
+    except NothingFitsError as error:
+        print(f"{error.message}\n{error.hint}", flush=True)
+        return None
+
+
+def rows_of(bench: Bench, settings: StepSettings, share: float, theirs: Sequence[float]) -> list[str]:
+    """Return the row of one budget, a ``share`` of the peak of the original."""
+    original = bench.measured(Plan())
+    if original is None:
+        raise SystemExit(f"{bench.name}: the model does not run: {bench.found[Plan()]}")
+    budget_bytes = int(share * original.allocated_peak_bytes)
+    goal = SearchGoal(budget=Budget(nbytes=budget_bytes))
+    summary = answered(request_of(bench.name, bench.backend, settings, goal=goal))
+    peer, own = bench.best_of_pytorch(budget_bytes, theirs), summary.plan if summary is not None else None
+    found = bench.in_turns(list(dict.fromkeys(plan for plan in (peer, own) if plan is not None)))
+    cells = [bench.name, f"{share:.0%} = {format_bytes(budget_bytes)}"]
+    times: list[float] = []
+    violations = 0
+    for is_own, plan in ((False, peer), (True, own)):
+        taken = found.get(plan, []) if plan is not None else []
+        if plan is None or not taken:
+            cells += ["nothing fits" if plan is None else f"{in_words(plan)}: does not run", "", ""]
+            continue
+        peak, step_s = max(one.allocated_peak_bytes for one in taken), statistics.median(one.step_s for one in taken)
+        cells += [in_words(plan), format_bytes(peak), format_seconds(step_s)]
+        times.append(step_s)
+        violations += is_own and peak > budget_bytes
+    ratio = f"{times[1] / times[0]:.2f}x" if len(times) == 2 else ""
+    return [*cells, ratio, str(violations)]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def run(names: Sequence[str], options: argparse.Namespace, theirs: Sequence[float]) -> list[list[str]]:
+    """Print a row for each of the models ``names`` at each budget, and return them."""
+    settings = StepSettings(device=options.device)
+    rows: list[list[str]] = []
+    print(" | ".join(HEADER), flush=True)
+    for name in names:
+        asked = request_of(name, options.backend, settings)
+        opening = Opening(source=asked.source, spec=asked.spec, settings=settings, timeout_s=TIMEOUT_S)
+        with contextlib.ExitStack() as folders:
+            bench = Bench(name, options.backend, prepare(opening, progress=Progress(), ask=None), folders)
+            for share in options.budgets.split(","):
+                rows.append(rows_of(bench, settings, float(share) / 100, theirs))
+                print(" | ".join(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and keep the rows unless it is quick."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--budgets", default=BUDGETS)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    names, theirs = options.models or [name for name in INPUTS if name != QUICK], THEIRS
+    if options.quick:
+        names, theirs = options.models[:1] or [QUICK], (0.3, 0.6)
+        options.backend, options.budgets = "aot_eager_decomp_partition", "80,50"
+    rows = run(names, options, theirs)
+    violated = sum(int(row[-1]) for row in rows)
+    text = f"Budgets are shares of the eager peak. Violations: {violated} of {len(rows)}.\n\n{table(HEADER, rows)}"
+    print(text, flush=True)
+    if not options.quick:
+        write_section(f"Compiled steps, {options.backend}", this_command(), text)
+    if violated:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
