@@ -118,7 +118,7 @@ def search_of(
     max_slowdown: float | None,
     target: Named | Sequence[Named],
     allow_inexact: bool,
-    offload: str = "auto",
+    offload: str = "none",
 ) -> ResolvedSearch:
     """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
     targets, inexact = names("target", target), bool(allow_inexact)

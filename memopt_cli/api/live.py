@@ -87,7 +87,7 @@ def optimize(
     allow_inexact: bool = False,
     search_time: float | None = None,
     compile: str | None = None,
-    offload: str = "auto",
+    offload: str = "none",
     recommend_batch: bool = False,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
@@ -128,8 +128,7 @@ def optimize(
         that is the answer, the model is compiled when it is called.
     offload:
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
-        the CPU, which sets ``memopt_cli.offload_folder``; ``"none"``.  ``"auto"`` is host on a GPU, at level 4 or with
-        a budget, and else none.
+        the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
     for_device:
@@ -194,7 +193,7 @@ def frontier(
     target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
-    offload: str = "auto",
+    offload: str = "none",
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,

@@ -38,7 +38,7 @@ def optimize_step(
     level: int = 3,
     budget: str | float | None = None,
     max_slowdown: float | None = None,
-    offload: str = "auto",
+    offload: str = "none",
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:

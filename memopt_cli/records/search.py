@@ -62,7 +62,7 @@ class SearchOptions:
     """Whether chunks may use their own batch statistics where those of the whole batch cannot be gathered."""
     max_slowdown: float | None = None
     """Longest step of a level's plan, divided by that of the original; ``None`` for no limit."""
-    offload: str = "auto"
+    offload: str = "none"
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
 
     @property

@@ -270,11 +270,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     "offload": Option(
         "Where plans may send stored tensors until backward: from a GPU to host memory, or on the CPU to a file in "
-        "FOLDER. auto: host on a GPU at level 4, with --budget and --frontier; none on the CPU.",
+        "FOLDER. auto: host on a GPU, none on the CPU.",
         SEARCH,
         "auto|none|host|disk[:FOLDER]",
         Offload(),
-        default="auto; without FOLDER that of temporary files",
+        default="none; without FOLDER that of temporary files",
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(

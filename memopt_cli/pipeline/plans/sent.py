@@ -10,8 +10,7 @@ from typing import Final
 
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import OptimizeRequest, Plan, SearchGoal
-from memopt_cli.search.plan.levels import KEPT
+from memopt_cli.records import OptimizeRequest, Plan
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 """File systems whose files lie in memory."""
@@ -25,9 +24,8 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
     """
     place, folder = request.search.options.sends_to
     device, notes = prepared.subject.settings.device, prepared.notes
-    if place is None:  # nothing was said: where a plan may do all that there is, from a GPU to host memory
-        may_send = request.search.options.level >= KEPT or request.goal != SearchGoal()
-        place = "host" if may_send and request.runs and device != "cpu" else "device"
+    if place is None:
+        place = "host" if request.runs and device != "cpu" else "device"
     elif place != "device" and not request.runs:
         raise UsageError(
             f"`--offload {place}` needs a step that runs here: how fast tensors go elsewhere is measured",
