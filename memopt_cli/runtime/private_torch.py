@@ -17,6 +17,7 @@ import functools
 import io
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -734,6 +735,20 @@ def graph_breaks() -> Iterator[list[str]]:
     found: list[str] = []
     yield found
     found += [reason.partition("\n")[0] for kind in kinds for reason in counters[kind]]
+
+
+def call_of_its_own(model: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls ``model`` uncompiled, with code of its own; its first argument is not passed on.
+
+    PyTorch compiles one piece of code eight times at most, for whatever models, and then runs it as it is.  It compiles
+    anew where the first argument, a text, is another one.
+    """
+
+    def call(hooks: str, /, *args: Any, **kwargs: Any) -> Any:
+        len(hooks)  # the compiler compares, from call to call, only what is used
+        return model._call_impl(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
 @dataclass(slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.records import CompilePlan, from_data, to_data
 from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
-from memopt_cli.runtime.private_torch import is_compiled, within_budget
+from memopt_cli.runtime.private_torch import call_of_its_own, is_compiled, within_budget
 from memopt_cli.training.wrappers import peeled
 
 
@@ -20,7 +18,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     """Have ``model`` compiled when it is next called, as ``model.compile(...)`` does, with the settings of ``how``.
 
     That method leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled without a word: the
-    compiler skips PyTorch's files until it meets a function of another one.  Here that is in :func:`_called`.
+    compiler skips PyTorch's files until it meets a function of another one.  Here that is in :func:`call_of_its_own`.
 
     A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that is not there, and
     :class:`PlanError` for one that knows no memory budget.
@@ -31,7 +29,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
         if how.activation_memory_budget is not None:
             backend = within_budget(how.backend, how.mode, how.activation_memory_budget)
         mode = how.mode if backend is how.backend else None
-        compiled = torch.compile(_called(model), backend=backend, mode=mode)
+        compiled = torch.compile(call_of_its_own(model), backend=backend, mode=mode)
     except (ValueError, RuntimeError) as reason:  # an unknown mode is the second
         raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
 
@@ -40,19 +38,6 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
 
     vars(model)[COMPILED_CALL] = call
     vars(model)[COMPILED_KEY] = to_data(how)
-
-
-def _called(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls ``model``, with code of its own.
-
-    PyTorch compiles one piece of code eight times at most, for whatever models, and then runs it as it is.
-    """
-
-    def call(hooks: str, /, *args: Any, **kwargs: Any) -> Any:
-        len(hooks)  # the compiler compares, from call to call, only what is used
-        return model._call_impl(*args, **kwargs)
-
-    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
 def _hooks_on(model: nn.Module) -> str:

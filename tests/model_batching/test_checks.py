@@ -108,7 +108,7 @@ def test_a_difference_names_the_model_and_the_output(monkeypatch: pytest.MonkeyP
         return output
 
     monkeypatch.setattr(BatchModule, "forward", wrong)
-    with pytest.raises(AssertionError, match=r"output 0 of model 2 differs by 5\.0e-01 from its output alone"):
+    with pytest.raises(AssertionError, match=r"output 0 of model 2 differs by 5\.0e-01 from what it gives alone"):
         test_batched_model(models, net(), [(IMAGES, 5)])
 
 

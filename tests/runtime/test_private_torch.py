@@ -49,6 +49,33 @@ def test_every_name_has_a_test() -> None:
     assert names_without_test() == set()
 
 
+# ---------------------------------------------------------------------------------------------- compilers
+
+
+def test_a_memory_budget_belongs_to_the_backend() -> None:
+    assert p.within_budget("aot_eager", None, 0.5) == p.within_budget("aot_eager", None, 0.5)
+    assert p.within_budget("aot_eager", None, 0.5) != p.within_budget("aot_eager", None, 0.2)
+    with pytest.raises(ValueError, match="eager does not look at"):
+        p.within_budget("eager", None, 0.5)
+
+
+def test_what_breaks_a_graph_is_listed() -> None:
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with p.graph_breaks() as found:
+        torch.compile(broken, backend="eager")(torch.zeros(1))
+    assert found
+
+
+def test_each_model_is_called_by_code_of_its_own() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    calls = [p.call_of_its_own(model) for model in models]
+    assert [call("", torch.ones(1, 2)).shape[1] for call in calls] == [2, 3]
+    assert calls[0].__code__ is not calls[1].__code__
+
+
 # ---------------------------------------------------------------------------------------------- tensors
 
 

@@ -176,7 +176,7 @@ def test_a_step_that_is_not_compiled(model_file: str, request_: dict[str, Any], 
 
 @pytest.mark.slow
 def test_a_backend_that_fails_says_so(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(x: Tensor) -> Tensor:
+    def fails(hooks: str, x: Tensor) -> Tensor:
         raise RuntimeError("no compiler is here\nmore of it")
 
     monkeypatch.setattr(torch, "compile", lambda model, **named: fails)

@@ -332,7 +332,7 @@ def fitting(summary: MemOptSummary) -> list[tuple[float, Plan]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_the_fastest_that_fits_is_the_answer(tmp_path: Path) -> None:
     summary = optimized(requested(tmp_path, 0.85))
@@ -348,7 +348,7 @@ def test_the_fastest_that_fits_is_the_answer(tmp_path: Path) -> None:
         assert checks[-1:] == ([f"compiled by {BACKEND}"] if summary.plan.segments else checks[-1:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_where_nothing_else_fits_a_compiled_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(self: GoalSearch, budget_bytes: int) -> LevelRow:
@@ -394,7 +394,7 @@ def test_without_the_backend_the_eager_plan_is_the_answer(tmp_path: Path) -> Non
     assert "torch.compile has no backend 'nope' here" in failed.dropped
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_MOST", 2)  # as it is, and with segments
