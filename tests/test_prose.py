@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,17 +28,6 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
-def test_no_docstring_begins_in_the_middle_of_a_sentence(folder: Path) -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {text.strip().partition(chr(10))[0]}"
-        for path in sorted(folder.glob("*.py"))
-        for line, text in docstrings(path.read_text())
-        if OPENERS.match(text)
-    ]
-    assert found == []
-
-
 def functions(source: str) -> Iterator[tuple[int, str]]:
     """Line and docstring of each function that is no property."""
     for node in ast.walk(ast.parse(source)):
@@ -46,13 +35,16 @@ def functions(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.get_docstring(node) or ""
 
 
+@pytest.mark.parametrize(("texts", "refused"), [(docstrings, OPENERS), (functions, NO_VERBS)])
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
-def test_docstrings_of_functions_begin_with_a_verb(folder: Path) -> None:
+def test_docstrings_can_be_read_alone(
+    folder: Path, texts: Callable[[str], Iterator[tuple[int, str]]], refused: re.Pattern[str]
+) -> None:
     found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {text.partition(chr(10))[0]}"
+        f"{path.relative_to(PACKAGE)}:{line}: {text.strip().partition(chr(10))[0]}"
         for path in sorted(folder.glob("*.py"))
-        for line, text in functions(path.read_text())
-        if NO_VERBS.match(text)
+        for line, text in texts(path.read_text())
+        if refused.match(text)
     ]
     assert found == []
 

@@ -290,35 +290,35 @@ class _Step:
     def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
         """Measure the memory of the step in a session of its own."""
         peaks: Measurement | StepTrace
+        trace: StepTrace | None
         if rank is None:
             self.prepared.progress.stage("measuring a step")
             peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
             breakdown, step_s = measured.breakdown, measured.step_s
-            if self.plan.compile is not None:  # which hides its operators and what they save
-                return StepMemory(
-                    plan=self.plan,
-                    tensor_peak_bytes=peaks.tensor_peak_bytes,
-                    allocated_peak_bytes=peaks.allocated_peak_bytes,
-                    step_s=step_s,
-                    breakdown=breakdown,
-                )
-            self.prepared.progress.stage("recording a step")
-            trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
+            trace = None
+            if self.plan.compile is None:  # compiled code hides its operators and what they save
+                self.prepared.progress.stage("recording a step")
+                trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
         else:
             self.prepared.progress.stage("recording a step")
             answer = session.ask(TraceJob(plan=self.plan, fake=True))
             peaks = trace = required(answer, "a step of the rank could not be recorded: ").trace
             breakdown, step_s = rank.breakdown, 0.0
-        live = live_bytes(trace)
-        peak = instant_at(trace, live, live.index(max(live)))
-        return StepMemory(
+        memory = StepMemory(
             plan=self.plan,
             tensor_peak_bytes=peaks.tensor_peak_bytes,
             allocated_peak_bytes=peaks.allocated_peak_bytes,
             step_s=step_s,
             breakdown=breakdown,
-            peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
             elsewhere_bytes=peaks.elsewhere_bytes if isinstance(peaks, Measurement) else 0,  # ranks send nothing
+        )
+        if trace is None:
+            return memory
+        live = live_bytes(trace)
+        peak = instant_at(trace, live, live.index(max(live)))
+        return replace(
+            memory,
+            peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
             modules=_modules(trace, peak.op),
             saved=saved_tensors(trace, self.plan.longest)[:KEPT],
         )

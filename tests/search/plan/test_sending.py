@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from memopt_cli.records import Plan, SearchOptions, SegmentPlan
+from memopt_cli.runtime import packing
+from memopt_cli.runtime.places import schedule
+from memopt_cli.search.plan import replay, sending
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.sending import (
     NEVER,
@@ -130,3 +133,9 @@ def test_a_budget_is_met_that_recomputation_alone_does_not_meet() -> None:
     found = planner(chain(), FAST).within(2, budget)
     assert found is not None
     assert chain().dry_run(found.plan) <= budget
+
+
+def test_the_search_counts_by_the_sizes_of_the_runtime() -> None:
+    """It repeats them, since it works without torch."""
+    assert (sending.LEAST_SENT_BYTES, sending.SAVES_OF_A_PARCEL) == (schedule._LEAST_BYTES, schedule._GROUP)
+    assert replay.LEAST_PACKED_BYTES == packing._LEAST_BYTES
