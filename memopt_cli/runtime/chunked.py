@@ -26,8 +26,7 @@ from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
-from memopt_cli.runtime.places.interface import DEVICE
-from memopt_cli.runtime.places.schedule import Parcel
+from memopt_cli.runtime.places.schedule import Parcel, parcel_to
 from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
@@ -70,7 +69,7 @@ def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
-    parcel = None if config.place == DEVICE else Parcel(config.place)
+    parcel = parcel_to(config.place)
     output = _run_chunks(module, forward, args, kwargs, parcel)
     if parcel is not None:
         parcel.complete()

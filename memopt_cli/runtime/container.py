@@ -313,7 +313,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     config = config_of(module)
     codec = codec_of(module, config)
     if not config.spatial_split:
-        parcel = None if config.place == DEVICE else parcel_to(config.place)
+        parcel = parcel_to(config.place)
         output = call_checkpointed(module, forward, args, kwargs, PackedInputs(codec, (), parcel), config.keep)
         if parcel is not None:
             parcel.complete()
@@ -324,7 +324,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         arguments = output if isinstance(output, tuple) else (output,)
         if place not in learned or not learned[place].belongs_to(stage):
             learned[place] = Learned(stage)
-        parcel = None if config.place == DEVICE else parcel_to(config.place)
+        parcel = parcel_to(config.place)
         inputs = PackedInputs(codec, (), parcel)
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[place])
         if parcel is not None:

@@ -3,7 +3,8 @@
 A stored tensor has a codec, which says how it is held, and a place, which says where.  ``interface.py`` says what a
 place does; ``host.py`` and ``disk.py`` are the places.  ``schedule.py`` sends tensors away in forward and fetches them
 in backward, in the order of the step and not by the clock: the peak is the same bytes in every run, and a dry run can
-follow it.  ``segments.py`` applies that to what a segment stores; ``runtime/packing.py`` to what is saved outside.
+follow it.  ``runtime/segment_call.py`` applies that to what a segment stores, ``runtime/packing.py`` to what is saved
+outside.
 
 With a window of one segment::
 

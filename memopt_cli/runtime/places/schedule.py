@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memopt_cli.runtime.compressor import Packed, beside_the_model, is_dense
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.interface import DISK, Place, Sent, SentWithoutData, say_once
+from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once
 from memopt_cli.runtime.private_torch import (
     holders_of,
     is_fake,
@@ -122,8 +122,8 @@ class Parcel:
 
 
 def parcel_to(place: str) -> Parcel | None:
-    """Return a parcel for the ``place`` of that name; ``None`` while ``torch.compile`` traces, which sends nothing."""
-    return None if torch.compiler.is_compiling() else Parcel(place)
+    """Return a parcel for the ``place`` of that name; ``None`` on the device, and while ``torch.compile`` traces."""
+    return None if place == DEVICE or torch.compiler.is_compiling() else Parcel(place)
 
 
 class Group:
