@@ -46,9 +46,6 @@ class ModuleTrace:
     """Reason why the module cannot be a segment; empty if it can."""
     spatial_split: bool = False
     """Whether the class defines ``__spatial_split__``."""
-    spatial_parts: tuple[str, ...] = ()
-    """Paths of the modules that ``__spatial_split__`` returns, if they belong to the model and the class asks for no
-    codec."""
     state_bytes: int = 0
     """Bytes of tensors, except vectors, that its first call left in attributes: its state from chunk to chunk."""
 

@@ -87,18 +87,7 @@ class ModuleNotes:
             refusal=reason,
             state_bytes=self.state_bytes,
             spatial_split=hasattr(module, "__spatial_split__"),
-            spatial_parts=() if reason else _spatial_parts(path, module),
         )
-
-
-def _spatial_parts(path: str, module: nn.Module) -> tuple[str, ...]:
-    """Return the paths that ``__spatial_split__`` gives; none if it gives anything but parts of ``module``."""
-    if not hasattr(module, "__spatial_split__") or declared_compressor(module) is not None:
-        return ()
-    names = {id(child): name for name, child in named_parts(module, path) if child is not module}
-    stages = module.__spatial_split__()  # type: ignore[operator]
-    known = isinstance(stages, list | tuple) and all(id(stage) in names for stage in stages)
-    return tuple(names[id(stage)] for stage in stages) if known else ()
 
 
 @contextmanager
