@@ -293,14 +293,14 @@ class _Judge:
         if not isinstance(alike, tuple) or not (alike[0].draws or alike[1].draws):
             return None
         if self._agree(alike, tolerance):
-            return Cause(module="", class_name="", text=RANDOM_COMPILED)
+            return Cause(text=RANDOM_COMPILED)
         apart = first_gap(*alike, self._allowed(alike, tolerance))
         assert apart is not None, "they do not agree"
         if not _is_backward_alone(apart.gaps):
             return None
         calm = self.sides.both(replace(job, mode="eval"))
         is_drawn = isinstance(calm, tuple) and self._agree(calm, tolerance)
-        return Cause(module="", class_name="", text=RANDOM_IN_BACKWARD) if is_drawn else None
+        return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
 
     def _agree(self, both: tuple[Followed, Followed], tolerance: float) -> bool:
         return first_gap(*both, self._allowed(both, tolerance)) is None
@@ -358,8 +358,8 @@ def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
     Forward draws others where the outputs differ.  Where they agree and gradients do not, it is backward that does.
     """
     if any(gap.name.startswith("output") for gap in gaps):
-        return Cause(module="", class_name="", text=RANDOM)
-    return Cause(module="", class_name="", text=RANDOM_AGAIN) if _is_backward_alone(gaps) else None
+        return Cause(text=RANDOM)
+    return Cause(text=RANDOM_AGAIN) if _is_backward_alone(gaps) else None
 
 
 def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
@@ -374,14 +374,14 @@ def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap])
         return None
     alone = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}
     name = next((gap.name for gap in gaps if gap.name in alone and gap.missing == "candidate"), "")
-    return Cause(module=name.removeprefix("gradient of "), class_name="", text=FROZEN) if name else None
+    return Cause(module=name.removeprefix("gradient of "), text=FROZEN) if name else None
 
 
 def _evaluated(reference: Followed, candidate: Followed) -> Cause:
     """Return the outermost module that one of them has in eval mode as the cause."""
     first = min(set(reference.evaluating) ^ set(candidate.evaluating))
     whose = "reference" if first in reference.evaluating else "candidate"
-    return Cause(module=first, class_name="", text=EVAL.format(whose))
+    return Cause(module=first, text=EVAL.format(whose))
 
 
 def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:

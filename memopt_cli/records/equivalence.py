@@ -128,9 +128,9 @@ class TensorGap:
 class Cause:
     """The cause of a difference, as far as a second run of the step shows."""
 
-    module: str
+    module: str = ""
     """Path of the first module that differs; empty if it is not known, or the model itself."""
-    class_name: str
+    class_name: str = ""
     text: str
     """Likely cause; empty if nothing is known."""
 

@@ -23,7 +23,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
-from memopt_cli.verification.effects import Updates, generators_kept, parameters_kept
+from memopt_cli.verification.effects import Updates, as_leaf, copied, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     Others,
@@ -99,63 +99,45 @@ def _optimizer(step: Step) -> Optimizer:
 
 
 def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
-    given = map_leaves(_leaf, (step.args, step.kwargs))
-    args, kwargs = map_leaves(_copied, given)  # the step may write to copies, but not to leaves that need gradients
+    given = map_leaves(as_leaf, (step.args, step.kwargs))
+    args, kwargs = copied(given)
     current = replace(step, args=args, kwargs=kwargs)
     watch, hooks = _Watch(step.model), list[str]()
     seen = watch.seeing() if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
         warnings.simplefilter("always")
-        effects = _attempted(current, start, between)
+        found = _attempted(current, start, between)
     needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
-    return StepPrint(
-        effects=effects.tensors + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
-        others=effects.others,
+    return replace(
+        found,
+        effects=found.effects + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
         nested_backward=watch.nested,
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
-        failed=effects.failed,
-        updated=effects.updated,
     )
-
-
-def _leaf(value: object) -> object:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _copied(leaf: object) -> object:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Effects:
-    """The tensors that a step left, or the reason why it failed."""
-
-    tensors: tuple[TensorPrint, ...] = ()
-    others: tuple[TensorPrint, ...] = ()
-    failed: str = ""
-    updated: bool = True
-
-
-def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> _Effects:
+def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> StepPrint:
+    """Return the tensors that the step left, or why it failed; how it went is not in it yet."""
     try:
         found = _own_effects(step) if isinstance(step, OwnStep) else _model_effects(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
-        return _Effects(failed=error.message if isinstance(error, MemoptError) else first_line(error))
+        failed = error.message if isinstance(error, MemoptError) else first_line(error)
+        return StepPrint(effects=(), others=(), hooks=(), failed=failed)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     moved = _prints(Others.of(step.model).moved_since(start))
-    return replace(found, tensors=found.tensors + after, others=found.others + moved)
+    return replace(found, effects=found.effects + after, others=found.others + moved)
 
 
-def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> _Effects:
+def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
     between(step.model)
     reset_gradients(step)
     output = step.forward()
@@ -164,14 +146,14 @@ def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> _Effec
     step.backward(output)
     step.unscale()  # the two models may have found different scales
     effects = computed(outputs | early) | effects_on(step.model)
-    found = _Effects(_prints(effects), _prints(numbers_by_name("output", output)))
+    found = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
     del output, outputs, early, effects
     step.limit()
     step.update()
     return found
 
 
-def _own_effects(step: OwnStep) -> _Effects:
+def _own_effects(step: OwnStep) -> StepPrint:
     """Take a user's own ``step``, whose function steps its optimizers itself, at their own rates."""
     updates = Updates(step)
     handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
@@ -181,7 +163,8 @@ def _own_effects(step: OwnStep) -> _Effects:
         handle.remove()
     effects = computed(tensors_by_name("output", output)) | effects_on(step.model) | updates.gradients
     updated = updates.count > 0 or not step.optimizers()
-    return _Effects(_prints(effects), _prints(numbers_by_name("output", output)), updated=updated)
+    others = _prints(numbers_by_name("output", output))
+    return StepPrint(effects=_prints(effects), others=others, hooks=(), updated=updated)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -249,23 +232,14 @@ _CHOICES = {
 
 
 @dataclass(slots=True)
-class _Open:
-    """A call that has not returned yet."""
-
-    path: str
-    inputs: tuple[TensorPrint, ...]
-    recomputed: bool
-    begun: str
-
-
-@dataclass(slots=True)
 class _Watch:
     """Records calls of a model's modules, in forward and in backward."""
 
     model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
     choices: list[ChoicePrint] = field(default_factory=list)
-    _open: list[_Open] = field(default_factory=list)
+    _open: list[CallPrint] = field(default_factory=list)
+    """The calls that have not returned yet, the innermost last."""
     nested: bool = False
     """Whether autograd was started while it was running."""
     _engines: int = 0
@@ -298,24 +272,24 @@ class _Watch:
         self.nested |= self._engines > 1
 
     def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self._open.append(_Open(path, _printed(inputs), self._engines > 0, _drawn(self.model)))
-
-    def _leave(self, path: str, module: nn.Module, output: Any) -> None:
-        call = self._open.pop()
-        outputs = _printed(output)
-        self.calls.append(
+        self._open.append(
             CallPrint(
                 path=path,
                 class_name=type(module).__name__,
-                recomputed=call.recomputed,
+                recomputed=self._engines > 0,
                 training=module.training,
-                inputs=call.inputs,
-                outputs=outputs,
-                finished=output is not None,
-                begun=call.begun,
-                draws=_drawn(self.model) != call.begun,
+                begun=_drawn(self.model),
+                inputs=_printed(inputs),
+                outputs=(),
+                finished=False,
+                draws=False,
             )
         )
+
+    def _leave(self, path: str, module: nn.Module, output: Any) -> None:
+        call = self._open.pop()
+        finished, draws = output is not None, _drawn(self.model) != call.begun
+        self.calls.append(replace(call, outputs=_printed(output), finished=finished, draws=draws))
 
 
 def _printed(value: Any) -> tuple[TensorPrint, ...]:

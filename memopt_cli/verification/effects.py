@@ -70,8 +70,7 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
-    # The model gets copies, since it may modify its inputs in place, which is forbidden for leaves with gradients.
-    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+    args, kwargs = copied(inputs)
     step = replace(step, args=args, kwargs=kwargs)
     # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -267,6 +266,19 @@ def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def cloned(value: Any) -> Any:
     """Return a copy of ``value`` with its tensors cloned, and detached from their graph."""
     return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def as_leaf(value: Any) -> Any:
+    """Return ``value``, or if it is a tensor, a copy outside of its graph that wants a gradient where it did.
+
+    A tensor is copied even for a file: that of a slice of a dataset would hold the whole dataset.
+    """
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def copied(value: Any) -> Any:
+    """Return ``value`` with its tensors copied in their graph: a step may write to them, but not to leaves."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _fresh_leaf(leaf: Any) -> Any:

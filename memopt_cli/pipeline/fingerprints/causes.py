@@ -113,7 +113,7 @@ def of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _reentrant_alone(pair: Pair) -> Cause | None:
-    return Cause(module="", class_name="", text=REENTRANT) if _warns_of_reentrant(pair.candidate) else None
+    return Cause(text=REENTRANT) if _warns_of_reentrant(pair.candidate) else None
 
 
 def _another_way(pair: Pair) -> Cause | None:
@@ -147,27 +147,27 @@ def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
     if _AGAIN not in pair.candidate.failed:
         return None
     if pair.candidate.nested_backward:
-        return Cause(module="", class_name="", text=WITHIN)
-    return None if is_first else Cause(module="", class_name="", text=KEPT_GRAPH)
+        return Cause(text=WITHIN)
+    return None if is_first else Cause(text=KEPT_GRAPH)
 
 
 def _of_checkpoint(pair: Pair) -> Cause | None:
     """Return the cause by PyTorch's words alone, for a function in a checkpoint that calls no modules."""
     is_told = _CHECKPOINT in pair.candidate.failed or _SELECTIVE in pair.candidate.failed
-    return Cause(module="", class_name="", text=OTHER_TENSORS) if is_told else None
+    return Cause(text=OTHER_TENSORS) if is_told else None
 
 
 def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the cause that the names in ``gaps`` show: something is missing, or only the update differs."""
     if all(gap.name.startswith("parameter") for gap in gaps):
-        return Cause(module="", class_name="", text=UPDATE)
+        return Cause(text=UPDATE)
     return _without_gradient(gaps, MISSING)
 
 
 def _without_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
     """Return the first module of which the candidate lacks a gradient."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
-    return Cause(module=_owner(missing.name), class_name="", text=text) if missing is not None else None
+    return Cause(module=_owner(missing.name), text=text) if missing is not None else None
 
 
 def _owner(name: str) -> str:

@@ -46,7 +46,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
-from memopt_cli.verification.effects import gradients_kept
+from memopt_cli.verification.effects import as_leaf, gradients_kept
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 """Arguments of a model's forward, by position or by name."""
@@ -220,7 +220,7 @@ def once() -> Iterator[None]:
 def save_inputs(inputs: Arguments, path: Path) -> None:
     """Save ``inputs`` to a file that a subprocess reads.  Raises :class:`OptionError` if they cannot be saved."""
     _require_batch(inputs)
-    detached = map_leaves(_detached, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    detached = map_leaves(as_leaf, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     torch.save(detached, path)
     try:
         load_tensors(path.read_bytes(), str(path))
@@ -264,11 +264,6 @@ def _described(name: str | None, value: Any) -> TensorSpec:
     dtype = str(value.dtype).removeprefix("torch.")
     tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
     return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
-
-
-def _detached(leaf: Any) -> Any:
-    # A clone: of a slice of a dataset, the file would hold the dataset.
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
