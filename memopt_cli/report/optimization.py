@@ -407,7 +407,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
     yield verification(summary.verification) if summary.verification else "not verified"
-    if summary.recommendation:
+    if summary.recommendation != summary.unchanged:  # else the headline says it
         yield summary.recommendation
     yield from _neighbours(summary)
 

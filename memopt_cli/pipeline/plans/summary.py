@@ -6,7 +6,6 @@ from memopt_cli.pipeline.plans.findings import Findings, measured_at
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
-    LevelRow,
     Measurement,
     MemOptSummary,
     Plan,
@@ -34,7 +33,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
     measured = found.measured
-    return MemOptSummary(
+    summary = MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
         prefer=options.prefer,
@@ -85,6 +84,8 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
         details=found.details,
         compiled=found.compiled,
     )
+    summary.recommendation = summary.recommendation or summary.unchanged
+    return summary
 
 
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
@@ -156,24 +157,10 @@ def _generic(found: Findings) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    if found.plan.is_empty and found.dropped:
-        return _what_stays(rows)
-    if found.plan.is_empty and all(row.plan.is_empty for row in rows):
-        limit = found.resolved.options.max_slowdown
-        quick = f" and takes at most {limit:g} times as long" if limit else ""
-        return f"No plan that was found lowers the measured peak of this step{quick}. {_what_stays(rows)}".rstrip()
     before, after = measured_at(rows, 0), found.measured
     if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
         return "Other plans, from the fastest to the smallest: `--frontier`; the fastest within a limit: `--budget`."
     return ""
-
-
-def _what_stays(rows: list[LevelRow]) -> str:
-    original = measured_at(rows, 0)
-    if original is None:
-        return ""
-    share = original.resident_bytes / original.allocated_peak_bytes
-    return f"Parameters, gradients, buffers, inputs and the like, which no plan makes smaller, are {share:.0%} of it."
 
 
 def _measured_sentence(found: Findings) -> str:
