@@ -30,13 +30,11 @@ class TooSlow:
 
     @property
     def because(self) -> str:
-        """The reason, as it follows ``but``."""
         error = f" ± {self.error:.2f}" if self.upper > self.slowdown else ""
         return f"its step takes {self.slowdown:.2f}{error} times as long, and {self.most:g} is the limit"
 
     @property
     def remedy(self) -> str:
-        """A sentence on what to do."""
         return f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it."
 
 
@@ -53,14 +51,12 @@ class SavesTooLittle:
 
     @property
     def because(self) -> str:
-        """The reason, as it follows ``but``."""
         how = "is predicted to" if self.is_predicted else "was measured to"
         saving = "save nothing" if self.saved <= 0 else f"save {self.saved:.1%} of the peak"
         return f"it {how} {saving} for a step {self.slowdown:.2f} times as long"
 
     @property
     def remedy(self) -> str:
-        """A sentence on what to do."""
         return "Activations may be a larger share of the peak with a larger batch."
 
 
@@ -91,12 +87,10 @@ class Differs:
 
     @property
     def because(self) -> str:
-        """The reason, as it follows ``but``."""
         return f"verification failed: {self.verification.difference}, at {self.verification.sizes}"
 
     @property
     def remedy(self) -> str:
-        """A sentence on what to do."""
         paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
         what = paths[0] if paths else "a module"
         return (
@@ -115,17 +109,16 @@ class NotRun:
 
     @property
     def because(self) -> str:
-        """The reason, as it follows ``but``."""
         what = "it cannot be verified" if self.in_verification else "its step cannot be run"
         return f"{what}: {describe(self.failure).removesuffix('.')}"
 
     @property
     def remedy(self) -> str:
-        """A sentence on what to do."""
         return "A lower `--level` may pass, or other modules with `--target`."
 
 
 Reason = TooSlow | SavesTooLittle | Differs | NotRun
+"""Each has ``because``, the reason as it follows ``but``, and ``remedy``, a sentence on what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

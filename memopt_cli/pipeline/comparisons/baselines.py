@@ -16,7 +16,6 @@ from memopt_cli.records import (
     Baseline,
     Change,
     Comparison,
-    Layout,
     Limit,
     Metric,
     ModuleBytes,
@@ -50,6 +49,7 @@ def terms(measured: Baseline) -> dict[str, str]:
     since the tensors of compiled code are not seen: the allocated peak stands for the tensor peak there.
     """
     header, conditions, compiled = measured.header, measured.conditions, measured.memory.plan.compile
+    layout = None if conditions is None else conditions.layout
     of_any = {
         "device kind": header.device.partition(":")[0],
         "inputs": inputs_term(header.spec),
@@ -62,7 +62,7 @@ def terms(measured: Baseline) -> dict[str, str]:
     return of_any | {
         "backend": " + ".join(conditions.backend) or "none",
         **step_terms(conditions.settings),
-        "ranks": _spread(conditions.layout),
+        "ranks": "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}",
     }
 
 
@@ -78,10 +78,6 @@ def surroundings(measured: Baseline) -> dict[str, str]:
         "threads": str(conditions.threads),
     }
     return versions | machine
-
-
-def _spread(layout: Layout | None) -> str:
-    return "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}"
 
 
 # ---------------------------------------------------------------------------------------------- the comparison

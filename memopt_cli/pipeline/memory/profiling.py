@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memopt_cli.errors import StepError
@@ -85,8 +85,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
         prepared.progress.stage("recording a step")
-        smaller = sessions.smaller if isinstance(measured, Measurement) else None
-        traced = record_step(sessions(), plan, measured, notes, smaller=smaller)
+        traced = record_step(sessions(), plan, measured, notes, sessions=sessions)
     if not request.runs and plan.has_chunks:
         notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
@@ -136,18 +135,19 @@ def record_step(
     measured: Measurement | Failure | None,
     notes: list[str],
     *,
-    smaller: Callable[[], Session] | None = None,
+    sessions: Sessions | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
     """Record the step; allow dry runs only if they tell the truth, which a measurement would show.
 
-    If they do not, a note says so and what follows from it.  ``smaller`` opens a session that runs a few samples alone,
-    for a plan that fits where the original, of which kernel workspace is recorded, does not.
+    If they do not, a note says so and what follows from it.  ``sessions``: whose ``session`` is replaced by one for a
+    few samples where the plan fits and the original, of which kernel workspace is recorded, does not.
     """
     job = TraceJob(plan=plan, fake=True)
     traced = session.ask(job)
-    if smaller is not None and (isinstance(traced, OutOfMemory) or session.ended):  # a full step on data ended it
-        session = smaller()
+    fits = isinstance(measured, Measurement)
+    if sessions is not None and fits and (isinstance(traced, OutOfMemory) or session.ended):  # by a full step on data
+        session = sessions.smaller()
         traced = session.ask(job)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
         predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes

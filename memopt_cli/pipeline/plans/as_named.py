@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.findings import Findings
@@ -14,7 +13,7 @@ from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.records import Dropped, LevelRow, Measurement, ModuleTrace, NotRun, OptimizeRequest, OutOfMemory
+from memopt_cli.records import Dropped, LevelRow, Measurement, NotRun, OptimizeRequest
 from memopt_cli.search.plan.policy import select, skipped_step
 from memopt_cli.search.plan.targets import asked_for, left_out, refused, segments_plan
 from memopt_cli.text.units import format_bytes
@@ -30,7 +29,12 @@ def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
     found = Findings.begun(request, prepared)
     options = found.resolved.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
-    modules, original = _observed(measurements, found)
+    started = time.monotonic()
+    prepared.progress.stage("level 0: measuring the original")
+    with Sessions(prepared, "full size", found.notes) as sessions:
+        original = measurements.original_in(sessions, started)
+        traced = record_step(sessions(), ORIGINAL, original.outcome, found.notes, sessions=sessions)
+    modules = traced.trace.modules
     found.selection = replace(select(asked_for(modules, options) or (), options), refused=refused(modules, options))
     found.notes += left_out(found.selection.refused)
     found.rows, found.applied_level = [original], 1
@@ -49,22 +53,6 @@ def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
     found.plan, found.applied_level = row.plan, row.level
     found.notes += _worth(row, original)
     return found
-
-
-def _observed(measurements: PlanMeasurements, found: Findings) -> tuple[tuple[ModuleTrace, ...], LevelRow]:
-    """Return the modules as a recorded step saw them, and the row of the original."""
-    prepared, started = measurements.prepared, time.monotonic()
-    prepared.progress.stage("level 0: measuring the original")
-    with Sessions(prepared, "full size", found.notes) as sessions:
-        outcome = measurements.measure_in(sessions(), ORIGINAL)
-        if not isinstance(outcome, Measurement | OutOfMemory):
-            raise_failure(outcome)
-        if isinstance(outcome, OutOfMemory):  # the next full step might be killed as well
-            sessions.smaller()
-        smaller = sessions.smaller if isinstance(outcome, Measurement) else None
-        traced = record_step(sessions(), ORIGINAL, outcome, found.notes, smaller=smaller)
-    row = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=time.monotonic() - started)
-    return traced.trace.modules, row
 
 
 def _worth(row: LevelRow, original: LevelRow) -> list[str]:

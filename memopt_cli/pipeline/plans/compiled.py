@@ -43,7 +43,6 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_apart
 
 _MOST: Final = 6
@@ -336,7 +335,8 @@ class FastestCompiled(CompiledSearch):
         target = self.budget_bytes
         while True:
             self._searching()
-            found = self._priced(target)
+            planner = self.search.planner
+            found = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
             plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
             yield plan
             taken = self._outcome(plan)
@@ -345,10 +345,6 @@ class FastestCompiled(CompiledSearch):
                 target = min(found.peak_bytes, target) - over - self.budget_bytes // _MARGIN
             else:
                 target = max(found.peak_bytes, target) - over
-
-    def _priced(self, target_bytes: int) -> Priced:
-        """Return the fastest plan without chunks within ``target_bytes``, or the smallest where none is predicted."""
-        return self.search.planner.within(self._level, target_bytes) or self.search.planner.least(self._level)
 
     def _may_loosen(self, found: Measurement | None) -> bool:
         return found is not None and found.allocated_peak_bytes <= self.budget_bytes

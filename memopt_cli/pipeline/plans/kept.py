@@ -53,18 +53,15 @@ class Kept:
         Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds what was done before.
         """
         ended_by = self._ended_by()
+        paths = [*self.paths.all(), frontier_path(self.request.source)]
         return OptimizeResult(
             header=file_header(self.prepared),
             summary=self._summary(),
-            files=tuple(map(str, self._files())),
+            files=tuple(str(path) for path in paths if path in self.files),
             use=self._use(),
             steps=self.steps,
             ended_by=ended_by,
         )
-
-    def _files(self) -> list[Path]:
-        paths = [*self.paths.all(), frontier_path(self.request.source)]
-        return [path for path in paths if path in self.files]
 
     def _ended_by(self) -> MemoptError | None:
         try:
@@ -82,52 +79,44 @@ class Kept:
 
     def _go_on(self) -> None:
         """Run the stages, the most valuable first."""
-        if self.found.frontier and self.request.shown is None and not self.request.dry_run:
-            self._keep_shown()
-        verification = self.found.verification
-        passed = self.request.unverified if verification is None else verification.passed
-        writes = passed and not self.request.dry_run
+        request, found = self.request, self.found
+        if found.frontier and request.shown is None and not request.dry_run:
+            self.files += keep_shown(request, self.prepared, found)
+        passed = request.unverified if found.verification is None else found.verification.passed
+        writes = passed and not request.dry_run
         if writes:
             self._keep_plan()
             self._keep_model()
-        is_run = self.found.is_run
-        if passed and is_run and self._is_batch_wanted():
-            found = self.found
+        is_to_advise = request.recommend_batch and not found.interrupted
+        if passed and found.is_run and is_to_advise and found.plan.compile is None:  # a compiled step is not predicted
             self.advice = advise(
-                self.request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
+                request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
             )
         if writes:
-            if is_run:
+            if found.is_run:
                 recommended = recommended_data(self.advice, self.prepared.batch)
                 self._keep(self.paths.batch, batch_file(file_header(self.prepared), recommended))
             self._keep_summary()
-        if self.request.record_steps:
+        if request.record_steps:
             self.steps = self._recorded_steps()
             if writes:
                 self._keep_summary()
-
-    def _is_batch_wanted(self) -> bool:
-        """Tell whether to say which batch fits, which for a compiled step nothing predicts."""
-        return self.request.recommend_batch and not self.found.interrupted and self.found.plan.compile is None
 
     def _summary(self) -> MemOptSummary:
         return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
 
     # ------------------------------------------------------------------------------------------ to the disk
 
-    def _keep_shown(self) -> None:
-        path = keep_shown(self.request, self.prepared, self.found)
-        if path is not None:
-            self.files.append(path)
-
     def _keep_plan(self) -> None:
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._step_aside()
         header, found = file_header(self.prepared), self.found
-        predicted, turns_off = self._predicted(), () if found.plan.is_empty else found.turns_off
-        text = plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off)
-        plan = content(text)
+        predicted: PredictedStep | None = None  # it stays so without a card of --for
+        if found.estimates is not None:
+            predicted = PredictedStep(estimate=found.estimates.planned, settings=self.prepared.subject.settings)
+        turns_off = () if found.plan.is_empty else found.turns_off
+        plan = content(plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # the one moment at which Ctrl-C waits: the plan is written again, then the run ends
@@ -135,12 +124,6 @@ class Kept:
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()
-
-    def _predicted(self) -> PredictedStep | None:
-        """Return the step that is estimated under the plan on the card of ``--for``; ``None`` without one."""
-        if self.found.estimates is None:
-            return None
-        return PredictedStep(estimate=self.found.estimates.planned, settings=self.prepared.subject.settings)
 
     def _use(self) -> str:
         """Return the line of Python that trains with what was written; empty where no plan was.
@@ -203,10 +186,8 @@ class Kept:
         """Return a record of the original's step and one of the step under the plan that is applied."""
         self.prepared.progress.stage("recording the step before and after")
         found, traces = self.found, {}
-        fits = isinstance(
-            found.rows[0].outcome, Measurement
-        )  # else no full step may run: recording takes one of the original
-        data: Data = "full size" if fits else "small batch"
+        # Recording takes a full step of the original, which may run only if it fits.
+        data: Data = "full size" if isinstance(found.rows[0].outcome, Measurement) else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):
                 outcome = row.outcome if row.plan.compile is None else None  # which is recorded without a compiler

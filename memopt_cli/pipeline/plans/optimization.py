@@ -11,7 +11,6 @@ from memopt_cli.files.write import check_targets, output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
 from memopt_cli.pipeline.batches.batch_probes import check_varied
-from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
@@ -36,7 +35,6 @@ from memopt_cli.records import (
     NotRun,
     OptimizeRequest,
     OptimizeResult,
-    OutOfMemory,
     ParetoPoint,
     Plan,
     ShownFrontier,
@@ -129,17 +127,11 @@ class _Job:
         search: StartedSearch | None = None
         try:
             with Sessions(self.prepared, "full size", self.found.notes) as sessions:
-                outcome = self.measurements.measure_in(sessions(), ORIGINAL)
-                if not isinstance(outcome, Measurement | OutOfMemory):
-                    raise_failure(outcome)
-                if isinstance(outcome, OutOfMemory):  # the next full step might be killed as well
-                    sessions.smaller()
-                spent_s = time.monotonic() - started
-                original = LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=spent_s)
+                original = self.measurements.original_in(sessions, started)
                 if self.found.resolved.options.level == 0:
                     return [original]
                 if self.request.shown is not None:
-                    check_original(self.request, outcome)
+                    check_original(self.request, original.outcome)
                     return self._picked(self.request.shown, original)
                 search = start_search(self.request, self.found, sessions, original)
                 rows = [search.original, *self._seek(search)]

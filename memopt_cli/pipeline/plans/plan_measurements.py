@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
+from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import MeasuredSteps
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan, slowdown_in
+from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
 _DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
 """A plan is timed again if its slowdown differs from the predicted one by a larger share.  The second value is for
@@ -36,6 +39,20 @@ class PlanMeasurements:
             with self._prepared_for(plan).session() as session:
                 return self.measure_in(session, plan)
         return measurement_in(self._found[plan])
+
+    def original_in(self, sessions: Sessions, started: float) -> LevelRow:
+        """Measure the original in ``sessions``; return its row, with the time since ``started``.
+
+        If memory runs out, the sessions run a few samples from then on: the next full step might be killed as well.
+        Raises :class:`MemoptError` for any other failure.
+        """
+        outcome = self.measure_in(sessions(), ORIGINAL)
+        if isinstance(outcome, OutOfMemory):
+            sessions.smaller()
+        elif not isinstance(outcome, Measurement):
+            raise_failure(outcome)
+        spent_s = time.monotonic() - started
+        return LevelRow(level=0, plan=ORIGINAL, outcome=outcome, dry_runs=0, search_s=spent_s)
 
     def known(self, plan: Plan) -> Measurement | None:
         """Return the measurement of ``plan``; ``None`` if it was not measured, or does not run."""

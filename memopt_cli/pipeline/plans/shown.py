@@ -135,8 +135,8 @@ def _short(sha256: str | None) -> str:
     return "" if sha256 is None else f"with hash {sha256[:_SHOWN_DIGITS]}"
 
 
-def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) -> Path | None:
-    """Write the frontier that was ``found`` beside the model and return its path; ``None``, with a note, if that fails.
+def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) -> list[Path]:
+    """Write the frontier that was ``found`` beside the model and return its path; none, but a note, if that fails.
 
     Whoever looks at plans of a model on a disk that cannot be written to has lost nothing but time.
     """
@@ -147,8 +147,8 @@ def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) ->
         write_all({path: content(text)}, force=True)
     except (UsageError, WriteError) as err:
         found.notes.append(f"The plans are not kept, so `--pick` will search again: {err.message}.")
-        return None
-    return path
+        return []
+    return [path]
 
 
 def _shown(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:

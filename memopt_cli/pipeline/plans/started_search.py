@@ -79,7 +79,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
         ORIGINAL,
         outcome,
         found.notes,
-        smaller=sessions.smaller if isinstance(outcome, Measurement) else None,
+        sessions=sessions,
         consequence="every plan is run to be counted",
     )
     fake = traced.has_dry_runs
