@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.records import Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions
+from memopt_cli.records import Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions, SegmentPlan
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.questions import Priced
 from tests.zoo.records import counted
@@ -31,6 +32,56 @@ def measurements_by(
 def priced(peak: int, plan: Plan, slowdown: float) -> Priced:
     """A plan that a dry run gives this peak."""
     return Priced(plan=plan, counted=counted(peak), level=1, slowdown=slowdown)
+
+
+def of_peak(peak: int) -> Priced:
+    """A plan that a dry run gives this peak, 1000 bytes for the original; the smaller, the slower."""
+    segments = tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))
+    return priced(peak, Plan(segments=segments), 2 - peak / 1000)
+
+
+class FakePlanner:
+    """Knows plans of 1000, 900 … 300 bytes, all of which were counted."""
+
+    def __init__(self) -> None:
+        self.plans = tuple(map(of_peak, range(1000, 200, -100)))
+        self.dry_runs = FakeDryRuns(self)
+        self.levels: set[int] = set()
+        """The levels that were asked about."""
+
+    def within(self, level: int, budget: int) -> Priced | None:
+        self.levels.add(level)
+        return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
+
+    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        self.levels.add(level)
+        return self.plans[-1]
+
+    def best(self, level: int, most_slowdown: float) -> Priced:
+        self.levels.add(level)
+        return next(p for p in reversed(self.plans) if p.slowdown <= most_slowdown + 1e-9)
+
+    def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
+        return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
+
+
+class FakeDryRuns:
+    """The plans of a planner, none of which was counted for it."""
+
+    def __init__(self, planner: FakePlanner) -> None:
+        self._planner = planner
+
+    def __len__(self) -> int:
+        return 0
+
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+        return next(p for p in reversed(self._planner.plans) if level or p.plan.is_empty)
+
+    def up_to(self, level: int) -> list[Priced]:
+        return list(self._planner.plans)
+
+    def known(self, plan: Plan) -> Priced | None:
+        return next((p for p in self._planner.plans if p.plan == plan), None)
 
 
 def started(planner: Any, original: Measurement | Failure, options: SearchOptions) -> StartedSearch:

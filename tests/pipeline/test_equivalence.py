@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
-from memopt_cli.measure.jobs import ORIGINAL, FollowJob, Subject
+from memopt_cli.measure.jobs import ORIGINAL, FollowJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.fingerprints import causes
@@ -30,10 +30,8 @@ from memopt_cli.records import (
     Equivalence,
     Followed,
     InputSpec,
-    ModelSource,
     Plan,
     SegmentPlan,
-    StepSettings,
     TensorSpec,
 )
 from memopt_cli.report.github import GithubReport
@@ -42,7 +40,7 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextJudgement
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.records import live_facts
+from tests.zoo.prepared import prepared_here
 
 ROWS = 8
 
@@ -59,10 +57,14 @@ class Block(nn.Module):
         return x + self.narrow(hidden)
 
 
+def plainly(block: Callable[..., Any], *given: Any) -> Any:
+    return block(*given)
+
+
 class Net(nn.Module):
     """A layer, and blocks that are called by ``around``, as a checkpoint is."""
 
-    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = plainly) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(blocks)
@@ -89,22 +91,8 @@ def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) ->
 
 
 def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
-    def build() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return make()
-
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
-    facts = live_facts(spec, ROWS, carried=carried)
-    return Prepared(
-        subject=Subject(
-            source=ModelSource(location="-", keeps_compiled=True), spec=spec, settings=StepSettings(**settings)
-        ),
-        facts=facts,
-        notes=(),
-        open_session=functools.partial(LocalSession, build=build),
-        carried=carried,
-    )
+    return prepared_here(make, spec, ROWS, carried, **settings)
 
 
 def verified(
@@ -219,14 +207,13 @@ class Noisy(Parts, layer=lambda: nn.Linear(6, 6), noise=nn.RReLU):
         return self.noise(self.layer(x))
 
 
-class Router(nn.Module):
+class Router(
+    Parts,
+    gate=lambda: nn.Parameter(torch.randn(1, 6)),
+    experts=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)),
+    parts=GIVEN,
+):
     """One of two experts a row, whose gates are the same but for rounding."""
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.randn(1, 6))
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.repeat(16, 1) * torch.linspace(0.1, 3, 16 * len(x))[:, None].to(x.dtype)
@@ -237,12 +224,7 @@ class Router(nn.Module):
         return torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
 
 
-class Overwriting(nn.Module):
-    def __init__(self, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
-        super().__init__()
-        self.block = Block(nn.Tanh())
-        self.around = around
-
+class Overwriting(Parts, block=lambda: Block(nn.Tanh()), around=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
         out: Tensor = self.around(self.block, x)
@@ -276,12 +258,8 @@ class Counted(Block):
         return super().forward(x)
 
 
-class DropFunction(nn.Module):
+class DropFunction(Parts, around=GIVEN):
     """Dropout that no module does and no mode turns off."""
-
-    def __init__(self, around: Callable[..., Any] = lambda function, x: function(x)) -> None:
-        super().__init__()
-        self.around = around
 
     def forward(self, x: Tensor) -> Tensor:
         return self.around(lambda x: nn.functional.dropout(torch.tanh(x), 0.4), x)
@@ -306,7 +284,9 @@ def frozen_weight() -> nn.Module:
         pytest.param(*pair(Noisy), "blocks.1.noise", causes.CUT_SHORT, id="noise at the end of a checkpoint"),
         pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.TWICE, id="batch norm twice"),
         pytest.param(*pair(Counting), "blocks.1", causes.OTHERWISE, id="a counter"),
-        pytest.param(Overwriting, lambda: Overwriting(checked), "block", causes.OVERWRITTEN, id="an input"),
+        pytest.param(
+            lambda: Overwriting(plainly), lambda: Overwriting(checked), "block", causes.OVERWRITTEN, id="an input",
+        ),
         pytest.param(
             lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0",
             causes.RANDOM_ALIKE, id="another rate",
@@ -327,7 +307,8 @@ def frozen_weight() -> nn.Module:
             id="a frozen parameter",
         ),
         pytest.param(
-            lambda: Net(Block(DropFunction())), lambda: Net(Block(DropFunction(forgetful))), "", causes.RANDOM_AGAIN,
+            lambda: Net(Block(DropFunction(plainly))), lambda: Net(Block(DropFunction(forgetful))), "",
+            causes.RANDOM_AGAIN,
             id="a function in a checkpoint",
         ),
         pytest.param(
@@ -360,7 +341,7 @@ def test_no_gradient_under_a_reentrant_checkpoint() -> None:
         net.register_forward_hook(lambda module, args, output: module.head(output))
         return net
 
-    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    found = verified(lambda: frozen(plainly), lambda: frozen(reentrant))
     missing = [gap for gap in found.gaps if gap.missing == "candidate"]
     assert missing[0].name == "gradient of blocks.0.inner.0.bias" or missing[0].name.startswith("gradient of blocks.0")
     assert found.cause.text == causes.REENTRANT
@@ -444,7 +425,7 @@ class CachingFunction(Net):
 class HookedOnce(Net):
     """A hook that is not to be called twice in a step."""
 
-    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = lambda block, x: block(x)) -> None:
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = plainly) -> None:
         super().__init__(*blocks, around=around)
         self.scales: list[float] = []
         for block in self.blocks:
@@ -466,10 +447,6 @@ class GivenADict(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         return self.around(self.blocks[0], x, {"x": x})
-
-
-def called(block: Callable[..., Any], *given: Any) -> Any:
-    return block(*given)
 
 
 def selective(block: nn.Module, x: Tensor) -> Any:
@@ -513,7 +490,7 @@ given_reentrant = functools.partial(given_checked, use_reentrant=True)
 def test_the_cause_of_a_failure_is_named(
     make: Callable[[Callable[..., Any]], nn.Module], around: Callable[..., Any], module: str, text: str
 ) -> None:
-    found = verified(lambda: make(called), lambda: make(around))
+    found = verified(lambda: make(plainly), lambda: make(around))
     assert (found.passed, found.differs_in_step) == (False, 1)
     assert found.failed
     assert found.cause is not None, found.failed
@@ -543,7 +520,7 @@ def test_a_step_that_fails_says_in_which_one_and_why() -> None:
         net.first.requires_grad_(False)
         return net
 
-    found = verified(lambda: frozen(lambda block, x: block(x)), lambda: frozen(reentrant))
+    found = verified(lambda: frozen(plainly), lambda: frozen(reentrant))
     assert (found.differs_in_step, found.passed) == (1, False)
     assert "nothing to differentiate" in found.failed
     assert found.cause.text == causes.REENTRANT
@@ -566,17 +543,8 @@ def test_a_step_that_fails_says_in_which_one_and_why() -> None:
 # ---------------------------------------------------------------------------------------------- what is easily missed
 
 
-class Varied(nn.Module):
+class Varied(Parts, first=lambda: nn.Linear(6, 6), second=lambda: nn.Linear(6, 6), variant=GIVEN):
     """Two layers; what a subclass does with them depends on ``variant``, which is 1 in the candidate."""
-
-    def __init__(self, variant: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.variant = variant
-        self.prepare()
-
-    def prepare(self) -> None:
-        """What it has besides."""
 
     def plain(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -586,40 +554,26 @@ class Varied(nn.Module):
         return self.second(hidden)
 
 
-class Late(Varied):
-    def prepare(self) -> None:
-        self.calls = [0]
-
+class Late(Varied, calls=lambda: [0]):
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0] += 1
         return self.second(self.first(x)) * (1 + 1e-4 * (self.variant and self.calls[0] == 2))  # type: ignore[no-any-return]
 
 
-class Counts(Varied):
-    def prepare(self) -> None:
-        self.seen = 0
-
+class Counts(Varied, seen=0):
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1 + self.variant
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-class Averages(Counts):
-    def prepare(self) -> None:
-        self.seen = 0
-        self.mean = {"of": [0.0]}
-
+class Averages(Varied, mean=lambda: {"of": [0.0]}):
     def forward(self, x: Tensor) -> Tensor:
         self.mean["of"][0] += 0.5 * (1 + self.variant)
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-class Draws(Varied):
-    make: Callable[[], Any] = staticmethod(lambda: torch.Generator().manual_seed(1))
+class Draws(Varied, own=lambda: torch.Generator().manual_seed(1)):
     draw: Callable[[Any], Any] = staticmethod(lambda generator: torch.rand(1, generator=generator))
-
-    def prepare(self) -> None:
-        self.own = self.make()
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(1 + self.variant):
@@ -627,13 +581,11 @@ class Draws(Varied):
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-class DrawsFromNumPy(Draws):
-    make = staticmethod(lambda: numpy.random.default_rng(1))
+class DrawsFromNumPy(Draws, own=lambda: numpy.random.default_rng(1)):
     draw = staticmethod(lambda generator: generator.random())
 
 
-class DrawsFromPython(Draws):
-    make = staticmethod(lambda: random.Random(1))
+class DrawsFromPython(Draws, own=lambda: random.Random(1)):
     draw = staticmethod(lambda generator: generator.random())
 
 
@@ -656,57 +608,43 @@ class Named(Varied):
         return dict(zip(("b", "a") if self.variant else ("a", "b"), pair, strict=True))
 
 
-class Overflows(Varied):
+class Overflows(Varied, zero=lambda: nn.Parameter(torch.zeros(1))):
     """One gradient is infinite, which says nothing of the others."""
-
-    def prepare(self) -> None:
-        self.zero = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Any:
         out = self.second(self.first(x))
         return out.detach() + (out - out.detach()) * (1 + 1e-3 * self.variant), self.zero.sqrt()
 
 
-class Complex(Varied):
+class Complex(Varied, turn=lambda: nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))):
     """With a complex parameter, whose imaginary part is a little wrong."""
-
-    def prepare(self) -> None:
-        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         turned = self.first(x).to(torch.complex64) @ self.turn
         return torch.view_as_real(turned) * torch.tensor([1, 1 + 1e-4 * self.variant], dtype=x.dtype)
 
 
-class Narrow(Varied):
+class Narrow(Varied, first=lambda: nn.Linear(6, 6).double(), second=lambda: nn.Linear(6, 6).double()):
     """In float64, and within the candidate in float32."""
-
-    def prepare(self) -> None:
-        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x.double())
         return self.second(hidden.to(torch.float32).double() if self.variant else hidden)  # type: ignore[no-any-return]
 
 
-class Evicted(Varied):
+def watched() -> nn.Module:
+    module = nn.Identity()
+    module.register_forward_hook(lambda module, args, output: None)
+    return module
+
+
+class Evicted(Varied, watched=watched, times=2):
     """Its hook is called once less; or never, where sums are formed in another order besides."""
-
-    times = 2
-
-    def prepare(self) -> None:
-        self.watched = nn.Identity()
-        hook = lambda module, args, output: None  # noqa: E731
-        self.watched.register_forward_hook(hook)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times - self.variant):
             self.watched(x)
         return self.plain(x)
-
-
-class NeverCalled(Evicted):
-    times = 1
 
 
 @pytest.mark.slow
@@ -734,9 +672,9 @@ def test_what_is_easily_missed(model: Callable[[int], nn.Module], first: str) ->
     assert found.differs_in_step == (2 if model is Late else 1)
 
 
-@pytest.mark.parametrize("model", [Evicted, NeverCalled])
-def test_a_hook_that_is_called_less_is_no_rounding(model: Callable[[int], nn.Module]) -> None:
-    found = verified(lambda: model(0), lambda: model(1), steps=2)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_hook_that_is_called_less_is_no_rounding(times: int) -> None:
+    found = verified(lambda: Evicted(0, times=times), lambda: Evicted(1, times=times), steps=2)
     assert (found.alike, found.gaps) == ("not", ())
     assert found.hooks
 
@@ -776,11 +714,8 @@ class Masked(Varied):
         return self.plain(x).masked_fill(torch.eye(len(x), 6, dtype=torch.bool), float("-inf"))
 
 
-class Keeps(Varied):
+class Keeps(Varied, mean=lambda: torch.zeros(6)):
     """The candidate keeps a tensor, and counts, besides."""
-
-    def prepare(self) -> None:
-        self.mean = torch.zeros(6)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second(self.first(x))
@@ -791,10 +726,7 @@ class Keeps(Varied):
         return out
 
 
-class Clocked(Varied):
-    def prepare(self) -> None:
-        self.noted = 0
-
+class Clocked(Varied, noted=0):
     def forward(self, x: Tensor) -> Any:
         self.noted = time.perf_counter_ns()
         return self.second(self.first(x)), time.perf_counter()
@@ -934,7 +866,7 @@ def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
 # ---------------------------------------------------------------------------------------------- hooks
 
 
-def hooked(*names: str, around: Callable[..., Any] = lambda block, x: block(x)) -> nn.Module:
+def hooked(*names: str, around: Callable[..., Any] = plainly) -> nn.Module:
     net = Net(Block(nn.Tanh()), around=around)
     for name in names:
         hook = lambda module, args, output: None  # noqa: E731
@@ -1056,7 +988,7 @@ def test_steps_of_ones_own() -> None:
         return make
 
     x = torch.randn(ROWS, 6)
-    plain = step(lambda block, x: block(x))
+    plain = step(plainly)
     assert memopt_cli.verify(plain, step(checked), (x,)).result.alike == "to the bit"
     wrong = memopt_cli.verify(plain, step(forgetful), (x,)).result
     assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)

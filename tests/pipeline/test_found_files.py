@@ -70,8 +70,13 @@ RUN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize(
+    ("command", "spec"),
+    [
+        *(("apply", spec) for spec in SPECS),
+        *((command, spec) for command in list(RUN)[1:] for spec in ("a script and sizes", "a file that is elsewhere")),
+    ],
+)
 def test_no_plan_runs_code_or_reads_another_file(
     command: str, spec: str, memopt: Memopt, folder: Path, in_process: None
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import secrets
 from collections.abc import Callable, Iterator
@@ -14,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, Subject, VerifyJob
-from memopt_cli.measure.local import LocalSession
+from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
 from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
@@ -36,11 +34,9 @@ from memopt_cli.records import (
     Fingerprint,
     InputSpec,
     Measurement,
-    ModelSource,
     Plan,
     SegmentPlan,
     StepFailed,
-    StepSettings,
     TensorGap,
     TensorSpec,
     Verification,
@@ -48,21 +44,21 @@ from memopt_cli.records import (
 from memopt_cli.runtime import chunked
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.state import StartingState
+from tests.zoo import records
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.records import live_facts
+from tests.zoo.prepared import prepared_here
 
 ORIGINAL = Plan()
 
 
-class Net(nn.Module):
+class Net(
+    Parts,
+    body=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh()),
+    norm=lambda: nn.BatchNorm1d(8),
+    head=lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)),
+    steps=lambda: nn.Buffer(torch.zeros(1)),
+):
     """Dropout, batch norm, a counter, and a head that can run in chunks of samples; input ``BxTx6``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh())
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-        self.register_buffer("steps", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
@@ -74,21 +70,9 @@ CHUNKED = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), Seg
 SIZES = {"B": 64, "T": 20}
 
 
-def seeded(model: type[nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return model()
-
-
-def prepared(model: type[nn.Module] = Net, **settings: Any) -> Prepared:
+def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
-    facts = live_facts(spec, SIZES["B"])
-    return Prepared(
-        subject=Subject(source=ModelSource(location="-"), spec=spec, settings=StepSettings(**settings)),
-        facts=facts,
-        notes=(),
-        open_session=functools.partial(LocalSession, build=lambda: seeded(model)),
-    )
+    return prepared_here(model, spec, SIZES["B"], **settings)
 
 
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
@@ -102,8 +86,10 @@ def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
     return MeasuredSteps(original=measured(one, ORIGINAL)[1], planned=measured(one, plan)[1], original_s=step_s)
 
 
-def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification | Failure:
-    return verified_by_fingerprints(one, plan, steps)
+def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification:
+    found = verified_by_fingerprints(one, plan, steps)
+    assert isinstance(found, Verification), found
+    return found
 
 
 @pytest.fixture
@@ -129,7 +115,6 @@ def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
 def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at: list[VerifyJob]) -> None:
     one = prepared()
     found = proven(one, plan, steps_of(one, plan))
-    assert isinstance(found, Verification)
     assert (found.passed, found.exact) == (True, True)
     # The output, gradients, buffers and generators.
     assert found.measured.compared == found.measured.equal == 1 + 8 + 4 + 1
@@ -144,7 +129,6 @@ def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at
 def test_a_quick_step_is_compared_in_full_as_it_is() -> None:
     one = prepared()
     found = proven(one, EXACT, steps_of(one, EXACT, step_s=0.01))
-    assert isinstance(found, Verification)
     assert (found.batch, found.full_size) == (64, True)
     assert found.measured is not None
 
@@ -153,7 +137,6 @@ def test_a_quick_step_is_compared_in_full_as_it_is() -> None:
 def test_chunks_are_proven_in_float64_at_the_least_size_that_has_all(verified_at: list[VerifyJob]) -> None:
     one = prepared()
     found = proven(one, CHUNKED, steps_of(one, CHUNKED))
-    assert isinstance(found, Verification)
     assert (found.passed, found.exact, found.precision) == (True, False, "fp64")
     assert (found.batch, found.dims, found.full_size) == (5, {"T": 3}, False)
     assert (found.measured.batch, found.measured.dims) == (64, {"T": 20})
@@ -186,7 +169,6 @@ class OfOneSize(Net):
 def test_where_no_smaller_step_can_be_taken_all_is_compared_at_full_size(plan: Plan) -> None:
     one = prepared(OfOneSize)
     found = proven(one, plan, steps_of(one, plan))
-    assert isinstance(found, Verification)
     assert (found.passed, found.batch) == (True, 64)
 
 
@@ -199,22 +181,10 @@ class WantsRows(Parts, linear=lambda: nn.Linear(8, 4), least=GIVEN):
         return self.linear(x)
 
 
-class OfTwoRows(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(WantsRows(2))
-
-
-class OfThreeRows(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(WantsRows(3))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [OfTwoRows, OfThreeRows])
-def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(model: type[nn.Module]) -> None:
-    one = prepared(model)
+@pytest.mark.parametrize("least", [2, 3])
+def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(least: int) -> None:
+    one = prepared(lambda: Net(head=nn.Sequential(WantsRows(least))))
     for wrong in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if wrong:
@@ -222,7 +192,6 @@ def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(model: typ
             steps = steps_of(one, CHUNKED)
             assert agreement(steps, CHUNKED, one) is not None
             found = proven(one, CHUNKED, steps)
-        assert isinstance(found, Verification)
         assert (found.full_size, found.whole, found.passed) == (True, False, not wrong)
         assert (found.worst_difference > 0, found.differs_in) == (True, "")  # chunks ran in the recorded step
 
@@ -234,41 +203,45 @@ class Steep(Net):
         return (1e5 * super().forward(x)).sin()
 
 
-class WithThreshold(Net):
+class WithThreshold(Net, threshold=lambda: nn.Parameter(torch.tensor(1.0), requires_grad=False)):
     """A rounding of its parameters may tip a choice that no order of sums tips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threshold = nn.Parameter(torch.tensor(1.0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2.0 if self.threshold >= 1 else 1.0)
 
 
-class WithLength(Net):
+class WithLength(Net, length=lambda: nn.Parameter(torch.tensor(4.0), requires_grad=False)):
     """The same of a length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = nn.Parameter(torch.tensor(4.0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, : int(self.length)]
 
 
-def chunks_off_by_a_little(patch: pytest.MonkeyPatch) -> None:
-    concatenated = chunked._concatenated
-    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated(column, axis) * (1 + 1e-6))
+Slip = Callable[[pytest.MonkeyPatch], None]
 
 
-def chunks_rounded_otherwise(patch: pytest.MonkeyPatch) -> None:
-    concatenated = chunked._concatenated
+def chunks_joined(change: Callable[[Any, Callable[[Any], Tensor]], Tensor]) -> Slip:
+    """Join chunks as ``change`` does, which is given them and the function that joins them."""
 
-    def rounded(column: Any, axis: int) -> Tensor:
-        whole = concatenated(column, axis)
-        return whole * (1 + 1e-7) if whole.dtype is torch.float32 else whole
+    def slip(patch: pytest.MonkeyPatch) -> None:
+        joined = chunked._concatenated
+        patch.setattr(chunked, "_concatenated", lambda column, axis: change(column, lambda given: joined(given, axis)))
 
-    patch.setattr(chunked, "_concatenated", rounded)
+    return slip
+
+
+def scaled_if(condition: Callable[[Any, Tensor], bool], factor: float) -> Slip:
+    """Multiply what chunks are joined to where ``condition`` holds of them and of that."""
+
+    def change(column: Any, join: Callable[[Any], Tensor]) -> Tensor:
+        whole = join(column)
+        return whole * factor if condition(column, whole) else whole
+
+    return chunks_joined(change)
+
+
+chunks_off_by_a_little = scaled_if(lambda column, whole: True, 1 + 1e-6)
+chunks_rounded_otherwise = scaled_if(lambda column, whole: whole.dtype is torch.float32, 1 + 1e-7)
 
 
 @pytest.mark.slow
@@ -279,7 +252,6 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
         steps = steps_of(one, CHUNKED)
         assert agreement(steps, CHUNKED, one) is None
         found = proven(one, CHUNKED, steps)
-    assert isinstance(found, Verification)
     assert found.passed
     assert found.measured.by_rounding
     assert 1e-3 < found.measured.worst_difference < found.measured.tolerance <= 0.1
@@ -302,7 +274,6 @@ def test_where_no_step_of_rounded_parameters_is_taken_all_is_compared_at_full_si
     with pytest.MonkeyPatch.context() as patch:
         chunks_rounded_otherwise(patch)
         found = proven(one, CHUNKED, steps_of(one, CHUNKED))
-    assert isinstance(found, Verification)
     assert (found.passed, found.full_size, found.measured) == (True, True, None)
     assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
 
@@ -373,37 +344,12 @@ def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StartingState, "replay", replay)
 
 
-def chunks_in_reverse(patch: pytest.MonkeyPatch) -> None:
-    concatenated = chunked._concatenated
-    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated(column[::-1], axis))
-
-
-def chunks_twice(patch: pytest.MonkeyPatch) -> None:
-    """The last chunk is the one before, once more."""
-    concatenated = chunked._concatenated
-    patch.setattr(chunked, "_concatenated", lambda column, axis: concatenated((*column[:-1], column[-2]), axis))
-
-
-def long_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
-    """Wrong where there is much of it alone: no small step tells."""
-    concatenated = chunked._concatenated
-
-    def wrong(column: Any, axis: int) -> Tensor:
-        whole = concatenated(column, axis)
-        return whole * 1.01 if whole.shape[0] > 60 else whole
-
-    patch.setattr(chunked, "_concatenated", wrong)
-
-
-def uneven_chunks_scaled(patch: pytest.MonkeyPatch) -> None:
-    """Wrong where chunks are uneven alone, which those of the full size are not."""
-    concatenated = chunked._concatenated
-
-    def wrong(column: Any, axis: int) -> Tensor:
-        whole = concatenated(column, axis)
-        return whole * 1.01 if len({len(piece) for piece in column}) > 1 else whole
-
-    patch.setattr(chunked, "_concatenated", wrong)
+chunks_in_reverse = chunks_joined(lambda column, join: join(column[::-1]))
+last_chunk_missing = chunks_joined(lambda column, join: join((*column[:-1], column[-2])))
+long_chunks_scaled = scaled_if(lambda column, whole: whole.shape[0] > 60, 1.01)
+"""Wrong where there is much of it alone: no small step tells."""
+uneven_chunks_scaled = scaled_if(lambda column, whole: len({len(piece) for piece in column}) > 1, 1.01)
+"""Wrong where chunks are uneven alone, which those of the full size are not."""
 
 
 SEEN_AT_FULL_SIZE = [
@@ -414,7 +360,7 @@ SEEN_AT_FULL_SIZE = [
     (CHUNKED, other_random_numbers, "gradient of "),
     (CHUNKED, state_that_is_not_put_back, "buffer norm."),
     (CHUNKED, chunks_in_reverse, ""),
-    (CHUNKED, chunks_twice, ""),
+    (CHUNKED, last_chunk_missing, ""),
     (CHUNKED, long_chunks_scaled, ""),
 ]
 
@@ -422,7 +368,7 @@ SEEN_AT_FULL_SIZE = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "slip", "named"), SEEN_AT_FULL_SIZE)
 def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
-    plan: Plan, slip: Callable[[pytest.MonkeyPatch], None], named: str, verified_at: list[VerifyJob]
+    plan: Plan, slip: Slip, named: str, verified_at: list[VerifyJob]
 ) -> None:
     one = prepared()
     with pytest.MonkeyPatch.context() as patch:
@@ -430,7 +376,6 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
         steps = steps_of(one, plan)
         assert agreement(steps, plan, one) is None
         found = proven(one, plan, steps)
-    assert isinstance(found, Verification)
     assert not found.passed
     assert found.worst_name.startswith(named)
     assert found.measured is None
@@ -438,13 +383,12 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slip", [chunks_in_reverse, chunks_twice, long_chunks_scaled])
-def test_a_slip_is_no_rounding(slip: Callable[[pytest.MonkeyPatch], None], verified_at: list[VerifyJob]) -> None:
+@pytest.mark.parametrize("slip", [chunks_in_reverse, last_chunk_missing, long_chunks_scaled])
+def test_a_slip_is_no_rounding(slip: Slip, verified_at: list[VerifyJob]) -> None:
     one = prepared(Steep)
     with pytest.MonkeyPatch.context() as patch:
         slip(patch)
         found = proven(one, CHUNKED, steps_of(one, CHUNKED))
-    assert isinstance(found, Verification)
     assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
 
@@ -464,7 +408,6 @@ def test_a_choice_that_rounding_the_parameters_tips_excuses_no_slip(
         tipped, _ = compared(steps.original, rounded, batch=64, dims={}, exact=False)
         assert tipped.worst_difference > 0.1
         found = proven(one, CHUNKED, steps)
-    assert isinstance(found, Verification)
     assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(64, {})]
 
@@ -477,16 +420,8 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
         steps = steps_of(one, CHUNKED)
         assert agreement(steps, CHUNKED, one) is not None
         found = proven(one, CHUNKED, steps)
-    assert isinstance(found, Verification)
     assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
-
-
-@pytest.mark.slow
-def test_without_a_slip_the_same_steps_agree() -> None:
-    one = prepared()
-    for plan in (EXACT, CHUNKED):
-        assert agreement(steps_of(one, plan), plan, one) is not None
 
 
 class Noisy(Net):
@@ -500,7 +435,7 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
     one = prepared(Noisy)
     steps = steps_of(one, EXACT)
     assert not steps.original.repeats
-    found = proven(one, EXACT, steps)
+    found = verified_by_fingerprints(one, EXACT, steps)
     assert isinstance(found, StepFailed)
     assert "the original's own step is not repeatable" in found.message
 
@@ -548,21 +483,10 @@ def test_other_random_numbers_excuse_what_differs_in_forward_alone(
         precision="stored",
         worst=0.5,
         gaps=(TensorGap(name=differs, apart=0.5),),
-        cause=Cause(module="", class_name="", text=RANDOM_COMPILED),
+        cause=Cause(text=RANDOM_COMPILED),
     )
     monkeypatch.setattr(verification, "compare_prepared", lambda *_: told)
     plan = replace(EXACT, compile=CompilePlan(backend="inductor", activation_memory_budget=budget))
-    before = Verification(
-        passed=True,
-        exact=True,
-        precision="stored",
-        tolerance=0.0,
-        compared=9,
-        worst_name="",
-        worst_difference=0.0,
-        batch=64,
-        full_size=True,
-    )
-    found = verified_compiled(prepared(), plan, before)
+    found = verified_compiled(prepared(), plan, records.verified())
     assert isinstance(found, Verification)
     assert found.passed is passes

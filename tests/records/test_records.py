@@ -14,7 +14,6 @@ from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     BatchAdvice,
     BatchProbe,
-    Breakdown,
     Crashed,
     Failure,
     InputDimension,
@@ -31,33 +30,15 @@ from memopt_cli.records import (
     StepFailed,
     TensorSpec,
     TimedOut,
-    Verification,
     describe,
     from_data,
     to_data,
 )
+from tests.zoo.records import a_row, measured, verified
 
 PLAN = Plan(segments=(SegmentPlan(path="a.0", compressor="bit"), SegmentPlan(path="", chunks=4, axis=1)))
-MEASUREMENT = Measurement(
-    tensor_peak_bytes=100,
-    allocated_peak_bytes=120,
-    resident_bytes=50,
-    reserved_peak_bytes=120,
-    process_peak_bytes=1000,
-    step_times_s=(0.3, 0.1, 0.2),
-    breakdown=Breakdown(
-        parameters_bytes=10,
-        buffers_bytes=1,
-        gradients_bytes=10,
-        optimizer_bytes=0,
-        inputs_bytes=4,
-        activations_bytes=70,
-        temporaries_bytes=5,
-    ),
-    holders=(ModuleShare(path="a", held_bytes=60), ModuleShare(path="b", held_bytes=10)),
-    backend="cpu profiler",
-    batch=4,
-    spent_s=2.0,
+MEASUREMENT = measured(
+    120, 0.3, 0.1, 0.2, tensor_peak_bytes=100, resident_bytes=50, holders=(ModuleShare(path="a", held_bytes=60),)
 )
 FAILURES: tuple[Failure, ...] = (
     OutOfMemory(detail="std::bad_alloc"),
@@ -68,16 +49,7 @@ FAILURES: tuple[Failure, ...] = (
 
 
 def row(outcome: Measurement | Failure) -> LevelRow:
-    return LevelRow(
-        level=1,
-        plan=PLAN,
-        outcome=outcome,
-        predicted_tensor_peak_bytes=None,
-        predicted_allocated_peak_bytes=7,
-        dry_runs=2,
-        search_s=1.5,
-        repeats=0,
-    )
+    return a_row(1, outcome, PLAN, predicted_allocated_peak_bytes=7, repeats=0)
 
 
 def summary() -> MemOptSummary:
@@ -94,17 +66,7 @@ def summary() -> MemOptSummary:
         options={"seed": 1, "nested": {"list": [1, 2.5, None]}},
         levels=[row(MEASUREMENT), *map(row, FAILURES)],
         plan=PLAN,
-        verification=Verification(
-            passed=True,
-            exact=True,
-            precision="stored",
-            tolerance=0.0,
-            compared=7,
-            worst_name="",
-            worst_difference=0.0,
-            batch=4,
-            full_size=True,
-        ),
+        verification=verified(),
         advice=BatchAdvice(
             recommended_batch=8,
             fastest_batch=8,

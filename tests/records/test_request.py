@@ -52,6 +52,11 @@ def optimizing(**asked: Any) -> OptimizeRequest:
         ({"layout": LAYOUT, "measure_levels": True}, "`--measure-levels` needs steps that run, but `--ranks`"),
         ({"layout": LAYOUT, "record_steps": True}, r"`--html` \(or `--snapshot`\) needs steps"),
         ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "`--dim` with a range needs steps"),
+        ({"backend": "inductor", "goal": FRONTIER}, "shows no frontier"),
+        ({"backend": "inductor", "search": searching(level=0)}, "level 0 does not search"),
+        ({"backend": "inductor", "confirm_batch": True}, "without a compiler"),
+        ({"backend": "inductor", "goal": BUDGET, "dim_range": RANGE}, "compiled again at every size"),
+        ({"backend": "inductor", "card": CARD}, "compiled steps are measured, but this one is not run"),
     ],
 )
 def test_what_an_optimization_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:
@@ -76,6 +81,9 @@ def recommending(**asked: Any) -> BatchRequest:
         ({"search": searching(), "objective": "max"}, "`--objective max` does not go with it"),
         ({"search": searching(), "replicas": RANGE}, "`--replicas` does not go with it"),
         ({"card": CARD, "replicas": RANGE}, "a comparison of copies needs steps that run, but none runs for t4"),
+        ({"card": CARD, "lengths_path": "l.txt"}, "a comparison of lengths needs steps that run"),
+        ({"card": CARD, "strategies": ("bptt",), "dim_range": RANGE}, "a comparison of strategies needs steps"),
+        ({"card": CARD, "search": searching()}, "a search needs steps that run, but none runs for t4"),
         ({"fake": True, "objective": "throughput"}, "the throughput needs steps that run, .* without data"),
         ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step needs steps .* of many ranks"),
         ({"layouts": (LAYOUT,)}, "how much memory the device of a rank has is not known"),

@@ -6,7 +6,6 @@ import functools
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from memopt_cli.verification import further_steps
 from memopt_cli.verification.further_steps import Recorded, _Deadline, first_samples
 from memopt_cli.verification.recorded_step import verify
 from memopt_cli.verification.variations import Variation
+from tests.zoo.models import Parts
 
 Install = Callable[[Any], object]
 
@@ -44,14 +44,13 @@ def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(further_steps, "_QUICK_S", 600.0)
 
 
-class Net(nn.Module):
+class Net(
+    Parts,
+    body=lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3)),
+    head=lambda: nn.Linear(6, 2),
+    memory=None,
+):
     """Batch norm, dropout, and a memory that it carries from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3))
-        self.head = nn.Linear(6, 2)
-        self.memory: Tensor | None = None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.body(x)
@@ -296,8 +295,3 @@ def test_first_samples() -> None:
     assert kwargs["heads"] is per_head
     with pytest.raises(Exception, match="the inputs hold 3 samples, not 6"):
         first_samples((x,), {}, 6)
-
-
-def test_an_exception_is_told_as_one_sentence() -> None:
-    found = replace(check(Net()), passed=False, worst_name="the step", detail="RuntimeError: no", differs_in=EVAL)
-    assert found.difference == "the step fails in eval mode (RuntimeError: no)"

@@ -23,15 +23,14 @@ from tests.zoo.models import Parts
 Install = Callable[[nn.Module], object]
 
 
-class Net(nn.Module):
+class Net(
+    Parts,
+    body=lambda: nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3)),
+    memory=None,
+    head=lambda: nn.Linear(6, 2),
+    steps=lambda: nn.Buffer(torch.zeros(1)),
+):
     """Convolution, batch norm, dropout, a decaying memory that lives in an attribute, and a counter in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3))
-        self.memory: Tensor | None = None
-        self.head = nn.Linear(6, 2)
-        self.register_buffer("steps", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x).mean(-1)

@@ -39,6 +39,23 @@ def mlp(width: int = 4, hidden: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width))
 
 
+def deep_net(blocks: int = 3) -> nn.Sequential:
+    """Blocks of 64 features, each of which is worth a segment."""
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
+
+
+class Reading(Parts, inner=lambda: nn.Linear(64, 64)):
+    """Looks at what its input holds, so that it cannot run on tensors without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output * 2 if output.sum().item() > 0 else output * 3
+
+
 class Before(nn.Module):
     """A linear layer ``before`` and then ``block``, whose input therefore requires a gradient."""
 

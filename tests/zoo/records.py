@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from memopt_cli.files.contents import plan_yaml
+from memopt_cli.measure.jobs import Measured
 from memopt_cli.records import (
     Breakdown,
     Counted,
     Failure,
     FileHeader,
+    Fingerprint,
     InputSpec,
     LevelRow,
     Measurement,
-    ModelFacts,
+    MemOptSummary,
     ModuleTrace,
     Plan,
     Verification,
+    from_data,
 )
 from memopt_cli.records.header import SCHEMA_VERSION
 
@@ -36,6 +42,19 @@ def a_header(**changes: Any) -> FileHeader:
         device="cpu",
     )
     return replace(plain, **changes)
+
+
+def plan_file(folder: Path, plan: Plan) -> str:
+    """A file in ``folder`` that holds ``plan``."""
+    path = folder / "p.plan.yaml"
+    path.write_bytes(plan_yaml(a_header(), plan, 3))
+    return str(path)
+
+
+def summary_of(done: Any, code: int = 0) -> MemOptSummary:
+    """What ``memopt optimize --json`` has printed, which ended with ``code``."""
+    assert done.code == code, done.err
+    return from_data(MemOptSummary, json.loads(done.out)["summary"])
 
 
 def a_breakdown(**in_bytes: int) -> Breakdown:
@@ -59,6 +78,11 @@ def measured(peak: int, *step_times_s: float, **changes: Any) -> Measurement:
         spent_s=0.0,
     )
     return replace(plain, **changes)
+
+
+def answered(measurement: Measurement) -> Measured:
+    """What a subprocess answers that has measured this, of a step that leaves nothing."""
+    return Measured(measurement=measurement, fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 def counted(peak: int, gradients: int = 0, **changes: Any) -> Counted:
@@ -107,27 +131,5 @@ def a_module(path: str, class_name: str = "Block", **changes: Any) -> ModuleTrac
         input_shape=(),
         output_bytes=0,
         saved_bytes=0,
-    )
-    return replace(plain, **changes)
-
-
-def live_facts(spec: InputSpec, batch: int, **changes: Any) -> ModelFacts:
-    """What is known of a model in memory with a batch norm in it."""
-    plain = ModelFacts(
-        format="live",
-        class_name="Net",
-        sha256=None,
-        weights_sha256=None,
-        notes=(),
-        spec=spec,
-        batch=batch,
-        carried=Plan(),
-        asked_codecs=(),
-        fixed_sizes=False,
-        indices={},
-        batch_norms=True,
-        trainable_bytes=0,
-        held_bytes=0,
-        sync_norms=(),
     )
     return replace(plain, **changes)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import NothingFitsError, StepError, UsageError
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
@@ -30,7 +29,6 @@ from memopt_cli.records import (
     BatchRecommendation,
     BatchRequest,
     DimRange,
-    FileHeader,
     InputSpec,
     ModelSource,
     NoBatchFits,
@@ -47,8 +45,8 @@ from memopt_cli.search.batch_size.accumulation import accumulate
 from memopt_cli.search.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.training.apply import apply_plan
 from tests.rows import quick
-from tests.zoo.models import Parts
-from tests.zoo.records import a_header
+from tests.zoo.models import Parts, Reading, deep_net
+from tests.zoo.records import plan_file
 
 MIB = 1 << 20
 
@@ -56,10 +54,6 @@ MIB = 1 << 20
 def conv_net() -> nn.Sequential:
     block = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Sequential(*block), nn.Flatten(), nn.Linear(8 * 256, 4))
-
-
-def deep_net() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
 class OneGraph(Parts, edges=lambda: nn.Buffer(torch.arange(128).view(2, 64))):
@@ -106,13 +100,18 @@ def peak_of(location: str, spec: str, batch: int, plan: Plan = ORIGINAL, **setti
     return probe.allocated_peak_bytes
 
 
+def assert_largest(batch: int, location: str, spec: str, memory: int, **settings: Any) -> None:
+    """This batch fits, and one that is a twentieth larger does not."""
+    assert peak_of(location, spec, batch, **settings) <= memory
+    assert peak_of(location, spec, batch + max(1, math.ceil(0.05 * batch)), **settings) > memory
+
+
 def test_with_subprocesses_the_answer_fits_and_a_twentieth_more_does_not(tmp_path: Path) -> None:
     location = saved(tmp_path / "net.pt", conv_net())
     advice = only(recommended(location, "4x1x16x16", memory=5 * MIB))
-    batch = advice.recommended_batch
-    assert peak_of(location, "4x1x16x16", batch) <= 5 * MIB == advice.budget_bytes
-    assert peak_of(location, "4x1x16x16", batch + max(1, math.ceil(0.05 * batch))) > 5 * MIB
-    assert advice.estimated_batch == batch
+    assert advice.budget_bytes == 5 * MIB
+    assert_largest(advice.recommended_batch, location, "4x1x16x16", 5 * MIB)
+    assert advice.estimated_batch == advice.recommended_batch
     assert advice.limited_by == "`--memory 5MiB`"
 
 
@@ -131,17 +130,13 @@ class TestInProcess:
         quick(itertools.product([MIB, 3 * MIB], ["none", "adamw"]), [(MIB, "none"), (3 * MIB, "adamw")]),
     )
     def test_other_limits(self, memory: int, optimizer: str, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         batch = recommended(location, "16x64", memory=memory, settings=StepSettings(optimizer=optimizer)).batch
-        assert peak_of(location, "16x64", batch, optimizer=optimizer) <= memory
-        more = batch + max(1, math.ceil(0.05 * batch))
-        assert peak_of(location, "16x64", more, optimizer=optimizer) > memory
+        assert_largest(batch, location, "16x64", memory, optimizer=optimizer)
 
     @pytest.mark.slow
     def test_kernels_that_dry_runs_do_not_see(self, lstm: str) -> None:
-        batch = recommended(lstm, "4x9x16", memory=2 * MIB).batch
-        assert peak_of(lstm, "4x9x16", batch) <= 2 * MIB
-        assert peak_of(lstm, "4x9x16", batch + max(1, math.ceil(0.05 * batch))) > 2 * MIB
+        assert_largest(recommended(lstm, "4x9x16", memory=2 * MIB).batch, lstm, "4x9x16", 2 * MIB)
 
     def test_a_plan_in_the_file_stands_beside_the_original(self, tmp_path: Path) -> None:
         net, plan = conv_net(), Plan(segments=(SegmentPlan(path="0"),))
@@ -150,18 +145,17 @@ class TestInProcess:
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
         assert [row.planned for row in found.rows] == [False, True]
         assert "The file carries a plan: the rows are without it and with it." in found.notes
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
-        named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
+        path = plan_file(tmp_path, plan)
+        named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=path)
         assert [row.planned for row in named.rows] == [False, True]
         assert "The file carries a plan already; it was taken off first." in named.notes
-        assert named.plan == str(tmp_path / "p.plan.yaml")
+        assert named.plan == path
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())
         found = recommended(location, "4x64", memory=MIB)
         assert any("cannot run on tensors without data" in note for note in found.notes)
-        assert peak_of(location, "4x64", found.batch) <= MIB
-        assert peak_of(location, "4x64", found.batch + math.ceil(0.05 * found.batch)) > MIB
+        assert_largest(found.batch, location, "4x64", MIB)
 
     def test_a_model_that_wants_data_at_more_sizes_than_runs(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())
@@ -171,7 +165,7 @@ class TestInProcess:
 
     @pytest.mark.slow
     def test_the_fastest_was_run_and_fits(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         found = recommended(location, "16x64", memory=3 * MIB, objective="throughput")
         advice = only(found)
         rates = {probe.batch: probe.batch / probe.step_s for probe in advice.probes}
@@ -180,16 +174,15 @@ class TestInProcess:
 
     @pytest.mark.slow
     def test_multiples(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         largest = recommended(location, "16x64", memory=MIB).batch
         assert recommended(location, "16x64", memory=MIB, multiple_of=8).batch == largest // 8 * 8
 
     @pytest.mark.slow
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
-        found = recommended(location, "16x64", memory=2 * MIB, plan_path=str(tmp_path / "p.plan.yaml"))
+        found = recommended(location, "16x64", memory=2 * MIB, plan_path=plan_file(tmp_path, plan))
         before, after = (row.outcome for row in found.rows)
         assert [row.planned for row in found.rows] == [False, True]
         assert found.batch == after.recommended_batch > 1.2 * before.recommended_batch
@@ -247,7 +240,7 @@ class TestInProcess:
     @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])
     def test_micro_batches_fit_beside_the_gradients_of_earlier_ones(self, optimizer: str, tmp_path: Path) -> None:
-        location, settings = saved(tmp_path / "net.pt", deep_net()), StepSettings(optimizer=optimizer)
+        location, settings = saved(tmp_path / "net.pt", deep_net(4)), StepSettings(optimizer=optimizer)
         alone = recommended(location, "16x64", memory=MIB, settings=settings)
         found = recommended(location, "16x64", memory=MIB, settings=settings, global_batch=5000)
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
@@ -268,7 +261,7 @@ class TestInProcess:
 
     @pytest.mark.slow
     def test_without_batch_norm_or_accumulation_there_is_no_such_note(self, tmp_path: Path) -> None:
-        plain = saved(tmp_path / "plain.pt", deep_net())
+        plain = saved(tmp_path / "plain.pt", deep_net(4))
         normed = saved(tmp_path / "normed.pt", conv_net())
         for found in (
             recommended(plain, "16x64", memory=MIB, global_batch=5000),
@@ -277,28 +270,20 @@ class TestInProcess:
             assert not any("normalization" in note for note in found.notes)
 
     @pytest.mark.slow
-    def test_ways_to_batch_sequences(self, lstm: str, tmp_path: Path) -> None:
-        lengths = [1 + 7 * i % 40 for i in range(200)]
-        (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
-        path = str(tmp_path / "lengths.txt")
-        found = recommended(lstm, "BxSx16", dims={"B": 4, "S": 20}, memory=MIB, lengths_path=path)
-        ways = {way.name: way for way in found.lengths}
-        assert list(ways) == ["padding", "buckets", "sequence_packing", "token_budget"]
-        assert ways["sequence_packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
-        assert ways["padding"].batches == math.ceil(200 / found.batch)
-        longest = peak_of(lstm, "4x40x16", found.batch)
-        assert ways["padding"].peak_bytes == pytest.approx(longest, rel=0.05)
-        assert all(way.epoch_s >= 0 for way in found.lengths)
-
-    @pytest.mark.slow
     def test_every_way_to_batch_sequences_fits(self, lstm: str, tmp_path: Path) -> None:
         lengths = [1 + 7 * i % 40 for i in range(200)]
         (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
         path = str(tmp_path / "lengths.txt")
         found = recommended(lstm, "BxSx16", dims={"B": 4, "S": 8}, memory=MIB, lengths_path=path)
         ways = {way.name: way for way in found.lengths}
+        assert list(ways) == ["padding", "buckets", "sequence_packing", "token_budget"]
+        assert ways["sequence_packing"].waste == 0 < ways["buckets"].waste < ways["padding"].waste
+        assert ways["padding"].batches == math.ceil(200 / found.batch)
+        assert all(way.epoch_s >= 0 for way in found.lengths)
         assert found.rows[found.chosen].dims == {"S": 40}
-        assert peak_of(lstm, "4x40x16", found.batch) <= MIB
+        longest = peak_of(lstm, "4x40x16", found.batch)
+        assert longest <= MIB
+        assert ways["padding"].peak_bytes == pytest.approx(longest, rel=0.05)
         assert {way.batch for way in found.lengths} == {found.batch, None}
         assert all(way.peak_bytes <= MIB for way in found.lengths)
         budget = ways["token_budget"].max_tokens
@@ -324,10 +309,9 @@ class TestInProcess:
             return replace(run, step_s=step_s) if isinstance(run, BatchProbe) else run
 
         answered(ProbeJob, timed)
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(4)))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
-        path = str(tmp_path / "p.plan.yaml")
+        path = plan_file(tmp_path, plan)
         found = recommended(location, "16x64", memory=2 * MIB, plan_path=path, objective=objective)
         assert found.rows[found.chosen].planned is (objective == "max")
         outcome = found.rows[found.chosen].outcome
@@ -350,11 +334,6 @@ class TestInProcess:
                 StepError, match=rf"'1\.edges' of the model seems to point at rows .* with 127 of the {rows}"
             ):
                 recommended(location, f"{rows}x16", memory=MIB)
-
-    def test_copies_of_a_model_of_one_graph(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "graph.pt", nn.Sequential(nn.Linear(16, 16), OneGraph()))
-        with pytest.raises(StepError, match=r"'1\.edges' of the model seems to point at rows of the inputs"):
-            recommended(location, "256x16", memory=MIB, replicas=DimRange(symbol="replicas", low=1, high=2))
 
     def test_integers_that_are_no_rows_do_not_hold_it_back(self, tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(16, 16))
@@ -386,7 +365,7 @@ class TestInProcess:
         assert advice.limited_by == "memopt's own time limit of a step (0.001 s)"
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net())
+        location = saved(tmp_path / "net.pt", deep_net(4))
         with pytest.raises(NothingFitsError, match=r"batch 8 fits into 64\.0 KiB \(`--memory 64KiB`\): it took"):
             recommended(location, "16x64", memory=1 << 16, multiple_of=8)
 
@@ -408,32 +387,12 @@ def test_a_run_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
             return OutOfMemory(detail="killed")
 
     monkeypatch.setattr(prepare_module, "Session", Dying)
-    found = recommended(saved(tmp_path / "net.pt", deep_net()), "64x64", memory=3 * MIB)
+    found = recommended(saved(tmp_path / "net.pt", deep_net(4)), "64x64", memory=3 * MIB)
     advice = only(found)
     assert 64 <= advice.recommended_batch <= 100
     assert advice.limited_by.endswith("out of memory (killed)")
     assert any("restarted" in note for note in found.notes)
     assert issubclass(Dying, Session)
-
-
-class Reading(Parts, inner=lambda: nn.Linear(64, 64)):
-    """Looks at what its input holds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)
-        return output * 2 if output.sum().item() > 0 else output * 3
-
-
-def test_passes_that_are_asked_for_and_passes_that_are_looked_for_contradict_each_other() -> None:
-    with pytest.raises(
-        UsageError, match="`--global-batch 512` asks how many micro-batches make it up, but `--accumulate 4`"
-    ):
-        recommended("net.pt", "4x1", global_batch=512, settings=StepSettings(micro_batches=4))
-
-
-def header() -> FileHeader:
-    spec = InputSpec(tensors=(parse_tensor("1x3"),), source="here")
-    return a_header(spec=spec)
 
 
 @pytest.mark.parametrize(

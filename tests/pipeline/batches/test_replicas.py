@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, NothingFitsError, StepError, UsageError
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
 from memopt_cli.measure.local import LocalSession
@@ -36,6 +35,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.documents import read_mapping
+from tests.zoo.records import plan_file
 
 MIB = 1 << 20
 
@@ -161,9 +161,7 @@ class TestInProcess:
     def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
-        header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
-        path = str(tmp_path / "p.plan.yaml")
+        path = plan_file(tmp_path, plan)
         found = recommended(request(location, 4, spec("512x32"), memory=16 * MIB, plan_path=path))
         before, after = (row.replicas for row in found.rows)
         peaks = zip(after.probes, before.probes, strict=False)
@@ -177,8 +175,6 @@ class TestInProcess:
     ) -> None:
         location = saved(tmp_path / "net.pt", net())
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(3)))
-        header = recommended(request(location, 1, memory=MIB)).header
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header, plan, 3))
         before, after = (peak_of(location, 512, 1, p) for p in (ORIGINAL, plan))
         whole = BatchProbes.probe
 
@@ -187,10 +183,8 @@ class TestInProcess:
             return OutOfMemory(detail="all of it") if fails else whole(self, batch)
 
         monkeypatch.setattr(BatchProbes, "probe", probe)
-        asked = request(
-            location, 4, spec("512x32"), memory=(before + after) // 2, plan_path=str(tmp_path / "p.plan.yaml")
-        )
-        found = recommended(asked)
+        path = plan_file(tmp_path, plan)
+        found = recommended(request(location, 4, spec("512x32"), memory=(before + after) // 2, plan_path=path))
         without, planned = found.rows
         assert without.replicas is not None
         assert planned.replicas is not None
@@ -209,14 +203,6 @@ class TestInProcess:
         sparse = saved(tmp_path / "sparse.pt", nn.EmbeddingBag(9, 4, sparse=True))
         with pytest.raises(UsageError, match=r"module '\(root\)' \(EmbeddingBag\) cannot be batched: sparse gradients"):
             recommended(request(sparse, 4))
-
-    @pytest.mark.parametrize("other", [{"dim_range": DimRange(symbol="S", low=1, high=2)}, {"lengths_path": "l.txt"}])
-    def test_one_thing_is_varied_at_a_time(self, other: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-        monkeypatch.chdir(tmp_path)
-        Path("l.txt").write_text("3\n")
-        location = saved(tmp_path / "net.pt", net())
-        with pytest.raises(UsageError, match="given together"):
-            recommended(request(location, 4, spec("BxSx32", B=2, S=4), **other))
 
     def test_outputs_that_cannot_be_stacked_are_refused(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(32, 4), Selecting()))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MeasurementError, UsageError
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.online import LIF, OverTime
 from memopt_cli.pipeline.comparisons import strategies
@@ -32,7 +31,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.strategies import peak_table, verdicts
 from sample_models.lif_rnn import LIFRNN
-from tests.pipeline.batches.test_recommendation import header
+from tests.zoo.records import plan_file
 
 KIB = 1 << 10
 
@@ -109,9 +108,8 @@ class TestInProcess:
         wide = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 64))
         net = OverTime(nn.Sequential(wide, LIF(64), nn.Linear(64, 4)))
         plan = Plan(segments=(SegmentPlan(path="model.0"),))
-        (tmp_path / "p.plan.yaml").write_bytes(plan_yaml(header(), plan, 3))
         steps = DimRange(symbol="T", low=16, high=32)
-        found = compared(tmp_path, net, "bptt", "plan", steps=steps, plan_path=str(tmp_path / "p.plan.yaml"))
+        found = compared(tmp_path, net, "bptt", "plan", steps=steps, plan_path=plan_file(tmp_path, plan))
         bptt, planned = found.curves
         assert planned.exact
         assert "bit for bit" in planned.remark

@@ -30,10 +30,10 @@ from memopt_cli.records import (
     SegmentPlan,
     StepProfile,
     StepSettings,
-    Trust,
     to_data,
 )
 from memopt_cli.records.progress import Progress
+from tests.zoo.records import plan_file
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -53,9 +53,9 @@ def model_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def profiled(location: str, spec: str = "128x256", *, trust: Trust = Trust(), **request: Any) -> StepProfile:
+def profiled(location: str, spec: str = "128x256", **request: Any) -> StepProfile:
     made = ProfileRequest(
-        source=ModelSource(location=location, trust=trust),
+        source=ModelSource(location=location),
         spec=InputSpec(tensors=(parse_tensor(spec),), source="here"),
         **request,
     )
@@ -131,11 +131,8 @@ def test_what_packing_and_segments_keep_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     segments = tuple(SegmentPlan(path=str(i)) for i in range(3))
-    plan = {"schema_version": 1, **header(), **to_data(Plan(segments=segments))}
-    (tmp_path / "p.plan.yaml").write_text(json.dumps(plan))
-    plain, planned = (
-        profiled(model_file, "2048x256", plan_path=path) for path in (None, str(tmp_path / "p.plan.yaml"))
-    )
+    paths = None, plan_file(tmp_path, Plan(segments=segments))
+    plain, planned = (profiled(model_file, "2048x256", plan_path=path) for path in paths)
     assert planned.plan.segments == segments
     assert plain.plan.segments == ()
     assert planned.fake
@@ -148,20 +145,12 @@ def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
     assert kept == {("aten::addmm", "3"), *((SEGMENT, str(i)) for i in range(3))}
     made = sum(s.nbytes for s in planned.saved if s.made_by)
     assert made == planned.modules[0].saved_bytes - 2048 * 4 * 4  # less the output
-    compiled, both = (
-        profiled(model_file, "2048x256", plan_path=path, backend="aot_eager").compiled
-        for path in (None, str(tmp_path / "p.plan.yaml"))
-    )
+    compiled, both = (profiled(model_file, "2048x256", plan_path=path, backend="aot_eager").compiled for path in paths)
     assert both is not None
     assert compiled.step_s > 0
     assert compiled.broken == ""
     assert compiled.allocated_peak_bytes == pytest.approx(plain.measurement.allocated_peak_bytes, rel=0.15)
     assert both.allocated_peak_bytes < 0.9 * compiled.allocated_peak_bytes
-
-
-def header() -> dict[str, Any]:
-    spec = to_data(InputSpec(tensors=(parse_tensor("1x3"),), source="here"))
-    return {"memopt": "0", "torch": "2", "model": "net.pt", "sha256": None, "spec": spec, "seed": 0, "device": "cpu"}
 
 
 @pytest.mark.slow
@@ -277,36 +266,19 @@ def test_parameters_of_a_callable_need_no_memory_either(tmp_path: Path, monkeypa
     assert found.saved[0].module == "0"
 
 
-class Reading(nn.Module):
-    """Looks at what its input holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(256, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)
-        return output * 2 if output.sum().item() > 0 else output
+READING = "tests.zoo.models:Reading"
 
 
-@pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, Trust]:
-    code = Path(__file__).read_text().split("class Reading")[1].split("@pytest")[0]
-    (tmp_path / "reading.py").write_text(f"from torch import Tensor, nn\nclass Reading{code}")
-    monkeypatch.chdir(tmp_path)
-    return "reading:Reading", Trust()
-
-
-def test_a_model_that_wants_data_is_run_for_its_record(reading: tuple[str, Trust]) -> None:
-    found = profiled(reading[0])
+def test_a_model_that_wants_data_is_run_for_its_record() -> None:
+    found = profiled(READING, "128x64")
     assert not found.fake
     assert found.tensor_peak_bytes == found.measurement.tensor_peak_bytes
     assert any("cannot run on tensors without data" in note and "on real ones" in note for note in found.notes)
 
 
-def test_a_model_that_wants_data_cannot_be_estimated(reading: tuple[str, Trust]) -> None:
+def test_a_model_that_wants_data_cannot_be_estimated() -> None:
     with pytest.raises(StepError, match="cannot run on tensors without data") as caught:
-        profiled(reading[0], fake=True)
+        profiled(READING, "128x64", fake=True)
     assert "without `--fake`" in caught.value.hint
 
 

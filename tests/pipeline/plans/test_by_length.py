@@ -23,19 +23,13 @@ from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.trace import count
 from memopt_cli.training.apply import plan_of
-from tests.zoo.records import a_row, measured
+from tests.zoo.models import deep_net
+from tests.zoo.records import a_row, measured, summary_of
 
 Memopt = Callable[..., Any]
 LOW, HIGH = 16, 512
 LENGTHS = (*[16] * 30, *[40] * 40, *[90] * 30, *[200] * 20, *[330] * 6, *[500] * 2)
 """Skewed: most are short."""
-
-
-def deep_net(blocks: int = 3) -> nn.Sequential:
-    def block() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
-
-    return nn.Sequential(*(block() for _ in range(blocks)))
 
 
 @pytest.fixture
@@ -54,11 +48,6 @@ def optimize(memopt: Memopt, in_process: None) -> Memopt:
 RANGE = ("--dim", f"S={LOW}:{HIGH}")
 BY_SEGMENTS = ("--budget", "80%", "--level", "1")
 """What segments reach by themselves: the search ends soon."""
-
-
-def summary_of(done: Any) -> MemOptSummary:
-    assert done.code == 0, done.err
-    return from_data(MemOptSummary, json.loads(done.out)["summary"])
 
 
 @pytest.mark.slow
@@ -179,13 +168,9 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--dim", "S=64", "--lengths", "lengths.txt", "--budget", "60%"), "--lengths says how long inputs are"),
-        ((*RANGE, "--lengths", "lengths.txt"), "a range of S needs a budget that the plans meet"),
         (("--dim", "S=512:16", "--budget", "60%"), "the range S=512:16 is empty"),
         (("--dim", "S=16:x", "--budget", "60%"), "'S=16:x' is not NAME=LOW:HIGH"),
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
-        ((*RANGE, "--budget", "60%", "--frontier"), "--frontier does not go with a range of --dim"),
-        ((*RANGE, "--pick", "1"), "--pick does not go with a range of --dim"),
         (
             ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
             "has the length 90, outside of the range S=16:64",

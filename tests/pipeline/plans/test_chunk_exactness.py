@@ -5,7 +5,6 @@ Profiling is in this process.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import MemOptSummary, SegmentPlan, from_data
+from memopt_cli.records import MemOptSummary, SegmentPlan
 from tests.zoo.models import GIVEN, Parts
+from tests.zoo.records import summary_of
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 FLAGS = ("--level", "3", "--allow-package", "tests", "--no-recommend-batch")
@@ -46,11 +46,6 @@ LEAST = ("--max-slowdown", "none", "--max-split-rounds", "1")
 def net(norm: type[nn.Module]) -> nn.Module:
     """A block holds nearly all of its activations."""
     return nn.Sequential(Block(norm(1)), nn.Flatten())
-
-
-def summary_of(done: Any) -> MemOptSummary:
-    assert done.code == 0, done.err
-    return from_data(MemOptSummary, json.loads(done.out)["summary"])
 
 
 def in_chunks(summary: MemOptSummary) -> list[SegmentPlan]:

@@ -196,19 +196,14 @@ def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just
     assert asked == [600, 640, 900]
 
 
-def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well() -> None:
+@pytest.mark.parametrize("measure_all", [False, True])
+def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(measure_all: bool) -> None:
     plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
-    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
+    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1), measure_all=measure_all)
     rows = found.rows()
     assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
-    assert [row.outcome is not None for row in rows] == [False, False, True]
-    assert asked == [590, 900]
-
-
-def test_nor_where_every_level_is_measured() -> None:
-    plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
-    found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1), measure_all=True)
-    assert [row.outcome for row in found.rows()] == 3 * [measured(900, 1.1)]
+    below = measured(900, 1.1) if measure_all else None
+    assert [row.outcome for row in rows] == [below, below, measured(900, 1.1)]
     assert asked == [590, 900]
 
 
@@ -217,6 +212,7 @@ def test_nor_where_every_level_is_measured() -> None:
     [
         {1: {900: 1.001}, 2: {600: 1.3, 850: 1.045, 880: 1.007}},  # of which three are measured
         {1: {990: 1.1}, 2: {985: 1.2}},
+        {1: {900: 0.9}, 2: {600: 1.2}},  # however fast it was to be
     ],
 )
 def test_where_the_highest_level_leaves_the_model_as_it_is_so_do_those_below(
@@ -338,8 +334,3 @@ def test_a_plan_that_does_not_run_is_dropped_with_its_failure() -> None:
     assert (found.applied, row.outcome) == (None, gone)
     (dropped,) = found.search.found.dropped
     assert (dropped.why, dropped.found) == (NotRun(failure=gone), "800 B of 1000 B")
-
-
-def test_no_level_has_a_plan_where_the_highest_has_none_however_fast_it_was_to_be() -> None:
-    found, _ = climb({1: {900: 0.9}, 2: {600: 1.2}}, lambda peak: measured(peak, 3.0))
-    assert [row.plan for row in found.rows()] == [Plan(), Plan()]

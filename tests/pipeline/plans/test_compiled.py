@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.errors import NothingFitsError, OptionError
+from memopt_cli.errors import NothingFitsError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.measure.jobs import Measured
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.plans import compiled
 from memopt_cli.pipeline.plans.compiled import CompiledSearch, FastestCompiled, SmallestCompiled
@@ -24,8 +23,6 @@ from memopt_cli.records import (
     Budget,
     CompiledRow,
     CompilePlan,
-    DimRange,
-    Fingerprint,
     InputSpec,
     LevelRow,
     Measurement,
@@ -44,42 +41,14 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.search.plan.questions import Priced
-from tests.pipeline import measurements
-from tests.pipeline.measurements import measurements_by, started
-from tests.zoo.records import measured
+from tests.pipeline.measurements import FakePlanner, measurements_by, started
+from tests.zoo.records import answered, measured
 
 BACKEND = "aot_eager_decomp_partition"
 """Divides graphs as inductor does, and needs no C++ compiler."""
 
 
 # ---------------------------------------------------------------------------------------------- what is tried
-
-
-class FakePlanner:
-    """Knows plans of 1000, 900 … 300 bytes."""
-
-    dry_runs = ()
-    plans = tuple(
-        measurements.priced(
-            peak,
-            Plan(segments=tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))),
-            1.0 + (1000 - peak) / 1000,
-        )
-        for peak in range(1000, 200, -100)
-    )
-
-    def within(self, level: int, budget: int) -> Priced | None:
-        assert level == 2, "chunks and packing run outside of compiled code"
-        return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
-
-    def least(self, level: int) -> Priced:
-        return self.plans[-1]
-
-    def best(self, level: int, most_slowdown: float) -> Priced:
-        """Each segment is predicted to take a tenth of the step."""
-        assert level == 2, "chunks and packing run outside of compiled code"
-        return next(p for p in reversed(self.plans) if p.slowdown <= most_slowdown + 1e-9)
 
 
 Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
@@ -116,9 +85,7 @@ def answer(
     def ask(job: Any) -> Any:
         if again is None:
             return StepFailed(message="it is not timed again")
-        return Measured(
-            measurement=measured(1, again(job.plan)), fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True)
-        )
+        return answered(measured(1, again(job.plan)))
 
     search.measurements.prepared.ask = ask
     search.measurements.retimed = lambda plan, **changes: None
@@ -126,6 +93,8 @@ def answer(
         patch.setattr(CompiledSearch, "_tried", try_)
         patch.setattr(CompiledSearch, "_with_cache", lambda self: None)
         found = search.answer(eager)
+    planner: Any = search.search.planner
+    assert planner.levels <= {2}, "chunks and packing run outside of compiled code"
     return "nothing" if found is None else in_short(found.plan)
 
 
@@ -416,21 +385,3 @@ def test_where_nothing_fits_every_reason_is_given(tmp_path: Path) -> None:
     with pytest.raises(NothingFitsError) as said:
         optimized(requested(tmp_path, 0.01))
     assert said.value.hint.count("are above the budget of") > 1
-
-
-# ---------------------------------------------------------------------------------------------- what is asked for
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"goal": SearchGoal(budget=Budget(share=0.5), frontier=True)}, "shows no frontier"),
-        ({"goal": SearchGoal(), "search": resolve({"level": 0})}, "level 0 does not search"),
-        ({"confirm_batch": True}, "without a compiler"),
-        ({"dim_range": DimRange(symbol="S", low=1, high=8)}, "compiled again at every size"),
-    ],
-)
-def test_what_a_compiler_excludes(changes: dict[str, Any], text: str) -> None:
-    given = {"source": ModelSource(location="net.pt"), "spec": None, "search": resolve({}), "backend": BACKEND}
-    with pytest.raises(OptionError, match=text):
-        OptimizeRequest(**{**given, "goal": SearchGoal(budget=Budget(share=0.5)), **changes})

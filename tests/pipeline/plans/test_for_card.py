@@ -126,7 +126,7 @@ def test_a_budget_is_one_of_the_estimate(memopt: Memopt) -> None:
     assert "no plan found takes 1.0 MiB or less, as estimated" in refused.err
 
 
-@pytest.mark.parametrize("flags", [["--frontier"], ["--pick", "1"], ["--measure-levels"], ["--device", "cuda:0"]])
+@pytest.mark.parametrize("flags", [["--pick", "1"], ["--device", "cuda:0"]])
 def test_what_would_be_measured_is_refused(flags: list[str], memopt: Memopt) -> None:
     done = memopt("optimize", "net.pt", *STEP, *flags)
     assert done.code == 2
@@ -176,18 +176,12 @@ def test_the_largest_batch_on_a_card_under_a_plan(memopt: Memopt, net: nn.Module
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--search"],
         ["--objective", "throughput"],
-        ["--replicas", "1:4"],
-        ["--lengths", "lengths.txt"],
-        ["--strategy", "bptt"],
-        ["--longest-step", "3"],
         ["--memory", "21MiB"],
         ["--device", "cuda:0"],
     ],
 )
 def test_a_batch_that_would_be_run_is_refused(flags: list[str], memopt: Memopt) -> None:
-    Path("lengths.txt").write_text("3")
     done = memopt("recommend-batch", "net.pt", *BATCH, *flags)
     assert done.code == 2
     assert "slow" in done.err

@@ -26,52 +26,13 @@ from memopt_cli.records import (
     Plan,
     Reason,
     SearchOptions,
-    SegmentPlan,
     StepFailed,
     TimedOut,
 )
 from memopt_cli.search.plan.questions import Priced
-from tests.pipeline import measurements
-from tests.pipeline.measurements import measurements_by, started
+from tests.pipeline.measurements import FakePlanner, measurements_by, started
+from tests.pipeline.measurements import of_peak as priced
 from tests.zoo.records import counted, measured
-
-
-def priced(peak: int) -> Priced:
-    """A plan that a dry run gives this peak; the smaller, the slower."""
-    segments = tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))
-    return measurements.priced(peak, Plan(segments=segments), 2 - peak / 1000)
-
-
-class FakeDryRuns:
-    """Plans of 1000, 900 … 300 bytes were counted."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        return next(p for p in reversed(FakePlanner.plans) if level or p.plan.is_empty)
-
-    def up_to(self, level: int) -> list[Priced]:
-        return list(FakePlanner.plans)
-
-    def known(self, plan: Plan) -> Priced | None:
-        return next((p for p in FakePlanner.plans if p.plan == plan), None)
-
-
-class FakePlanner:
-    """Knows plans of 1000, 900 … 300 bytes."""
-
-    dry_runs = FakeDryRuns()
-    plans = tuple(priced(peak) for peak in range(1000, 200, -100))
-
-    def within(self, level: int, budget: int) -> Priced | None:
-        return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
-
-    def least(self, level: int, most_slowdown: float) -> Priced:
-        return self.plans[-1]
-
-    def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
-        return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
 
 
 def goal(outcome: Callable[[int], Measurement | Failure]) -> tuple[GoalSearch, list[int]]:
@@ -121,11 +82,7 @@ HELD = 150
 def in_backward(search: GoalSearch, fault: Reason | None = None) -> GoalSearch:
     """The same, whose plans hold gradients at their peaks, and the optimizer may run in backward."""
     planner: Any = search.search.planner
-    planner.plans = tuple(holding(found) for found in FakePlanner.plans)
-    planner.dry_runs = FakeDryRuns()
-    planner.dry_runs.up_to = lambda level: list(planner.plans)
-    planner.dry_runs.known = lambda plan: next(p for p in planner.plans if p.plan == plan)
-    planner.dry_runs.smallest = lambda level, most=math.inf: planner.plans[-1 if level else 0]
+    planner.plans = tuple(map(holding, planner.plans))
     peaks = {found.plan: found.peak_bytes for found in planner.plans}
 
     def count(plan: Plan) -> Counted:
@@ -299,7 +256,7 @@ def test_a_step_far_longer_than_predicted_makes_it_try_others(slow: tuple[int, .
     search, asked = goal(outcome)
     row = search.within(750)
     assert row.outcome == outcome(kept)
-    assert row.plan == FakePlanner.plans[(1000 - kept) // 100].plan
+    assert row.plan == priced(kept).plan
     assert asked[0] == 700
     assert len(asked) == min(len(slow) + 1, 5)
 

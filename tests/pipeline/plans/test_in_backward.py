@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
+from memopt_cli.pipeline.plans.in_backward import InBackwardPlans, may_run_in_backward
 from memopt_cli.records import (
     Counted,
     Dropped,
@@ -19,6 +19,7 @@ from memopt_cli.records import (
     SavesTooLittle,
     SegmentPlan,
     StepFailed,
+    StepSettings,
     TooSlow,
 )
 from memopt_cli.search.plan.questions import Priced
@@ -74,6 +75,13 @@ def test_what_is_confirmed_counts(first_s: float, confirmed_s: float, original_s
     assert isinstance(found, LevelRow)
     assert found.plan.in_backward
     assert found.outcome == measured(80, confirmed_s)
+
+
+def test_a_step_that_needs_all_gradients_together_forbids_it() -> None:
+    allowed = StepSettings(optimizer="adamw")
+    assert may_run_in_backward(allowed)
+    for changes in ({"optimizer": ""}, {"micro_batches": 2}, {"clip_norm": 1.0}, {"precision": "fp16"}):
+        assert not may_run_in_backward(replace(allowed, **changes))
 
 
 def test_what_computes_something_else_is_refused() -> None:

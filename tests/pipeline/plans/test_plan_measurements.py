@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure.jobs import ORIGINAL, Job, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import ORIGINAL, Job, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.records import Crashed, Failure, Fingerprint, LevelRow, Plan, SegmentPlan, slowdown_in
+from memopt_cli.records import Crashed, Failure, LevelRow, Plan, SegmentPlan, slowdown_in
 from memopt_cli.records.progress import Progress
-from tests.zoo.records import a_row, measured
+from tests.zoo.records import a_row, answered, measured
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 GONE = Crashed(reason="exit code 7", output_tail="")
@@ -37,7 +37,7 @@ class FakePrepared:
             return self.in_turns
         assert isinstance(job, MeasureJob)
         step_s = 1.0 if job.plan == ORIGINAL else self.planned_s
-        return Measured(measurement=measured(8, step_s), fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
+        return answered(measured(8, step_s))
 
 
 def measurements_of(prepared: FakePrepared) -> PlanMeasurements:

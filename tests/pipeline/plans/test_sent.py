@@ -13,18 +13,13 @@ import memopt_cli
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.pipeline.plans import sent
 from memopt_cli.records import Plan, SegmentPlan
-
-BLOCKS = 6
+from tests.zoo.models import Parts
 
 
 def wide() -> nn.Module:
     """A model of a class that only this process has, so that it is profiled here."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(BLOCKS))
-
+    class Wide(Parts, layers=lambda: nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = layer(x)

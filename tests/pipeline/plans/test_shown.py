@@ -16,7 +16,8 @@ from torch import nn
 from memopt_cli.errors import WriteError
 from memopt_cli.files.contents import read_frontier
 from memopt_cli.pipeline.plans import goal, optimization, shown
-from memopt_cli.records import Breakdown, MemOptSummary, from_data
+from memopt_cli.records import Breakdown
+from tests.zoo.records import summary_of
 
 Memopt = Callable[..., Any]
 SPEC = ("-i", "Bx64", "--dim", "B=64")
@@ -41,8 +42,7 @@ def test_a_plan_that_was_shown_is_applied_without_a_search(optimize: Memopt, mon
     assert not kept.points[1].plan.is_empty
     monkeypatch.setattr(optimization, "start_search", lambda *_: pytest.fail("it searched"))
     done = optimize("-i", "64x64", "--pick", "2", "--json")  # the same inputs, in other words
-    assert done.code == 0, done.err
-    summary = from_data(MemOptSummary, json.loads(done.out)["summary"])
+    summary = summary_of(done)
     assert summary.plan == kept.points[1].plan
     assert summary.applied_level == summary.requested_level == 1
     assert summary.verification is not None
