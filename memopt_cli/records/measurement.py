@@ -160,16 +160,19 @@ class Measurement:
 
 
 def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the median slowdown in ``pairs`` of seconds, the original's first, and twice its standard error.
+    """Return the median slowdown in ``pairs`` of seconds, the original's first, and its error.
 
-    A single pair has the error 0, as nothing is known of it.
+    In nine of ten times, the slowdown is at most the sum of both.  A single pair has the error 0: nothing is known
+    of it.
     """
     ratios = [planned_s / original_s for original_s, planned_s in pairs]
     median = statistics.median(ratios)
     deviation = statistics.median(abs(ratio - median) for ratio in ratios)
-    return median, 2 * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
+    return median, _NINE_OF_TEN * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
 
 
+_NINE_OF_TEN = 1.28
+"""Standard errors above a mean below which nine of ten values lie, where they are normal."""
 _STANDARD_ERROR = 1.2533 * 1.4826
 """Ratio of the standard error of a median of n values to their median deviation over √n, where they are normal."""
 

@@ -38,6 +38,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
 """Multiplying eight 0/1 bytes, read as one integer, by this gathers them, first byte lowest, in the top byte."""
+_FIRST_LOOK = 2**10
+"""Elements at the beginning of a tensor in which its first value other than zero is looked for."""
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 
@@ -612,14 +614,18 @@ def _piece(flat: Tensor) -> int:
 
 
 def _first_nonzero(flat: Tensor) -> Tensor:
-    """Return the first element of ``flat`` whose bits are not all zero, of shape (1,); zero if there is none."""
-    size = _piece(flat)
-    for start in range(0, 0 if is_fake(flat) else flat.numel(), size):
+    """Return the first element of ``flat`` whose bits are not all zero, of shape (1,); zero if there is none.
+
+    Most tensors have one at their very beginning, so the pieces that are looked at grow.
+    """
+    start, size = 0, _FIRST_LOOK
+    while start < flat.numel() and not is_fake(flat):
         piece = flat[start : start + size]
         nonzero = _bits(piece) != 0
         if nonzero.any():
             first = nonzero.to(torch.uint8).argmax()
             return piece.index_select(0, first.reshape(1))
+        start, size = start + size, min(_piece(flat), 8 * size)
     return flat.new_zeros(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,10 +28,13 @@ _ENOUGH_S, _MOST_STEPS = 1.0, 5
 """Seconds of the steps whose operators are timed, and their number, after which no further one is taken.  The share of
 a third of the operators varies by 10 % from step to step on a busy machine; taking the shortest time of each in four
 steps leaves 4 %."""
-_PACKED_ELEMENTS = 2**22
-"""Elements of the tensor that is packed to learn the speed: 16 MiB, a common size of activations."""
-_PACKINGS = 4
-"""Times that it is packed; the first is slow."""
+_PACKED_ELEMENTS = 2**19
+"""Elements of the tensor that is packed to learn the speed: 2 MiB, a common size of dropout masks."""
+_PACKINGS = 8
+"""Times that it is packed; the first ones are slow."""
+_CACHES_BYTES = 2**26
+"""Bytes that are written before each timed call, more than caches hold: a tensor that lies in them is packed in half
+the time that it takes in a step."""
 _SENT_BYTES = 2**24
 """Size of the tensor that is sent to a place and fetched to learn the rates."""
 _LINK_S = 0.2
@@ -131,10 +135,17 @@ def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 @functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """Measure how fast ``device`` packs spikes and unpacks them, in bytes a second; once in a process."""
-    spikes = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float()
-    codec = COMPRESSORS["bit"]
-    return spikes.nbytes / seconds_of(lambda: codec.decompress(codec.compress(spikes)), device, runs=_PACKINGS)
+    """Measure how fast ``device`` packs dropout masks and unpacks them, in bytes a second; once in a process."""
+    mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
+    codec, other = COMPRESSORS["two-valued"], torch.zeros(_CACHES_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(_PACKINGS):
+        other.add_(1)
+        packed, there_s = _timed(functools.partial(codec.compress, mask), device)
+        other.add_(1)
+        _, back_s = _timed(functools.partial(codec.decompress, packed), device)
+        seconds.append(there_s + back_s)
+    return mask.nbytes / statistics.median(seconds)
 
 
 def link_bytes_per_s(place: PlaceName, device: str) -> tuple[float, float]:

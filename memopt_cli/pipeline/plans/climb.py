@@ -22,6 +22,10 @@ from memopt_cli.search.plan.policy import skipped_step
 
 _MISSED = 1.05
 """A measured peak that is this many times the predicted one, or more, puts the other predictions in doubt."""
+_MARGIN = 0.9
+"""Share of the allowed extra time that a plan may be predicted to take.
+
+A plan predicted at the very limit is too slow in every second measurement, and each run then ends with another one."""
 _SHARES = (0.8, 0.5, 0.5)
 """Extra time of the next plan, as a share of the one before, at most, each time a plan of a level is too slow.
 
@@ -120,7 +124,10 @@ class Climb:
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
             started, tried = time.monotonic(), len(planner.dry_runs)
-            found = (planner.best if level == options.level else planner.least)(level, self._limit)
+            search = planner.best if level == options.level else planner.least
+            found = search(level, 1 + _MARGIN * (self._limit - 1))
+            if found.plan.is_empty:
+                found = search(level, self._limit)
             row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
             if row.plan == below:
                 row = replace(row, repeats=level - 1)
