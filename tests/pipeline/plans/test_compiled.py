@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ from memopt_cli.search.plan.questions import Priced
 from tests.pipeline import measurements
 from tests.pipeline.measurements import measurements_by, started
 from tests.zoo.records import measured
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BACKEND = "aot_eager_decomp_partition"
 """Divides graphs as inductor does, and needs no C++ compiler."""
@@ -306,13 +308,6 @@ def requested(folder: Path, share: float, *, p: float = 0.0, backend: str = BACK
         backend=backend,
         force=True,
     )
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def optimized(request: OptimizeRequest) -> MemOptSummary:
