@@ -38,7 +38,7 @@ from memopt_cli.report.optimization import in_words
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, synchronize, take
+from memopt_cli.training.step import Step, synchronize
 from sample_models.gpt import GPT, Block
 from sample_models.resnet import Bottleneck, ResNet
 
@@ -287,7 +287,7 @@ def _step(model: nn.Module, case: Case, device: str) -> Step:
 def _peak(step: Step) -> int:
     for _ in range(2):
         _seconds(step)
-    found = measure_allocated(lambda _: take(step), step.settings.device, resident_bytes(step))
+    found = measure_allocated(lambda _: step.take(), step.settings.device, resident_bytes(step))
     step.model.zero_grad(set_to_none=True)
     return found.peak_bytes
 
@@ -295,7 +295,7 @@ def _peak(step: Step) -> int:
 def _seconds(step: Step) -> float:
     synchronize(step.settings.device)
     started = time.perf_counter()
-    take(step)
+    step.take()
     synchronize(step.settings.device)
     step.model.zero_grad(set_to_none=True)
     return time.perf_counter() - started

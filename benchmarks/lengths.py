@@ -51,8 +51,7 @@ from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes, format_seconds, parse_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, reset_gradients
-from memopt_cli.training.step import take as run_step
+from memopt_cli.training.step import Step
 from sample_models import gpt
 
 LOW, HIGH, UNIT = 32, 256, 16
@@ -125,8 +124,8 @@ def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
 def peak_bytes(model: nn.Module, length: int, batch: int) -> int:
     """The allocated peak of a step that adds to gradients, as memopt measures it."""
     step = Step(model=model, args=inputs_of(length, batch), kwargs={}, settings=StepSettings(device="cpu"))
-    reset_gradients(step)
-    return measure_allocated(functools.partial(run_step, step), "cpu", resident_bytes(step)).peak_bytes
+    step.reset_gradients()
+    return measure_allocated(step.take, "cpu", resident_bytes(step)).peak_bytes
 
 
 def switching_share(plan: Plan, batch: int, rounds: int = 200) -> float:

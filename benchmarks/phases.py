@@ -16,7 +16,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import FakeStep
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step, make_scaler, reset_gradients, take
+from memopt_cli.training.step import Step, make_scaler
 
 ALLOWED = 0.01
 _STEPS: tuple[tuple[str, int, float | None, Precision], ...] = (
@@ -92,17 +91,17 @@ def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) ->
         scaler=make_scaler(settings),
     )
     for _ in range(_MOST_SKIPPED):
-        reset_gradients(step)
-        take(step)
+        step.reset_gradients()
+        step.take()
         if any(optimizer.state for optimizer in step.optimizers()):
             break  # the scaler has found a scale at which gradients are finite
-    reset_gradients(step)
+    step.reset_gradients()
     return step
 
 
 def peaks(step: Step) -> tuple[Mapping[Phase, int], Mapping[Phase, int]]:
     """Of every phase in bytes: measured, predicted."""
-    measured = measure_allocated(partial(take, step), "cpu", resident_bytes(step))
+    measured = measure_allocated(step.take, "cpu", resident_bytes(step))
     predicted = FakeStep(step).count(measured.workspaces).phases
     return measured.phases, {peak.phase: peak.allocated_peak_bytes for peak in predicted}
 

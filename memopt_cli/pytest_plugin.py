@@ -59,7 +59,7 @@ class TrainMemory:
         from memopt_cli.runtime.state import StartingState
         from memopt_cli.trace import count
         from memopt_cli.training.optimizers import optimizer_maker
-        from memopt_cli.training.step import Step, begin, run_checked
+        from memopt_cli.training.step import Step, begin
 
         settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
         step = Step(
@@ -73,7 +73,7 @@ class TrainMemory:
         start = StartingState(model)
         with undisturbed():
             begin(step, start)
-            run_checked(step)  # the optimizer's state exists from here on
+            step.checked()  # the optimizer's state exists from here on
             step.update()
             begin(step, start)
             counted = count(step)

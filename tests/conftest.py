@@ -117,6 +117,16 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Forget what ``torch.compile`` has compiled, before the test and after it."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def user_code() -> str:
     """Folder of modules that stand for the user's own."""

@@ -109,19 +109,11 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
             return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics are those of all processes"
         if isinstance(inner, torch.jit.ScriptModule):
             return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
-    if hooked := hooked_within(module):
-        return f"a hook gets the gradients of its {hooked}, of which the passes over the chunks would give it parts"
+        # Before a norm, one part comes through the normalized values and one through the statistics, which bypasses the
+        # norm's hooks.  Hooks of the module itself get the gradients of the whole.
+        if inner is not module and has_gradient_hooks(inner):
+            return f"a hook gets the gradients of its {name}, of which the passes over the chunks would give it parts"
     return ""
-
-
-def hooked_within(module: nn.Module) -> str:
-    """Return the path of the first module inside ``module`` whose gradients a hook gets; empty if there is none.
-
-    Such a hook would get gradients in parts: before a norm, one through the normalized values and one through the
-    statistics, which bypasses the norm's hooks.  Hooks of ``module`` itself get the gradients of the whole.
-    """
-    within = ((name, inner) for name, inner in module.named_modules() if inner is not module)
-    return next((name for name, inner in within if has_gradient_hooks(inner)), "")
 
 
 class NotGathered(Exception):

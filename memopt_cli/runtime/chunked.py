@@ -21,7 +21,7 @@ from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.frozen import freeze
+from memopt_cli.runtime.frozen import data_of
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
@@ -240,7 +240,8 @@ class _FirstChunk:
         self._moves = Moves(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
         named = _named(len(self._first), call.states, call.kwargs)
-        self._arguments = [_Argument(name, value) for name, value in named]
+        self._whole = [(name, value, data_of(value)) for name, value in named]
+        """Names of the arguments that every chunk is given whole, the arguments, and what they held before."""
         self._start: StartingState | None = None
         self._lent: Sequence[Tensor] = ()
 
@@ -258,7 +259,8 @@ class _FirstChunk:
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
-        reason = reason or next((argument.complaint() for argument in self._arguments if argument.has_moved()), "")
+        moved_on = (_complaint(name, value) for name, value, held in self._whole if held != data_of(value))
+        reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries and chunk_rows.is_due(self._module):
@@ -358,26 +360,12 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
     return ""
 
 
-class _Argument:
-    """An argument that every chunk is given whole, and that no chunk may change for the next."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        self._name, self._value = name, value
-        self._data = self._frozen()
-
-    def _frozen(self) -> bytes:
-        return freeze(self._value, lambda tensor: None).data
-
-    def has_moved(self) -> bool:
-        """Tell whether it holds other objects than it did."""
-        return self._data != self._frozen()
-
-    def complaint(self) -> str:
-        """Return what the first chunk did to it, a sentence without its subject."""
-        kind = type(self._value).__name__
-        is_cache = "cache" in kind.lower()
-        hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
-        return f"writes to {self._name}, a {kind}, which the next chunk would read{hint}"
+def _complaint(name: str, value: Any) -> str:
+    """Return what the first chunk did to the argument ``value``, a sentence without its subject."""
+    kind = type(value).__name__
+    is_cache = "cache" in kind.lower()
+    hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
+    return f"writes to {name}, a {kind}, which the next chunk would read{hint}"
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -68,11 +68,6 @@ class Packed:
         return self.version is not None
 
     @property
-    def device(self) -> torch.device:
-        """The device of its data."""
-        return self.data[0].device
-
-    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(t.numel() * t.element_size() for t in self.data)  # sparse tensors have no ``nbytes``

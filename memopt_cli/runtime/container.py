@@ -24,7 +24,7 @@ from torch import nn
 from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
-from memopt_cli.runtime.deferred import Deferring, may_defer
+from memopt_cli.runtime.deferred import Deferring
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import (
     ConfigsByLength,
@@ -40,7 +40,7 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.places.interface import DEVICE
 from memopt_cli.runtime.places.schedule import Group, parcel_to
-from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, not_compiled
+from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
 from memopt_cli.runtime.runs import Chain
@@ -223,7 +223,9 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         restore = restore_by_length if mixin is ByLengthContainer else restore_segment
         if issubclass(original, LiftedModule):  # its class cannot be found by name
-            return restore, (_twin(self, original), asdict(vars(self)[SEGMENT_KEY]))
+            twin = nn.Module.__new__(original)
+            vars(twin).update({k: v for k, v in vars(self).items() if k not in (SEGMENT_KEY, LEARNED_KEY)})
+            return restore, (twin, asdict(vars(self)[SEGMENT_KEY]))
         reduced = object.__reduce_ex__(self, max(2, protocol))
         assert isinstance(reduced, tuple)
         state = {key: value for key, value in reduced[2].items() if key not in (SEGMENT_KEY, LEARNED_KEY)}
@@ -249,13 +251,6 @@ def _label(mixin: type[Installed], config: Settings) -> str:
         return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
     chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
-
-
-def _twin(module: nn.Module, original: type[nn.Module]) -> nn.Module:
-    """Return ``module`` as it was before it became a segment, with the same attributes."""
-    twin = nn.Module.__new__(original)
-    vars(twin).update({key: value for key, value in vars(module).items() if key not in (SEGMENT_KEY, LEARNED_KEY)})
-    return twin
 
 
 def _without_segment(kind: type) -> type:
@@ -361,7 +356,8 @@ def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _run_through_loss(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if not module.training or not may_defer():
+    is_eager = not torch.compiler.is_compiling() and not is_transforming()
+    if not (module.training and is_eager and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     with Deferring(config_of(module).chunks):
         return forward(*args, **kwargs)

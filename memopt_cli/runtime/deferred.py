@@ -34,7 +34,6 @@ from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.private_torch import (
     graph_is_kept,
     is_fake,
-    is_transforming,
     schema_of,
     tree_map,
     unseen,
@@ -126,12 +125,6 @@ def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tenso
     shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
     return _deferred(head, index.unsqueeze(-1).expand(shape), like.dtype)
-
-
-def may_defer() -> bool:
-    """Tell whether eager PyTorch records gradients now."""
-    eager = not torch.compiler.is_compiling() and not is_transforming()
-    return eager and torch.is_grad_enabled()
 
 
 def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,11 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
     return Frozen(buffer.getvalue(), pickler.shared, pickler.stuck)
 
 
+def data_of(value: Any) -> bytes:
+    """Return the pickle of ``value``, which differs from an earlier one if that was changed in between."""
+    return freeze(value, lambda tensor: None).data
+
+
 def parts_of(value: Any) -> list[Any]:
     """Return the collections, arrays and objects in ``value``, itself included, but for those that threads share."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
-from memopt_cli.runtime.frozen import Frozen, freeze
+from memopt_cli.runtime.frozen import Frozen, data_of, freeze
 from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
 from memopt_cli.runtime.owners import Slots
 
@@ -175,7 +175,7 @@ class HeldSlots:
             self._known.written.add(slot)
             is_changed = True
         if self._is_watched and slot[1] in after:
-            is_changed |= contents.data != freeze(after[slot[1]], lambda tensor: None).data
+            is_changed |= contents.data != data_of(after[slot[1]])
         return is_changed
 
     def let_go(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
@@ -235,7 +235,7 @@ class HeldSlots:
             return value if is_changed else there
         if type(there) is not type(value) or not is_object(slot[1], value):
             return value
-        if slot in self._contents and self._contents[slot].data == freeze(there, lambda tensor: None).data:
+        if slot in self._contents and self._contents[slot].data == data_of(there):
             return there
         return there if put_right(there, value) else value
 
@@ -252,7 +252,8 @@ def put_right(there: Any, value: Any) -> bool:
     """
     if there is value:  # it is not copied
         return True
-    reduced: Any = value.__reduce__() if _has_own_reduce(there) else ()
+    kind: Any = type(there)
+    reduced: Any = value.__reduce__() if kind.__reduce__ is not object.__reduce__ else ()
     if isinstance(there, dict):
         there.clear()
         dict.update(there, value)  # a Counter's own would count
@@ -264,13 +265,4 @@ def put_right(there: Any, value: Any) -> bool:
     elif hasattr(there, "__dict__"):
         vars(there).clear()
         vars(there).update(vars(value))
-    return freeze(there, _nothing).data == freeze(value, _nothing).data
-
-
-def _has_own_reduce(value: Any) -> bool:
-    kind: Any = type(value)
-    return kind.__reduce__ is not object.__reduce__
-
-
-def _nothing(tensor: Tensor) -> None:
-    """Keep nothing of ``tensor``."""
+    return data_of(there) == data_of(value)

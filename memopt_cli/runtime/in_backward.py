@@ -18,7 +18,7 @@ import copy
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.optimizer_state import StateOnDemand
 from memopt_cli.runtime.private_torch import step_without_hooks
 from memopt_cli.runtime.waiting import remake_with
 
@@ -121,7 +120,8 @@ class InBackward:
         """Raise :class:`RuntimeError` if the gradient of ``parameter`` is not the whole gradient of the step."""
         if not self._updated:
             self._held = len(optimizer.state)
-            if (processes := _processes()) > 1:
+            has_group = distributed.is_available() and distributed.is_initialized()
+            if has_group and (processes := distributed.get_world_size()) > 1:
                 raise RuntimeError(
                     f"the optimizer cannot run in backward in {processes} processes: it would use gradients before "
                     f"those of the other processes are added; {_WITHOUT}"
@@ -175,11 +175,6 @@ def _order_state(optimizer: Optimizer, held: int) -> None:
 
 
 _WITHOUT = "take in_backward out of the plan"
-
-
-def _processes() -> int:
-    """Return how many processes train together."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 @contextlib.contextmanager
@@ -250,6 +245,21 @@ def check_steps_alone(optimizer: Optimizer) -> None:
         raise
     except Exception as error:  # of a class of anybody's
         raise ValueError(f"cannot take a step of one parameter: {error}") from error
+
+
+class StateOnDemand(defaultdict[Any, Any]):
+    """State of each parameter that ``make`` makes when it is first asked for.
+
+    Some optimizers make state when they are made, as PyTorch 2.8's Adagrad, and fail without it.
+    """
+
+    def __init__(self, make: Callable[[Any], dict[str, Any]]) -> None:
+        super().__init__(dict)
+        self._make = make
+
+    def __missing__(self, parameter: Any) -> dict[str, Any]:
+        self[parameter] = made = self._make(parameter)
+        return made
 
 
 def _small(optimizer: Optimizer) -> Optimizer:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
-from memopt_cli.runtime.owners import Nothing, Owner, Slots, Table, is_same, owners_in, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import Owner, Slots, Table, is_same, owners_in, owners_of, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
@@ -207,7 +207,7 @@ class Known:
                 self.empty.append(owner.mapping())
                 dropped.add(place)
         for place in dropped:
-            self.owners[place] = Nothing()  # not what may come to hold the graph that holds this
+            self.owners[place] = Table({})  # not what may come to hold the graph that holds this
         self.places = [place for place in self.places if place not in dropped]
         self.moves = [set() if place in dropped else names for place, names in enumerate(self.moves)]
         self.stays = [{} if place in dropped else slots for place, slots in enumerate(self.stays)]

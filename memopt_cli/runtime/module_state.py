@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memopt_cli.runtime.frozen import ATOMS
 from memopt_cli.runtime.generators import position_of, put_at
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
@@ -39,8 +40,6 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     COMPILED_CALL,
 }
 """Attributes of every module that are no state: its parameters, children and hooks."""
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""Types of values that are put back as they are; most attributes are of one."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
 
@@ -141,7 +140,7 @@ class _Attributes:
         """The other values; containers and generators with what they held."""
         for name in _names_of_state(self._names):
             value = mapping[name]
-            if type(value) in _ATOMS or _is_atom(value):
+            if type(value) in ATOMS or _is_atom(value):
                 self._atoms[name] = value
             else:
                 self.held[name] = _hold(value)
@@ -280,7 +279,7 @@ def _names_of_state(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_atom(value: Any) -> bool:
-    return type(value) in _ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
+    return type(value) in ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
 
 
 def _hold(value: Any) -> Any:
@@ -296,7 +295,7 @@ def _hold(value: Any) -> Any:
 
 
 def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
-    if type(value) is Tensor or type(value) in _ATOMS:  # as most are
+    if type(value) is Tensor or type(value) in ATOMS:  # as most are
         return replaced.get(id(value), value)
     if isinstance(value, _Container):
         return value.restore(replaced)
@@ -320,5 +319,5 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(value.items)
         elif isinstance(value, tuple):
             yield from _leaves(value)
-        elif type(value) not in _ATOMS:
+        elif type(value) not in ATOMS:
             yield value

@@ -152,18 +152,6 @@ class Slotted(Owner):
             object.__setattr__(self._object, name, held)
 
 
-class Nothing(Owner):
-    """An owner without values, in place of one that need not be looked at any longer."""
-
-    __slots__ = ()
-
-    def read(self) -> Slots:
-        return {}
-
-    def write(self, slots: Slots) -> None:
-        """Leave everything as it is."""
-
-
 class ScriptAttributes(Owner):
     """The buffers and attributes of a ``ScriptModule``, which is held weakly."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,14 +33,11 @@ from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.places.schedule import Group, Placed, here
 from memopt_cli.runtime.private_torch import (
     base_of,
-    is_engine,
     is_fake,
     is_of_transform,
     memory_of,
-    name_of_node,
     next_node,
     not_compiled,
-    running_node,
     stands_for_zeros,
     storage_key,
     version_counter,
@@ -53,10 +49,6 @@ _SAMPLE = 64
 """Elements that are looked at before a whole tensor is."""
 _REGION = 2**16
 """Elements that are looked at to find the shape of the planes into which indices point."""
-_SHAPE_ALONE = frozenset(
-    f"{kind}Pool{d}DBackward0" for kind in ("Avg", "AdaptiveAvg", "AdaptiveMax") for d in (2, 3)
-) | {"MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0"}
-"""Nodes of autograd whose kernels need no more of a saved tensor of floats than its shape and strides."""
 
 
 _thread = threading.local()
@@ -229,8 +221,8 @@ class PackedSaves:
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _AsItIs(tensor)
         if self._group is not None:
-            if _is_of_parameter(tensor):  # one that FSDP has gathered is nobody's own
-                return _AsItIs(tensor)
+            if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+                return _AsItIs(tensor)  # one that FSDP has gathered is nobody's own
             self._group.note_save()
         saved = self._known(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, Placed):
@@ -294,9 +286,6 @@ class PackedSaves:
             return COMPRESSORS["null"].decompress(here(stored))
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        # Only the engine: a recomputation that the node has started reads the elements.
-        if _takes_shape_alone(saved.packed) and is_engine(sys._getframe().f_back):
-            return torch.empty_strided(shape, stride, dtype=saved.packed.dtype, device=saved.packed.device)
         return load(saved.codec, here(saved.packed)).as_strided(shape, stride)
 
     def _known(self, tensor: Tensor) -> _Saved | None:
@@ -333,23 +322,12 @@ def _has_memory(tensor: Tensor) -> bool:
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
-def _is_of_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
-
-
 def _whole_of(tensor: Tensor) -> Tensor:
     """Return the base of which ``tensor`` is a view, if that is dense and of its dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
     if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):
         return tensor
     return tensor if tensor.is_neg() or tensor.is_conj() else whole
-
-
-def _takes_shape_alone(packed: Packed | Placed) -> bool:
-    """Tell whether the node that unpacks ``packed`` needs its shape alone: pooling on the CPU and on CUDA."""
-    node = running_node()
-    known = node is not None and name_of_node(node) in _SHAPE_ALONE and not (packed.parts or packed.raw)
-    return known and packed.device.type in ("cpu", "cuda") and packed.dtype in _FLOATS  # others are indices
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -526,7 +526,7 @@ def is_engine(caller: FrameType | None) -> bool:
     """Tell whether autograd's engine made a call, ``caller`` being the frame behind the called one.
 
     The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
-    own.  PyTorch has no other way to find out who asks for a saved tensor, or who adds two gradients.
+    own.  PyTorch has no other way to find out who adds two gradients.
     """
     caller = _beyond(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
@@ -634,11 +634,7 @@ between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torc
 """A decorator: ``torch.compile`` does not look into the function, but compiles what it calls."""
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def asked_while_compiling(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def asked_while_compiling(function: _C) -> _C:
     """Have ``torch.compile`` call ``function``, which may take strings alone, and treat its result as a constant.
 
     ``torch.compiler.assume_constant_result`` would do so too, but imports the compiler.
@@ -915,18 +911,14 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
             _push_mode(mode)
 
 
-def are_parametrizations_cached() -> bool:
-    """Tell whether ``parametrize.cached()`` runs."""
-    return bool(parametrize._cache_enabled)
+def cached_parametrizations() -> tuple[int, dict[Any, Any]] | None:
+    """Return how many blocks of ``parametrize.cached()`` are active, and a copy of their cache; ``None`` if none is."""
+    return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
 
 
-def cached_parametrizations() -> tuple[int, dict[Any, Any]]:
-    """Return how many blocks of ``parametrize.cached()`` are active, and a copy of their cache."""
-    return parametrize._cache_enabled, dict(parametrize._cache)
-
-
-def cache_parametrizations(enabled: int, tensors: dict[Any, Any]) -> None:
+def cache_parametrizations(cached: tuple[int, dict[Any, Any]] | None) -> None:
     """Put back what :func:`cached_parametrizations` has returned."""
+    enabled, tensors = cached or (0, {})
     parametrize._cache_enabled, parametrize._cache = enabled, dict(tensors)
 
 

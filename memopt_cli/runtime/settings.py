@@ -12,7 +12,6 @@ import torch
 from memopt_cli.runtime.private_torch import (
     FLAGS,
     TorchDispatchMode,
-    are_parametrizations_cached,
     cache_parametrizations,
     cached_parametrizations,
     function_modes,
@@ -49,7 +48,7 @@ class Settings:
         # The user's own modes: memopt puts its own there again where it needs them.
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
         # A forward inside ``parametrize.cached()`` does not compute what it finds in the cache.
-        self._cached = cached_parametrizations() if are_parametrizations_cached() else None
+        self._cached = cached_parametrizations()
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in whose block these values hold; afterwards those from before do."""
@@ -86,7 +85,7 @@ class Settings:
             if there != value:
                 write(value)
         if self._cached is not None or wanted._cached is not None:
-            cache_parametrizations(*(wanted._cached or (0, {})))
+            cache_parametrizations(wanted._cached)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

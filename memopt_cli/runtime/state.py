@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,11 +43,12 @@ from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
 from memopt_cli.runtime.module_state import matrices_of, name_of
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
-from memopt_cli.runtime.recurrent import has_recurrent_dropout
 from memopt_cli.runtime.settings import Settings
 
 _HOOKS: Final = "adds or removes hooks of modules within it"
 _DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
+_SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
+"""Original class names of the TorchScript modules that are made of recurrent layers."""
 
 
 class StartingState:
@@ -284,6 +286,17 @@ _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictiona
 """Tensor -> the calls that hold it without a copy, and are handed one if another call writes to it."""
 _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 """Tensors to which a forward has written.  Calls that are not watched register as readers of these alone."""
+
+
+def has_recurrent_dropout(module: nn.Module) -> bool:
+    """Tell whether cuDNN would draw dropout between the layers of a recurrent module in ``module``, on a GPU."""
+
+    def draws(part: Any) -> bool:
+        if not isinstance(part, nn.RNNBase) and getattr(part, "original_name", "") not in _SCRIPTED_RECURRENT:
+            return False
+        return part.training and part.num_layers > 1 and bool(part.dropout)
+
+    return torch.backends.cudnn.enabled and any(map(draws, module.modules()))
 
 
 def _hand_over(tensor: Tensor, written: HeldTensor) -> None:

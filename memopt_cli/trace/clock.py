@@ -22,7 +22,7 @@ from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, name_of
-from memopt_cli.training.step import Step, begin, synchronize, take
+from memopt_cli.training.step import Step, begin, synchronize
 
 _ENOUGH_S, _MOST_STEPS = 1.0, 5
 """Seconds of the steps whose operators are timed, and their number, after which no further one is taken.  The share of
@@ -114,7 +114,7 @@ def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> flo
     """Time one step from ``start`` in seconds, its operators by ``clock`` if there is one; leaves no gradients."""
     begin(step, start)
     with clock or contextlib.nullcontext():
-        _, seconds = _timed(lambda: take(step), step.settings.device)
+        _, seconds = _timed(step.take, step.settings.device)
     step.model.zero_grad(set_to_none=True)
     return seconds
 

@@ -12,7 +12,7 @@ from memopt_cli.runtime.stand_ins import StandIns
 from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, reset_gradients
+from memopt_cli.training.step import Step
 
 Life = tuple[int, int, int | None]
 """Bytes of a storage, the operator that made it (-1 if it was there before) and the first that ran without it."""
@@ -33,7 +33,7 @@ def count(
     device.  With ``stand_ins``, the middle ones of many equal chunks do not run, and their module holds what its parts
     would.
     """
-    reset_gradients(step)
+    step.reset_gradients()
     with module_stack(step.named) as running:
         log = StorageLog(running, workspaces)
         abridged = (

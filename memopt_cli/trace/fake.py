@@ -33,7 +33,7 @@ from memopt_cli.trace.log import Codecs
 from memopt_cli.trace.recording import record
 from memopt_cli.trace.remembered import RememberingDryRun
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, dtype_in, input_dtype, reset_gradients, take
+from memopt_cli.training.step import Step, dtype_in, input_dtype
 from memopt_cli.training.user_step import StepModels
 
 
@@ -132,8 +132,8 @@ class FakeStep:
     def _settle(self) -> None:
         """Take a first step, in which a ``DTensor`` makes more tensors to find out how operators are sharded."""
         with self._running():
-            reset_gradients(self.step)
-            take(self.step)
+            self.step.reset_gradients()
+            self.step.take()
         self.step.model.zero_grad(set_to_none=True)
 
     def count(

@@ -41,7 +41,7 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, uni
 from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep, guessed_number
-from memopt_cli.training.step import Step, seed_everything, take
+from memopt_cli.training.step import Step, seed_everything
 
 
 class StorageLog(TorchDispatchMode):
@@ -247,7 +247,7 @@ def run_step(step: Step, log: StorageLog) -> None:
             _label_gradients(log, step.model)
         log.enter(phase)
 
-    take(step, enter)
+    step.take(enter)
     log.settle()
     _label_gradients(log, step.model)
 

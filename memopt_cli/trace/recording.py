@@ -30,7 +30,7 @@ from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, reset_gradients
+from memopt_cli.training.step import Step
 
 
 def record(
@@ -52,7 +52,7 @@ def record(
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # copies take the place of the tensors that ``start`` holds, so that the step can free its state
-    reset_gradients(step)  # nothing here refers to them, so that a user's own step can free them
+    step.reset_gradients()  # nothing here refers to them, so that a user's own step can free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.named) as running:
         log = StepLog(running, workspaces)

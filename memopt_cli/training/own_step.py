@@ -67,7 +67,7 @@ class OwnStep(Step):
             models.learn(before)
         return output
 
-    def take(self, entered: Entered) -> None:
+    def take(self, entered: Entered = lambda phase: None) -> None:
         self.run(entered)
 
     def reach(self) -> None:
@@ -79,7 +79,7 @@ class OwnStep(Step):
     def optimizers(self) -> tuple[Optimizer, ...]:
         return tuple(self.models.step.optimizers)
 
-    def find_gradients(self) -> None:
+    def reset_gradients(self) -> None:
         """Give zeros to the parameters whose gradients a previous step leaves; if unknown, take such a step first."""
         models = self.models
         models.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ class OwnStep(Step):
         return self.checked_while(lambda optimizer: None)
 
     def checked_while(self, updating: Updating) -> Any:
-        """Run as :func:`memopt_cli.training.step.run_checked` does; ``updating`` is called before every update."""
+        """Run as :meth:`checked` does; ``updating`` is called before every update."""
         with watched_modules(self.model) as watched:
             try:
                 output = self.run(updating=updating)
@@ -200,7 +200,7 @@ class _Watch:
             )
         self._refuse_sparse()
         if not _is_skipped(optimizer):
-            self._step.models.note_update(optimizer)
+            self._step.models.waiting.discard(id(optimizer))
         self._updating(optimizer)
         self._rates = [group.get("lr") for group in optimizer.param_groups]
         for group in optimizer.param_groups:

@@ -114,8 +114,11 @@ class Step:
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
-    def take(self, entered: Callable[[Phase], object]) -> None:
-        """See :func:`take`."""
+    def take(self, entered: Callable[[Phase], object] = lambda phase: None) -> None:
+        """Take the whole step, adding to the gradients that are there.
+
+        ``entered`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
+        """
         entered("forward")
         output = self.forward()
         entered("backward")
@@ -149,8 +152,8 @@ class Step:
         """Return whether an update with the present gradients would not be skipped."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
-    def find_gradients(self) -> None:
-        """See :func:`reset_gradients`."""
+    def reset_gradients(self) -> None:
+        """Set the gradients that the step is to find: none, or zeros where it accumulates, or finds the last ones."""
         if self.settings.micro_batches == 1:
             self.model.zero_grad(set_to_none=True)
             return
@@ -159,7 +162,11 @@ class Step:
                 give_zero_gradient(parameter)
 
     def checked(self) -> Any:
-        """See :func:`run_checked`."""
+        """Run one forward and backward, explain every failure of the model's own code, and return the output.
+
+        Raises :class:`StepError` that names the module which rejected its input, or says that only backward fails.  An
+        out-of-memory error passes through as it is.
+        """
         with _rejection_named(self.model):
             output = self.forward()
         check_finite(output)
@@ -176,14 +183,6 @@ class Step:
                 hint="The same error appears in a plain loss.backward(); see the operation it names.",
             ) from error
         return output
-
-
-def take(step: Step, entered: Callable[[Phase], object] = lambda phase: None) -> None:
-    """Take one whole ``step``, adding to the gradients that are there.
-
-    ``entered`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
-    """
-    step.take(entered)
 
 
 def give_zero_gradient(parameter: Tensor) -> None:
@@ -274,13 +273,8 @@ def begin(step: Step, start: StartingState) -> None:
     half-way, with gradients in some layers, to which a second try would add.
     """
     start.enter()
-    reset_gradients(step)
+    step.reset_gradients()
     seed_everything(step.settings.seed)
-
-
-def reset_gradients(step: Step) -> None:
-    """Set the gradients that ``step`` is to find: none, or zeros where it accumulates or finds those of the last."""
-    step.find_gradients()
 
 
 def input_dtype(settings: StepSettings) -> torch.dtype | None:
@@ -335,15 +329,6 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
 
 FORWARD_HINT = "Give inputs that the model accepts, one for each argument of forward, such as `-i 8x3x32x32`."
 """Hint for a forward that fails."""
-
-
-def run_checked(step: Step) -> Any:
-    """Run one forward and backward, explain every failure of the model's own code, and return the output.
-
-    Raises :class:`StepError` that names the module which rejected its input, or says that only backward fails.  An
-    out-of-memory error passes through as it is.
-    """
-    return step.checked()
 
 
 @contextlib.contextmanager

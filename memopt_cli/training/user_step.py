@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,50 +81,33 @@ class StepModels(nn.Module):
     """
 
     # Slots keep these out of ``vars(module)``, which is put back before every job as state that steps may change.
-    __slots__ = ("_device", "_leaves", "_make", "_moved", "_step", "_waiting")
+    __slots__ = ("_device", "_make", "_moved", "leaves", "step", "waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
         """Gather the models of ``step``, which ``make`` makes anew, on ``device``."""
         super().__init__()
         self._make = make
         self._device = device
-        self._step = step
-        self._leaves: frozenset[str] | None = None
-        self._moved: dict[nn.Parameter, Tensor] = {}
-        self._waiting = {id(optimizer) for optimizer in step.optimizers}
-        for name, model in self._step.models.items():
-            self.add_module(name, model)
-
-    @property
-    def step(self) -> Step:
-        """Step that the models belong to."""
-        return self._step
-
-    @property
-    def leaves(self) -> frozenset[str] | None:
+        self.step = step
+        self.leaves: frozenset[str] | None = None
         """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
-        return self._leaves
-
-    @property
-    def waiting(self) -> Set[int]:
+        self._moved: dict[nn.Parameter, Tensor] = {}
+        self.waiting = {id(optimizer) for optimizer in step.optimizers}
         """Ids of the optimizers that have not updated yet; an update that a scaler skips does not count."""
-        return self._waiting
+        for name, model in step.models.items():
+            self.add_module(name, model)
 
     @property
     def has_updated(self) -> bool:
         """Whether any optimizer has updated, or there is none."""
-        return not self._step.optimizers or len(self._waiting) < len(self._step.optimizers)
-
-    def note_update(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` updates."""
-        self._waiting.discard(id(optimizer))
+        return not self.step.optimizers or len(self.waiting) < len(self.step.optimizers)
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """Learn from a first step which gradients it leaves, and which parameters it changed from ``before``.
 
         ``before`` leaves out parameters without data.
         """
-        self._leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
+        self.leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}
 
     def restore_moved(self) -> None:

@@ -22,7 +22,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, e
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
-from memopt_cli.training.step import SCALES, Step, is_out_of_memory, reset_gradients, seed_everything
+from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
 from memopt_cli.verification.effects import Updates, as_leaf, copied, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
@@ -139,7 +139,7 @@ def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]
 
 def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
     between(step.model)
-    reset_gradients(step)
+    step.reset_gradients()
     output = step.forward()
     outputs = tensors_by_name("output", output)
     early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # the loss may write to them

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.in_backward import StateOnDemand
 from memopt_cli.runtime.module_state import ModuleState
-from memopt_cli.runtime.optimizer_state import StateOnDemand
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of

@@ -13,7 +13,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.training.step import Step, begin, take
+from memopt_cli.training.step import Step, begin
 from memopt_cli.verification.effects import cloned, difference, generators_kept, state_of
 from memopt_cli.verification.further_steps import Found
 
@@ -52,7 +52,7 @@ def _effects(step: Step, install: Install) -> dict[str, Tensor]:
             args, kwargs = cloned((step.args, step.kwargs))
             copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
             begin(copied, start)
-            take(copied)
+            copied.take()
     parameters = {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
     return parameters | _state(optimizer) | state_of(model)
 

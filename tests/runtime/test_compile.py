@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,9 @@ from tests.rows import quick
 from tests.zoo.models import Checkpointed, Parts
 from tests.zoo.segments import with_segments
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BIT = SegmentConfig(compressor="bit")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counting(Parts, inner=lambda: nn.Linear(4, 4), membrane=lambda: torch.zeros(4), calls=0):

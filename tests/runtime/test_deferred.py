@@ -26,7 +26,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.training.step import Step, run_checked
+from memopt_cli.training.step import Step
 from memopt_cli.verification.effects import difference, effects
 from memopt_cli.verification.recorded_step import verify
 from tests.zoo.watching import silent
@@ -446,11 +446,11 @@ def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypa
 
 
 def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
-    inside = run_checked(step_of(apply_plan(LanguageModel(), PLAN)))["logits"]
+    inside = step_of(apply_plan(LanguageModel(), PLAN)).checked()["logits"]
     target = torch.randint(64, (8,))
     model = apply_plan(Headed(), replace(PLAN, segments=(replace(PLAN.segments[0], path="2"),)))
     x, loss = torch.randn(8, 16), lambda logits: F.cross_entropy(logits, target)
-    outside = run_checked(Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss))
+    outside = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss).checked()
     assert not inside.is_computed
     assert not outside.is_computed
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import Judge
-from tests.zoo.models import GIVEN, Checkpointed, Holding, Parts
+from tests.zoo.models import GIVEN, Checkpointed, Holding, Overwriting, Parts
 from tests.zoo.segments import with_segments
 
 PLAIN, PACKED = SegmentConfig(), SegmentConfig(recompute=False)
@@ -239,13 +239,6 @@ def test_the_input_of_a_segment_changed_afterwards_is_told(paths: list[str]) -> 
     _, model = pair(nn.Sequential(Inner()), PLAIN, *paths)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-
-
-class Overwriting(Parts, linear=lambda: nn.Linear(4, 4)):
-    """Begins with writing over its input, and what it computes of it depends on what was there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.add_(1)).tanh()
 
 
 def test_a_nested_segment_that_writes_over_its_input(judge: Judge) -> None:

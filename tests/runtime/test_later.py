@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from memopt_cli.runtime import SegmentConfig, install_segment
-from tests.zoo.models import GIVEN, Parts
+from tests.zoo.models import GIVEN, Overwriting, Parts, counter
 
 PLAIN = SegmentConfig()
 LATER = 2
@@ -45,17 +44,6 @@ class Later(nn.Module):
 
 def one() -> float:
     return 1.0
-
-
-def counter() -> Callable[[], float]:
-    number = 0.0
-
-    def count() -> float:
-        nonlocal number
-        number += 1
-        return number
-
-    return count
 
 
 @dataclass
@@ -230,15 +218,8 @@ def test_a_value_that_is_asked_for_by_its_identity() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-class Writing(Parts, linear=lambda: nn.Linear(4, 4)):
-    """Writes over its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(F.relu_(x)).tanh()  # type: ignore[no-any-return]
-
-
 def test_what_writes_over_its_input_is_recomputed_from_its_second_call_on(judge: Any) -> None:
-    judge(nn.Sequential(nn.Linear(4, 4), Writing()), {"1": PLAIN}, torch.randn(5, 4), steps=4)
+    judge(nn.Sequential(nn.Linear(4, 4), Overwriting()), {"1": PLAIN}, torch.randn(5, 4), steps=4)
     assert judge.recomputations == 3
 
 

@@ -496,10 +496,10 @@ def test_a_root_that_cannot_look_at_its_input_says_so() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_each_range_has_its_plan(dynamic: bool | None) -> None:
     """A graph that was made for one length is not taken for another, whose plan is another."""
-    torch._dynamo.reset()
     model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
     compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
     again: list[str] = []
@@ -510,7 +510,6 @@ def test_compiled_each_range_has_its_plan(dynamic: bool | None) -> None:
         found = gradients(model, compiled(ids(length)))
         torch.testing.assert_close(found, gradients(plain, plain(ids(length))))
         assert [index for index in again if index is not None] == expected
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -521,13 +520,12 @@ def test_exported_it_is_a_plain_module() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_in_one_graph_it_runs_plainly_and_says_so() -> None:
-    torch._dynamo.reset()
     model, plain = apply_plan(Net().eval(), PLAN), Net().eval()
     with pytest.warns(UserWarning, match="runs without recomputation"):
         loss = torch.compile(model, backend="aot_eager", fullgraph=True)(ids(LONG))
     torch.testing.assert_close(gradients(model, loss), gradients(plain, plain(ids(LONG))))
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
-from memopt_cli.runtime.compressor import BitSpikeCompressor, IndexCompressor, SpikeCompressor, TwoValuedCompressor
-from memopt_cli.runtime.packing import _SHAPE_ALONE, PackedSaves, _Late, codec_for, recorded_answers
+from memopt_cli.runtime.compressor import IndexCompressor, SpikeCompressor, TwoValuedCompressor
+from memopt_cli.runtime.packing import PackedSaves, _Late, codec_for, recorded_answers
 from tests.zoo.models import Parts
 
 SIZE = (8, 16, 16, 16)
@@ -224,59 +223,6 @@ def test_backward_twice_and_double_backward() -> None:
     assert torch.equal(first, again)
     (second,) = torch.autograd.grad(again.sum(), w)
     assert torch.equal(second, 6 * x.pow(3) * w)
-
-
-POOLS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "AvgPool2DBackward0": (2, lambda x: F.avg_pool2d(x, 2)),
-    "AvgPool3DBackward0": (3, lambda x: F.avg_pool3d(x, 2)),
-    "AdaptiveAvgPool2DBackward0": (2, lambda x: F.adaptive_avg_pool2d(x, 3)),
-    "AdaptiveAvgPool3DBackward0": (3, lambda x: F.adaptive_avg_pool3d(x, 3)),
-    "MaxPool2DWithIndicesBackward0": (2, lambda x: F.max_pool2d(x, 3, 2)),
-    "MaxPool3DWithIndicesBackward0": (3, lambda x: F.max_pool3d(x, 2)),
-    "AdaptiveMaxPool2DBackward0": (2, lambda x: F.adaptive_max_pool2d(x, 3)),
-    "AdaptiveMaxPool3DBackward0": (3, lambda x: F.adaptive_max_pool3d(x, 3)),
-}
-
-
-def test_every_pooling_that_takes_shapes_alone_is_tried() -> None:
-    assert set(POOLS) == _SHAPE_ALONE
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", POOLS)
-def test_pooling_takes_from_its_input_the_shape_alone(name: str, layout: torch.memory_format) -> None:
-    dims, pool = POOLS[name]
-    if layout is torch.channels_last and dims == 3:
-        layout = torch.channels_last_3d
-    x = spikes(4, 8, *[8] * dims).to(memory_format=layout).requires_grad_()
-    saves = Recording()
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        y = pool(x)
-        assert y.grad_fn.name() == name
-        return (y * torch.randn(y.shape)).sum(), [x]
-
-    (expected,) = gradients(run)
-    unpacked: list[Tensor] = []
-    decompress, empty_strided = BitSpikeCompressor.decompress, torch.empty_strided
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BitSpikeCompressor, "decompress", lambda *args: unpacked.append(args) or decompress(*args))
-        patch.setattr(torch, "empty_strided", lambda *args, **kwargs: empty_strided(*args, **kwargs).fill_(math.nan))
-        (found,) = gradients(run, saves)
-    assert any(isinstance(s, tuple) and s[0].codec.name == "bit" for s in saves.stored)
-    assert not unpacked
-    assert torch.equal(found, expected)
-    assert found.stride() == expected.stride()
-
-
-def test_what_pooling_saved_is_there_for_others() -> None:
-    x, w = spikes(*SIZE), torch.randn(SIZE, requires_grad=True)
-    with PackedSaves(()).hooks():
-        y = F.avg_pool2d(x * w, 2)
-        pooled = F.avg_pool2d(spikes(*SIZE).requires_grad_(), 2)
-    assert pooled.grad_fn._saved_self.unique().tolist() == [0, 1]
-    y.sum().backward()
-    assert torch.equal(w.grad, x / 4)
 
 
 @pytest.fixture

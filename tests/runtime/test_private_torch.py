@@ -856,14 +856,13 @@ def test_cached_parametrizations_are_read_and_put_back() -> None:
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     with nn.utils.parametrize.cached():
         weight = linear.weight
-        enabled, tensors = p.cached_parametrizations()
-        assert p.are_parametrizations_cached()
-        assert enabled == 1
-        assert [*tensors.values()] == [weight]
-        p.cache_parametrizations(1, {})
+        cached = p.cached_parametrizations()
+        assert cached == (1, {next(iter(cached[1])): weight})
+        p.cache_parametrizations((1, {}))
         assert linear.weight is not weight
-        p.cache_parametrizations(enabled, tensors)
+        p.cache_parametrizations(cached)
         assert linear.weight is weight
+    assert p.cached_parametrizations() is None
 
 
 @pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])

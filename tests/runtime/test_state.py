@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, reset_hidden_state
 from memopt_cli.runtime.module_state import ModuleState
-from memopt_cli.runtime.recurrent import has_recurrent_dropout
-from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.state import StartingState, has_recurrent_dropout
 from tests.zoo.models import GIVEN, Loop, Parts
 from tests.zoo.segments import with_segments
 

@@ -18,7 +18,7 @@ import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.runtime.conftest import train
-from tests.zoo.models import GIVEN, Parts
+from tests.zoo.models import GIVEN, Overwriting, Parts
 from tests.zoo.segments import with_segments
 
 PLAIN = SegmentConfig()
@@ -278,15 +278,9 @@ def test_a_way_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         model(torch.ones(2, 4))
 
 
-class Overwriting(Parts, linear=lambda: nn.Linear(4, 4)):
-    """Writes over its input, and its caller reads that."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x *= 2
-        return self.linear(x).tanh()
-
-
 class Around(Parts, first=lambda: nn.Linear(4, 4), second=Overwriting):
+    """Reads what its second layer has written over its input."""
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).sigmoid() + 0
         return self.second(x) + x

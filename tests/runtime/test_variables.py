@@ -25,7 +25,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.variables import variables_of
 from tests.runtime import globals_of_another
 from tests.runtime.conftest import same_bits
-from tests.zoo.models import GIVEN, Parts
+from tests.zoo.models import GIVEN, Parts, counter
 
 GENERATOR = torch.Generator()
 BY_NAME, LISTED = {"one": torch.Generator()}, [torch.Generator()]
@@ -98,18 +98,7 @@ def imported_within() -> Tensor:
     return torch.rand(4, generator=generator)
 
 
-def counter_around() -> Callable[[], float]:
-    number = 0.0
-
-    def read() -> float:
-        nonlocal number
-        number += 1
-        return number
-
-    return read
-
-
-AROUND = counter_around()
+AROUND = counter()
 
 
 @functools.lru_cache(maxsize=0)
@@ -186,7 +175,7 @@ def _begin() -> None:
     generators = (GENERATOR, BY_NAME["one"], LISTED[0], Own.generator, of_default, globals_of_another.generator)
     for generator in (*generators, LOCAL.generator, IN_CONTEXT.get()):
         generator.manual_seed(1)
-    PYTHONS, NUMPYS, COUNT, AROUND = random.Random(1), np.random.default_rng(1), itertools.count(1.0), counter_around()
+    PYTHONS, NUMPYS, COUNT, AROUND = random.Random(1), np.random.default_rng(1), itertools.count(1.0), counter()
     calls = globals_of_another.calls = Own.calls = HELD.calls = counted.calls = 0.0  # type: ignore[attr-defined,assignment]
     NUMBER_IN_CONTEXT.set(0.0)
     TABLE.zero_(), ARRAY.fill(0), SEEN.clear(), TOLD.clear()

@@ -9,7 +9,7 @@ from torch import nn
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import segment_overhead, time_operators
 from memopt_cli.trace.clock import Clock, OperatorTime, segment_s, shortest, together
-from memopt_cli.training.step import Step, take
+from memopt_cli.training.step import Step
 
 
 def test_operators_share_the_time_of_a_step_that_takes_less_than_they_do_one_by_one() -> None:
@@ -42,6 +42,6 @@ def test_on_a_gpu_operators_take_no_longer_together_than_the_step() -> None:
     settings = StepSettings(device="cuda:0")
     step = Step(model=layers, args=(torch.ones(4, 8, device="cuda:0"),), kwargs={}, settings=settings)
     with Clock("cuda:0") as clock:
-        take(step)
+        step.take()
     assert sum(timed.seconds for timed in time_operators(step)) < sum(timed.seconds for timed in clock.times)
     assert segment_overhead("cuda:0") >= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from memopt_cli.trace import FakeStep, count
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step, make_scaler, reset_gradients, take
+from memopt_cli.training.step import Step, make_scaler
 from tests.zoo.models import Parts
 
 
@@ -51,13 +50,13 @@ def step_of(optimizer: str, **settings: Any) -> Step:
 
 def warmed(step: Step) -> Step:
     """With the optimizer's state made."""
-    take(step)
-    reset_gradients(step)
+    step.take()
+    step.reset_gradients()
     return step
 
 
 def measured(step: Step) -> Allocated:
-    return measure_allocated(partial(take, step), "cpu", resident_bytes(step))
+    return measure_allocated(step.take, "cpu", resident_bytes(step))
 
 
 @pytest.mark.slow
@@ -101,18 +100,18 @@ def test_the_largest_phase_is_the_peak() -> None:
 
 def test_gradients_are_clipped() -> None:
     step = replace(step_of("none"), settings=StepSettings(clip_norm=1e-3))
-    take(step)
+    step.take()
     norms = [p.grad.norm() for p in step.model.parameters() if p.grad is not None]
     assert torch.stack(norms).norm() <= 1.001e-3
 
 
 def test_float16_scales_the_loss_and_unscales_the_gradients() -> None:
     step = step_of("sgd", precision="fp16")
-    take(step)
+    step.take()
     scaled = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
     step.model.zero_grad()
     plain = replace(step, scaler=None, settings=replace(step.settings, precision="stored"), optimizer=None)
-    take(plain)
+    plain.take()
     for one, parameter in zip(scaled, step.model.parameters(), strict=True):
         assert (one - parameter.grad).norm() <= 0.05 * parameter.grad.norm()
 
@@ -120,10 +119,10 @@ def test_float16_scales_the_loss_and_unscales_the_gradients() -> None:
 def test_a_step_whose_gradients_are_not_finite_is_skipped() -> None:
     step = step_of("adamw", precision="fp16")
     broken = replace(step, args=(torch.full((16, 256), torch.inf),))
-    take(broken)
+    broken.take()
     assert not step.optimizer.state
     step.model.zero_grad()
-    take(step)
+    step.take()
     assert step.optimizer.state
 
 

@@ -21,7 +21,7 @@ from memopt_cli.runtime.in_backward import install_in_backward
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace import clock, time_operators
 from memopt_cli.training.apply import remove_plan
-from memopt_cli.training.step import Step, begin, make_scaler, run_checked, take
+from memopt_cli.training.step import Step, begin, make_scaler
 from memopt_cli.verification import further_steps
 from memopt_cli.verification.effects import bit_equal, effects
 from memopt_cli.verification.further_steps import first_samples
@@ -150,7 +150,7 @@ def test_steps_that_are_timed_one_after_the_other() -> None:
     assert time_operators(step)
     start = StartingState(step.model)
     begin(step, start)
-    take(step)
+    step.take()
     assert clock._step_s(step, start) > 0
 
 
@@ -164,7 +164,7 @@ def test_steps_that_a_test_counts() -> None:
 
 def test_a_plan_that_is_proven_in_the_midst_of_training() -> None:
     model = Net()
-    run_checked(step_of(model))
+    step_of(model).checked()
     membrane, gradient = model.cell.v, model.readout.weight.grad
     memopt_cli.apply_plan(model, PLAN, verify=[(inputs(),)])
     assert not memopt_cli.plan_of(model).is_empty

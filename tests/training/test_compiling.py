@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from memopt_cli.files.contents import plan_yaml, read_plan
 from memopt_cli.records import CompilePlan, FileHeader, InputDimension, InputSpec, Plan, PlanRange, SegmentPlan
 from memopt_cli.runtime.private_torch import is_compiled
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 BACKEND = "aot_eager_decomp_partition"
 """Divides graphs as inductor does, and needs no C++ compiler."""
 HEADER = FileHeader(
@@ -30,13 +32,6 @@ HEADER = FileHeader(
     seed=0,
     device="cpu",
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def made() -> nn.Sequential:

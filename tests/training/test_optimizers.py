@@ -76,20 +76,6 @@ def test_the_users_own_changes_no_parameter(rate: Any) -> None:
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
-        (lambda: None, "failed: TypeError"),
-        (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
-    ],
-)
-def test_an_own_one_that_is_none_of_the_model(make: Any, message: str) -> None:
-    with pytest.raises(StepError) as error:
-        own(make)(nn.Linear(3, 2))
-    assert message in error.value.message
-
-
 WITH_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 
 
@@ -116,6 +102,9 @@ def ends(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
+        (lambda: None, "failed: TypeError"),
+        (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
         (lambda model: WithClosure(model.parameters()), "WithClosure runs forward and backward within its step"),
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS runs forward and backward within its step"),
         pytest.param(

@@ -23,7 +23,6 @@ from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import reset_gradients, run_checked, take
 from memopt_cli.training.user_step import models_of
 from memopt_cli.verification.effects import bit_equal, effects, step_in_double
 from tests.conftest import Done
@@ -64,12 +63,12 @@ PLANS = {
 @pytest.mark.parametrize("name", GOOD)
 def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
     step = own_step(name)
-    reset_gradients(step)
+    step.reset_gradients()
     step.model.zero_grad(set_to_none=True)
 
     def taken(entered: Callable[[Any], None]) -> None:
-        reset_gradients(step)
-        take(step, entered)
+        step.reset_gradients()
+        step.take(entered)
 
     allocated = measure_allocated(taken, "cpu", resident_bytes(step))
     fake, real = FakeStep(step).count(allocated.workspaces), count(step, allocated.workspaces)
@@ -105,10 +104,10 @@ def test_the_gradients_that_optimizers_are_given_are_compared() -> None:
 
 def test_nothing_moves_from_step_to_step() -> None:
     step = own_step("mean_teacher")
-    reset_gradients(step)
+    step.reset_gradients()
     before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     for _ in range(3):
-        take(step)
+        step.take()
     step.models.restore_moved()
     assert all(torch.equal(before[name], p) for name, p in step.model.named_parameters())
     (optimizer,) = step.optimizers()
@@ -154,7 +153,7 @@ def test_an_optimizer_steps_in_double_with_the_state_that_it_made_itself() -> No
 def test_a_step_finds_the_gradients_that_one_before_it_leaves() -> None:
     step = own_step("two_rounds")
     assert step.models.leaves is None
-    reset_gradients(step)
+    step.reset_gradients()
     assert step.models.leaves == {name for name, _ in step.model.named_parameters()}
     assert all(p.grad is not None and not p.grad.any() for p in step.model.parameters())
 
@@ -188,7 +187,7 @@ def test_a_copy_is_made_anew_with_the_same_parameters() -> None:
 
 def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
     step = own_step("scaled")
-    take(step)
+    step.take()
     (optimizer,) = step.optimizers()
     assert not optimizer.state
     step.settle(StartingState(step.model))
@@ -221,7 +220,7 @@ def test_optimizers_that_never_step_are_named() -> None:
 )
 def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> None:
     with pytest.raises(StepError) as error:
-        run_checked(own_step(name, rows=4))
+        own_step(name, rows=4).checked()
     assert message in error.value.message
     assert error.value.hint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -89,3 +90,22 @@ class Holding(Parts, linear=lambda: nn.Linear(4, 4), held=GIVEN, advance=GIVEN):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * float(self.advance(self.held))).sin()
+
+
+class Overwriting(Parts, linear=lambda: nn.Linear(4, 4)):
+    """Begins with writing over its input, and what it computes of it depends on what was there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2)).tanh()
+
+
+def counter() -> Callable[[], float]:
+    """Return a function that counts its calls in a variable around it."""
+    number = 0.0
+
+    def count() -> float:
+        nonlocal number
+        number += 1
+        return number
+
+    return count

@@ -29,12 +29,12 @@ from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler, take
+from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
-    from memopt_cli.training.sharded import Spread
+    from memopt_cli.training.sharded.spread import Spread
 
 Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")
@@ -105,7 +105,8 @@ class Bench:
         Raises :class:`StepError` if it cannot be predicted, and :class:`UsageError` if the function that spreads the
         model cannot be found.
         """
-        from memopt_cli.training.sharded import fake_group, spread  # takes seconds to import
+        from memopt_cli.training.sharded.group import fake_group  # takes seconds to import
+        from memopt_cli.training.sharded.spread import spread
 
         check_spreadable(self.model, plan, "predicted")
         function = spread_function(layout, self._functions)
@@ -215,7 +216,7 @@ class Bench:
         """Return ``step`` with a scale at which gradients are finite, and with its optimizers' state."""
         self.settle(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
-            take(step)
+            step.take()
             self.reset()
         return step
 

@@ -15,7 +15,7 @@ from memopt_cli.trace.log import optimizer_tensors
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, is_out_of_memory, take
+from memopt_cli.training.step import Step, is_out_of_memory
 
 _COMPILING = 2
 """Steps until nothing is compiled any more: the second finds gradients, as every later one does."""
@@ -36,7 +36,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
     with graph_breaks() as broken:
         try:
             for _ in range(_COMPILING):
-                take_from_start(bench, step, take)
+                take_from_start(bench, step, lambda step: step.take())
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, MemoptError):
                 raise

@@ -19,7 +19,7 @@ from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, StepTrace
 from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
-from memopt_cli.training.step import Step, is_out_of_memory, run_checked
+from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
@@ -74,7 +74,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
             return counted
-        from memopt_cli.training.sharded import data_ranks  # takes seconds to import
+        from memopt_cli.training.sharded.spread import data_ranks  # takes seconds to import
 
         return replace(counted, data_ranks=data_ranks(fake.step.model))
 
@@ -163,7 +163,7 @@ def _wants_data(bench: Bench, traced: Traced) -> bool:
 def _require_data(bench: Bench, reason: str) -> NoReturn:
     """Raise the error for a step that needs data: that of a small step with wrong inputs, or :class:`StepError`."""
     if bench.subject.data == "small batch":
-        run_checked(bench.step(min(SMALL_BATCH, bench.batch)))
+        bench.step(min(SMALL_BATCH, bench.batch)).checked()
     raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -31,17 +30,11 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.sharded import (
-    Ranks,
-    buckets_seen,
-    data_ranks,
-    parameters_of,
-    ranks_of,
-    real_group,
-    reporting_lost_ranks,
-    spread_really,
-)
-from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, run_checked, synchronize, take
+from memopt_cli.training.sharded.agreement import Ranks, parameters_of, ranks_of, reporting_lost_ranks
+from memopt_cli.training.sharded.group import real_group
+from memopt_cli.training.sharded.reduced import buckets_seen
+from memopt_cli.training.sharded.spread import data_ranks, spread_really
+from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
 
 _COUNTS = 3
 """Number of times that a step is counted: gloo may free a buffer late."""
@@ -132,11 +125,11 @@ def warm_up(step: Step, start: StartingState) -> None:
     """
     step.settle(start)
     begin(step, start)
-    run_checked(step)
+    step.checked()
     step.clip()
     step.update()
     begin(step, start)
-    take(step)
+    step.take()
 
 
 def with_buckets(step: Step, start: StartingState) -> Step:
@@ -157,13 +150,13 @@ def median_count(step: Step, start: StartingState) -> Counted:
 def _allocated_by(step: Step, start: StartingState) -> Allocated:
     begin(step, start)
     held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
-    return measure_allocated(functools.partial(take, step), step.settings.device, held_bytes)
+    return measure_allocated(step.take, step.settings.device, held_bytes)
 
 
 def _timed(step: Step, start: StartingState, ranks: Ranks) -> float:
     begin(step, start)
     ranks.each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()
-    take(step)
+    step.take()
     synchronize(step.settings.device)
     return time.perf_counter() - started

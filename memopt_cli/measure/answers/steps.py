@@ -11,7 +11,7 @@ from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.records import Phase
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, reset_gradients, take
+from memopt_cli.training.step import Step
 
 Found = TypeVar("Found")
 
@@ -37,5 +37,5 @@ def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> F
 
 def _take(step: Step, entered: Callable[[Phase], None]) -> None:
     if isinstance(step, OwnStep):
-        reset_gradients(step)
-    take(step, entered)
+        step.reset_gradients()
+    step.take(entered)

@@ -31,7 +31,7 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, is_out_of_memory, run_checked, seed_everything, synchronize, take
+from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.verification.effects import Updates, parameters_kept
 from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
 
@@ -230,7 +230,7 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
-            run_checked(step)  # fails again, with the module in its message
+            step.checked()  # fails again, with the module in its message
         raise
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_S:
@@ -302,7 +302,7 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         output = step.checked_while(seen.see)
         updates |= seen.gradients
     else:
-        output = run_checked(step)
+        output = step.checked()
         step.clip()
         step.update()
     synchronize(bench.settings.device)
@@ -351,7 +351,7 @@ def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():
-        take(step, timed.enter if phases else lambda phase: None)
+        step.take(timed.enter if phases else lambda phase: None)
     if bench.settings.micro_batches == 1:  # else gradients stay, as they do between micro-batches
         step.model.zero_grad(set_to_none=True)
     return timed

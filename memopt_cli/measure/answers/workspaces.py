@@ -12,7 +12,7 @@ from memopt_cli.measure.answers.small_step import SMALL_BATCH, small_step
 from memopt_cli.measure.answers.steps import allocated_by, take_from_start
 from memopt_cli.records import Plan
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, is_out_of_memory, take
+from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
@@ -32,7 +32,7 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
     meter = trace.meter_on(bench.settings.device)
     if meter is not None:
         with meter:
-            take_from_start(bench, step, take)
+            take_from_start(bench, step, lambda step: step.take())
     return metered(meter, allocated_by(bench, step))
 
 

@@ -57,6 +57,6 @@ def _sharded(group: object) -> tuple[Any, Any]:
             f"process_group is a {type(group).__name__}, not a group of this process",
             hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
         )
-    from memopt_cli.training.sharded import parameters_of, ranks_of  # takes seconds to import
+    from memopt_cli.training.sharded.agreement import parameters_of, ranks_of  # takes seconds to import
 
     return ranks_of, parameters_of

@@ -156,18 +156,13 @@ def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             yield from nodes_of(inner)
 
 
-def free_values(blocks: Iterable[tuple[Any, ...]]) -> set[int]:
-    """Return the values that ``blocks`` use and do not define."""
-    used: set[int] = set()
-    for parameters, nodes, results in blocks:
-        inside = values_of(results).union(*map(used_values, nodes))
-        used |= inside - set(parameters) - {value for node in nodes for value in node[3]}
-    return used
-
-
 def used_values(node: tuple[Any, ...]) -> set[int]:
-    """Return the values that ``node`` uses, in its blocks too."""
-    return values_of(node[2]) | free_values(node[4])
+    """Return the values that ``node`` uses, in its blocks too if these do not define them."""
+    used = values_of(node[2])
+    for parameters, nodes, results in node[4]:
+        inside = values_of(results).union(*map(used_values, nodes))
+        used |= inside - set(parameters) - {value for inner in nodes for value in inner[3]}
+    return used
 
 
 def values_of(operands: Iterable[Any]) -> set[int]:

@@ -75,7 +75,7 @@ class Parcel:
         data = tuple(self.send(tensor) for tensor in packed.data)
         if not any(isinstance(one, Handle) for one in data):
             return packed
-        return Placed(data, replace(packed, data=(), whole=None), packed.data[0].device)
+        return Placed(data, replace(packed, data=(), whole=None))
 
     def send(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor | Handle:
         """Begin to send ``tensor``, and return what stands for it, itself if it stays.
@@ -298,28 +298,12 @@ class Placed:
     data: tuple[Tensor | Handle, ...]
     form: Packed
     """The stored tensor without its data."""
-    device: torch.device
 
     def note_use(self) -> None:
         """Note that backward will ask for it once more."""
         for one in self.data:
             if isinstance(one, Handle):
                 one.item.uses += 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor that is stored."""
-        return self.form.dtype
-
-    @property
-    def raw(self) -> bool:
-        """Whether the tensor itself is stored, not an encoding of it."""
-        return self.form.raw
-
-    @property
-    def parts(self) -> tuple[Packed, ...]:
-        """The stored parts of a concatenation, of which there are none: those stay."""
-        return self.form.parts
 
     def get(self) -> Packed:
         """Return the stored tensor."""

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.training.step import Step, take
+from memopt_cli.training.step import Step
 
 
 def buckets_seen(step: Step) -> tuple[Tensor, ...]:
@@ -35,5 +35,5 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
                 hint="Measure it without.",
             ) from err
     if replicas:
-        take(step)
+        step.take()
     return tuple(found)

@@ -155,11 +155,7 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-_BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": _replicated}
+_BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": lambda model, mesh: DistributedDataParallel(model)}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

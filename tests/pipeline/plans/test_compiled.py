@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.search.plan.policy import resolve
 from tests.pipeline.measurements import FakePlanner, measurements_by, started
 from tests.zoo.records import answered, measured
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BACKEND = "aot_eager_decomp_partition"
 """Divides graphs as inductor does, and needs no C++ compiler."""
@@ -275,13 +277,6 @@ def requested(folder: Path, share: float, *, p: float = 0.0, backend: str = BACK
         backend=backend,
         force=True,
     )
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def optimized(request: OptimizeRequest) -> MemOptSummary:

@@ -167,14 +167,6 @@ def test_a_reload_waits_for_the_copy_out(name: str, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------ views
 
 
-class Views(Parts):
-    """Saves views of one storage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = x * 2
-        return (made.t().exp() * made.t()).t() + made[: ROWS // 2].sin().sum() + made[:, 3:].cos().sum()
-
-
 def test_views_of_one_storage_come_back_with_their_strides() -> None:
     def saved(plan: Plan) -> tuple[list[tuple[int, ...]], Tensor]:
         strides = []

@@ -16,8 +16,7 @@ from memopt_cli.measure.answers.ranks import warm_up
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, to_data
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.apply import apply_plan, plan_of
-from memopt_cli.training.sharded import ranks_of
-from memopt_cli.training.sharded.agreement import Ranks
+from memopt_cli.training.sharded.agreement import Ranks, ranks_of
 from memopt_cli.training.step import Step
 from tests.training.sharded.cases import WAIT
 

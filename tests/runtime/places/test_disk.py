@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt_cli.runtime.places.pool import Ranges
+from memopt_cli.runtime.places.disk import Ranges
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.integers(0, 20)), max_size=60))
