@@ -68,9 +68,9 @@ _MOST_PARTS: Final = 200
 """Parts of a type, at most: Python compares each with all the others."""
 
 
-def _check_parts(node: Built | None, graph: Graph) -> str:
+def _check_parts(node: Built, graph: Graph) -> str:
     """Refuse a type of anything but a few types, texts and numbers: Python runs code of their classes to join them."""
-    pending, seen = list(node.given()) if node else [], 0
+    pending, seen = list(node.given()), 0
     while pending:
         part = pending.pop()
         seen += 1
