@@ -115,9 +115,6 @@ def _text(value: str) -> bytes:
 
 _SHAPE = b"(K\x08t(K\x01t"
 _FIRST = b"    linear = self.linear\n"
-_BIG = b"class Big(Module):\n  __parameters__ = []\n  __buffers__ = []\n" + b"".join(
-    b"  a%d : Tensor\n" % i for i in range(60)
-)
 _SET_TEXT = b"    self.text = (state)[0]\n"
 _LINEAR = f"  linear : {CLASS}.Inner\n".encode()
 _DOUBLING = b'    z0 = "aa"\n' + b"".join(b"    z%d = torch.add(z%d, z%d)\n" % (i + 1, i, i) for i in range(31))
@@ -246,24 +243,6 @@ def with_sizes(sizes: list[Any]) -> Callable[[Any], None]:
     return change
 
 
-def with_numbers(count: int) -> Callable[[Any], None]:
-    """So many operators on sizes before the first of a module."""
-
-    def change(graph: Any) -> None:
-        one = {"arg": {"as_int": 1}, "kind": 1}
-        graph["nodes"][:0] = [
-            {
-                "target": "_operator.add",
-                "inputs": [{"name": "a", **one}, {"name": "b", **one}],
-                "outputs": [{"as_sym_int": {"as_name": f"s{i}"}}],
-                "metadata": {},
-            }
-            for i in range(count)
-        ]
-
-    return change
-
-
 def programs() -> dict[str, tuple[bytes, str]]:
     return {
         "a deep path": (program(with_deep_path), "nested deeper"),
@@ -271,12 +250,6 @@ def programs() -> dict[str, tuple[bytes, str]]:
         "a size that is no whole number": (program(with_sizes([2.5])), "sizes"),
         "many sizes": (program(with_sizes([2**62] * 100_000)), "sizes"),
     }
-
-
-def weights(sizes: list[int]) -> bytes:
-    """A file of weights with a tensor of these sizes."""
-    header = json.dumps({"a": {"dtype": "F32", "shape": sizes, "data_offsets": [0, 4]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(4)
 
 
 class Buffers(nn.Module):

@@ -27,7 +27,7 @@ from memopt_cli.records import ModelSource
 from memopt_cli.runtime.lifted.program import is_pure
 from tests.loading import hostile_scripts
 from tests.loading.archives import scripted, unzipped, zipped
-from tests.loading.hostile_scripts import PerChannel, Plain, Restored, Rows, programs, scripts, weights
+from tests.loading.hostile_scripts import PerChannel, Plain, Restored, Rows, programs, scripts
 
 
 @functools.cache
@@ -65,14 +65,6 @@ def test_a_program_of_impossible_sizes_is_refused(case: str, tmp_path: Path) -> 
     (tmp_path / "model.pt2").write_bytes(data)
     with pytest.raises(MemoptError, match=says) as error:
         describe(read_file(str(tmp_path / "model.pt2")))
-    assert len(error.value.message) < 300
-
-
-@pytest.mark.parametrize("sizes", [[2**62] * 10_000, [0, 2**62, 2**62]], ids=["many", "nothing, far too wide"])
-def test_weights_of_impossible_sizes_are_refused(sizes: list[int], tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(weights(sizes))
-    with pytest.raises(MemoptError, match="sizes") as error:
-        describe(read_file(str(tmp_path / "a.safetensors")))
     assert len(error.value.message) < 300
 
 

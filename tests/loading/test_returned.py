@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+from transformers import GPT2LMHeadModel, ViTConfig, ViTModel
 
 from memopt_cli.errors import ChangedFileError, UnsafeFileError
 from memopt_cli.loading import load, load_model
@@ -20,6 +20,7 @@ from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.model_file import write_model
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, Trust
 from tests.loading.archives import Call, saved, scripted, unzipped, zipped
+from tests.loading.test_pretrained import gpt2
 
 PLANS = {
     "no plan": Plan(),
@@ -75,8 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("folders")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(folder / "vit")
-    gpt = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16))
-    gpt.save_pretrained(folder / "gpt")
+    gpt2().save_pretrained(folder / "gpt")
     base = GPT2LMHeadModel.from_pretrained(folder / "gpt")
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     peft.get_peft_model(base, config).save_pretrained(folder / "lora")

@@ -8,7 +8,6 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import Denied, Graph, Missing, Recipe, Use
@@ -30,7 +29,6 @@ _ALTERNATIVES: Final = Global("functools", "reduce")
 _OR: Final = ("operator.or_", "_operator.or_")
 
 
-@dataclass(frozen=True, slots=True)
 class Annotations:
     """A type of :mod:`typing`, or one that is made of others."""
 

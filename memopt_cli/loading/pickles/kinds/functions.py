@@ -12,7 +12,6 @@ import inspect
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -59,7 +58,6 @@ _OPERATOR: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Functions:
     """A function that is held as a value."""
 

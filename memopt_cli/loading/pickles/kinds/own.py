@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
@@ -46,7 +46,6 @@ _CONFIG_FIELDS: Final = {f.name for f in fields(SegmentConfig)}
 _LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
-@dataclass(frozen=True, slots=True)
 class Own:
     """A name of the runtime that is a part of the file format."""
 
