@@ -554,7 +554,7 @@ def _used() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which formats, and how many files."""
-    parser.add_argument("formats", nargs="*", default=list(FORMATS), choices=[*FORMATS, []])
+    parser.add_argument("formats", nargs="*", default=[], choices=[*FORMATS, []], help="all, if none is named")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)

@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "search": (("plan", "batch_size", "estimation"),),
     "measure": (
         *(("processes", "seccomp"), ("devices", "folder", "reach", "sizes", "wire"), ("allocated", "jobs", "sandbox")),
-        ("channel", "conditions", "model_file", "online_jobs", "replies"),
+        ("channel", "conditions", "model_file", "replies"),
         *(("answers", "runner"), ("worker",), ("local", "server")),
     ),
     "pipeline": (

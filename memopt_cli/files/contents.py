@@ -172,12 +172,7 @@ def read_frontier(path: Path) -> ShownFrontier:
     may have come with the model, so it is read as strictly as a plan.
     """
     try:
-        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version not in (2, SCHEMA_VERSION) or isinstance(version, bool | float):
-            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 2 to {SCHEMA_VERSION}")
-        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
-        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
+        header, parts = _read_parts(path, since=2)
         shown = _measurable(from_data(ShownFrontier, {"header": to_data(header), **parts}, where="the file"))
         options: Any = {f.name: getattr(shown.options, f.name) for f in fields(SearchOptions)}
         resolve(options)  # refuses values that no option takes
@@ -186,9 +181,8 @@ def read_frontier(path: Path) -> ShownFrontier:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, UsageError) as err:
-        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
         raise UsageError(
-            f"{path} does not hold the plans of a frontier: {reason}",
+            f"{path} does not hold the plans of a frontier: {_reason(err)}",
             hint="`memopt optimize --frontier --force` writes it anew.",
         ) from err
     if any(point.plan.by is not None for point in shown.points):
@@ -214,23 +208,36 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
     Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
     """
     try:
-        data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version not in (1, 2, SCHEMA_VERSION) or isinstance(version, bool | float):
-            raise UsageError(f"its schema_version is {shortened(version)}, and this memopt reads 1 to {SCHEMA_VERSION}")
-        data = _as_of_today(data) if version == 1 else data
-        header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
-        if "summary" in data:
-            summary = from_data(MemOptSummary, data["summary"], where="summary")
+        header, parts = _read_parts(path, since=1)
+        if "summary" in parts:
+            summary = from_data(MemOptSummary, parts["summary"], where="summary")
             shorter = tuple(_shorter(summary))
             return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
-        parts = {key: data[key] for key in data if key not in _HEADER_KEYS}
         return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
     except (OSError, ValueError, UsageError) as err:
-        reason = err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
-        raise BaselineError(f"{path} is not a baseline: {reason}", hint=_RECORD) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD) from err
+
+
+def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
+    """Return the header and the other values of the JSON at ``path``, in a version from ``since`` to the present one.
+
+    Raises :class:`OSError`, :class:`ValueError`, and :class:`UsageError` that speaks of "the file".
+    """
+    data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if type(version) is not int or not since <= version <= SCHEMA_VERSION:
+        raise UsageError(
+            f"its schema_version is {shortened(version)}, and this memopt reads {since} to {SCHEMA_VERSION}"
+        )
+    data = _as_of_today(data) if version == 1 else data
+    header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
+    return header, {key: data[key] for key in data if key not in _HEADER_KEYS}
+
+
+def _reason(err: OSError | ValueError | UsageError) -> object:
+    return err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
 
 
 def _measurable(found: _Record) -> _Record:

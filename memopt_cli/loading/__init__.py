@@ -11,7 +11,6 @@ from torch import nn
 
 from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.inputs.spec_text import is_factory, is_pretrained
-from memopt_cli.loading.archive import check_archive
 from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
@@ -122,8 +121,6 @@ def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile,
 
 
 def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
-    if file.data.startswith(b"PK") and not trust.pickle:
-        check_archive(file.data, file.path)
     format_ = format_of(file)
     loaded = format_.load(file, trust)
     if not trust.pickle:

@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
+from memopt_cli.loading import format_of
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents, contents_of, count_items
-from memopt_cli.loading.exported_contents import PROGRAMS, read_exported
+from memopt_cli.loading.exported_contents import read_exported
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import judged
 from memopt_cli.loading.pickles.charges import PickleScan
@@ -21,7 +22,7 @@ from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
 from memopt_cli.loading.pickles.scan import scan_pickle, uncollected
-from memopt_cli.loading.safetensors_file import is_safetensors, read_header
+from memopt_cli.loading.safetensors_file import read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
 from memopt_cli.text.documents import printable
@@ -54,7 +55,7 @@ def describe(file: ModelFile) -> Inspection:
     """
     try:
         with uncollected():
-            found = _reader(file)(file)
+            found = _READERS[format_of(file).name](file)
         contents = found.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
     except (ValueError, RecursionError) as err:
@@ -76,15 +77,6 @@ def describe(file: ModelFile) -> Inspection:
         parameter_bytes=sum(size for kind, _, size in kinds if kind in counted),
         buffer_bytes=sum(size for kind, _, size in kinds if kind == "buffer"),
     )
-
-
-def _reader(file: ModelFile) -> Callable[[ModelFile], _Found]:
-    if is_safetensors(file.data):
-        return _safetensors
-    records = Archive(file.data, file.path).sizes if file.data.startswith(b"PK") else {}
-    if any(program in records for program in PROGRAMS):
-        return _exported
-    return _script if "constants.pkl" in records else _pickle
 
 
 def _pickle(file: ModelFile) -> _Found:
@@ -170,14 +162,14 @@ def _safetensors(file: ModelFile) -> _Found:
 def _exported(file: ModelFile) -> _Found:
     archive = Archive(file.data, file.path)
     try:
-        exported = read_exported(archive)
+        contents, versions, inputs = read_exported(archive)
     except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as err:
         raise ValueError("its description of the program is not what torch.export writes") from err
     return _Found(
         format="exported program (torch.export)",
-        contents=exported.contents,
-        versions=_versions(archive) | exported.versions,
-        inputs=exported.inputs,
+        contents=contents,
+        versions=_versions(archive) | versions,
+        inputs=inputs,
     )
 
 
@@ -186,3 +178,12 @@ def _versions(archive: Archive) -> dict[str, str]:
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
     found = {what: archive.text(record) for what, record in records.items()}
     return {what: text for what, text in found.items() if text}
+
+
+_READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {
+    "safetensors": _safetensors,
+    "exported": _exported,
+    "torchscript": _script,
+    "pickle": _pickle,
+}
+"""Name of a :class:`~memopt_cli.loading.interface.Format` -> its reader."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
 from memopt_cli.inputs.spec_text import DTYPES as INPUT_DTYPES
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive, record_names
-from memopt_cli.loading.exported_contents import checked_path, read_program
+from memopt_cli.loading.exported_contents import PROGRAM, PROGRAMS, checked_path, read_program
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     GraphReader,
@@ -40,13 +40,11 @@ from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute,
 from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
 from memopt_cli.text.documents import read_json
 
-_PROGRAM: Final = "models/model.json"
-_OLD_PROGRAM: Final = "serialized_exported_program.json"
 _EXAMPLES: Final = "data/sample_inputs/model.pt"
 _RECORDS: Final = re.compile(
     r"data/(weights|constants)/(model_\w+_config\.json|(weight|tensor)_\d+)"
     r"|data/(weights|constants|sample_inputs)/model\.pt"
-    rf"|{re.escape(_PROGRAM)}|byteorder|version|archive_(format|version)|\.data/(version|serialization_id)"
+    rf"|{re.escape(PROGRAM)}|byteorder|version|archive_(format|version)|\.data/(version|serialization_id)"
     r"|\.format_version|\.storage_alignment|extra/.+"
     r"|serialized_(exported_program\.json|(state_dict|constants|example_inputs)\.pt)",
     re.ASCII,
@@ -70,7 +68,7 @@ class Exported:
     name = "exported"
 
     def recognizes(self, file: ModelFile) -> bool:
-        return not {_PROGRAM, _OLD_PROGRAM}.isdisjoint(record_names(file.data))
+        return not record_names(file.data).isdisjoint(PROGRAMS)
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
@@ -80,7 +78,7 @@ class Exported:
                 f"{file.path} was not loaded: it has a record named {name}, which memopt does not know",
                 hint="Export the model alone: torch.export.save(torch.export.export(model, inputs), path).",
             )
-        if _PROGRAM not in archive.sizes:
+        if PROGRAM not in archive.sizes:
             raise FileFormatError(
                 f"{file.path} was exported by a PyTorch before 2.8",
                 hint="Save it again with a newer one: torch.export.save(torch.export.load(path), path).",
@@ -109,7 +107,7 @@ class _Program:
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
-        program = read_program(archive, _PROGRAM)
+        program = read_program(archive, PROGRAM)
         version = program["schema_version"]["major"]
         if version != _SCHEMA:
             raise FileFormatError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
@@ -28,42 +27,28 @@ _LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
 """Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
 of the file that allow one more.  PyTorch compresses nothing, and writes 12 bytes for each; one takes up to 80 bytes of
 memory once it is read."""
-PROGRAMS: Final = ("models/model.json", "serialized_exported_program.json")
+PROGRAM: Final = "models/model.json"
+PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""
-PICKLED_WEIGHTS: Final = "data/weights/model.pt"
+_PICKLED_WEIGHTS: Final = "data/weights/model.pt"
 """The record in which PyTorch 2.8 pickles all weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """The modules, tensors and inputs that an exported program describes."""
-
-    contents: Contents
-    versions: dict[str, str]
-    inputs: tuple[StoredTensor, ...]
-
-
-def read_exported(archive: Archive) -> Exported:
-    """Read the modules, tensors and inputs of the program in ``archive``.
+def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[StoredTensor, ...]]:
+    """Read the modules and tensors of the program in ``archive``, the versions that wrote it, and its inputs.
 
     Raises :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`, :class:`IndexError` or :class:`ValueError`
     for a description that is not what ``torch.export`` writes.
     """
-    record = next((name for name in PROGRAMS if name in archive.sizes), None)
-    if record is None:
-        raise ValueError("it holds no exported program")
-    program = read_program(archive, record)
+    program = read_program(archive, next(name for name in PROGRAMS if name in archive.sizes))
     graph, signature = program["graph_module"]["graph"], program["graph_module"]["signature"]
     values = graph["tensor_values"]
     schema = program.get("schema_version", {})
-    return Exported(
-        contents=_contents(graph, signature, values, _records(archive)),
-        versions={
-            "torch": str(program.get("torch_version", "")),
-            "export schema": f"{schema.get('major', '?')}.{schema.get('minor', '?')}",
-        },
-        inputs=tuple(_inputs(signature, values)),
-    )
+    versions = {
+        "torch": str(program.get("torch_version", "")),
+        "export schema": f"{schema.get('major', '?')}.{schema.get('minor', '?')}",
+    }
+    return _contents(graph, signature, values, _records(archive)), versions, tuple(_inputs(signature, values))
 
 
 def read_program(archive: Archive, record: str) -> Any:
@@ -74,8 +59,8 @@ def read_program(archive: Archive, record: str) -> Any:
 
 def _records(archive: Archive) -> dict[str, Any]:
     """Map the name of each weight to the place of its bytes, which is the same for tied weights."""
-    if PICKLED_WEIGHTS in archive.sizes:
-        file = ModelFile(path=PICKLED_WEIGHTS, data=archive.read(PICKLED_WEIGHTS))
+    if _PICKLED_WEIGHTS in archive.sizes:
+        file = ModelFile(path=_PICKLED_WEIGHTS, data=archive.read(_PICKLED_WEIGHTS))
         weights = contents_of(read_pickled(file, NESTED_TENSORS_LIMIT).pickle.root)
         return dict(zip((tensor.name for tensor in weights.tensors), weights.memory, strict=True))
     config = "data/weights/model_weights_config.json"

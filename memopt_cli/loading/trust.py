@@ -6,13 +6,10 @@ the objects behind the names.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import importlib.util
-import itertools
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +18,7 @@ from memopt_cli.loading.pickles.kinds.interface import TOO_WIDE, Denied, Missing
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
 from memopt_cli.loading.pickles.kinds.vouched import Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
+from memopt_cli.loading.user_code import file_in
 from memopt_cli.records import Trust, WantedGlobal
 from memopt_cli.text.documents import printable
 
@@ -57,8 +55,6 @@ _DISTRIBUTIONS: Final = {
     "pytorch_lightning": "pytorch-lightning",
 }
 """Package -> the distribution that installs it, if its name is another."""
-_MOST_LOOKED_AT: Final = 1000
-"""Files of a folder that are looked at for Python files: it may be a folder of data."""
 
 
 class Unvouched(UnsafeFileError):
@@ -101,7 +97,7 @@ def is_attack(wanted: Global) -> bool:
     if not any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1)):
         return wanted == COMPUTED
     # A file of that name in the current folder is the user's own: many people have a test.py or a code.py.
-    return wanted.package in sys.builtin_module_names or not _is_here(wanted.package)
+    return wanted.package in sys.builtin_module_names or not _is_here(wanted)
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
@@ -128,7 +124,7 @@ def unknown(use: Use) -> Denied | Missing:
         return Denied(
             "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
         )
-    here = _is_here(wanted.package)
+    here = _is_here(wanted)
     if wanted.package in TOO_WIDE:
         remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None
         return Denied("is not something that memopt builds from a file", remedy)
@@ -149,7 +145,7 @@ def how_to_install(wanted: Global) -> str:
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
     known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
     install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
-    if _is_here(wanted.package):
+    if _is_here(wanted):
         return f"If the {wanted.package} in this folder is your own: `--code-path .`; else {install}."
     return f"If it is code of your own, name the folder that holds it: `--code-path FOLDER`; else {install}."
 
@@ -161,29 +157,9 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _is_here(package: str) -> bool:
-    """Return whether the current folder has ``package``; it is not importable, so no file there poses as a library."""
-    if not package.isidentifier():
-        return False
-    found = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
-    return found is not None and (found.origin is not None or _has_python(package))
-
-
-def _has_python(folder: str) -> bool:
-    """Return whether Python files are among the first files in ``folder`` and the folders below it."""
-    with contextlib.suppress(OSError):
-        return any(name.endswith(".py") for name in itertools.islice(_names_in(folder), _MOST_LOOKED_AT))
-    return False
-
-
-def _names_in(folder: str) -> Iterator[str]:
-    pending = [folder]
-    while pending:
-        with os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                yield entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
+def _is_here(wanted: Global) -> bool:
+    """Return whether the current folder has the module of ``wanted``; it is not imported from there by itself."""
+    return file_in(Path.cwd(), wanted.module) is not None
 
 
 def _defined_as(wanted: Global) -> Definition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -96,19 +96,23 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            if path.is_file():
-                candidates = [path] if path.stem == module else []
-            else:
-                stem = path.joinpath(*module.split("."))
-                candidates = [stem.with_name(stem.name + ".py"), stem / "__init__.py"]
-            for candidate in candidates:
-                if candidate.is_file():
-                    return candidate.resolve()
+            found = file_in(path, module) if path.is_dir() else path if path.stem == module else None
+            if found is not None:
+                return found.resolve()
         return None
 
     def _owns(self, module: ModuleType | None) -> bool:
         file = _file(module)
         return file is not None and any(file == path or path in file.parents for path in self._paths)
+
+
+def file_in(folder: Path, module: str) -> Path | None:
+    """Return the file in ``folder`` from which Python would import ``module``; ``None`` if there is none."""
+    parts = module.split(".")
+    if not all(map(str.isidentifier, parts)):  # the name may come from a file, and be no name at all
+        return None
+    candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
+    return next(filter(os.path.isfile, candidates), None)
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:

@@ -5,12 +5,11 @@ A job names the type of its answer, and the function that gives it::
     class CountJob(StepJob[Counted]):                                    # answered by a ``Counted``, or a failure
         answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
 
-Other packages have jobs of their own: the worker knows none of them, it looks up the function that the job names.
+The worker knows none of them: it looks up the function that the job names.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 
@@ -22,12 +21,14 @@ from memopt_cli.records import (
     DeviceProfile,
     Fingerprint,
     Followed,
+    GradientAgreement,
     InputSpec,
     Inspection,
     Layout,
     Measurement,
     ModelFacts,
     ModelSource,
+    OnlineRule,
     PlaceName,
     Plan,
     RankLost,
@@ -105,14 +106,9 @@ class StepJob(Job[Answer]):
     """Whether a plan that compiles the model does so for this job; others record, count or compare the eager step."""
 
 
-def name_of(job: Job[Any]) -> str:
-    """Return the name of the class of ``job``, as it is sent."""
-    return f"{type(job).__module__}:{type(job).__qualname__}"
-
-
 def class_of(name: str) -> type[Job[Any]]:
     """Return the class of jobs called ``name``, which comes from the process that asks, and is trusted."""
-    found: type[Job[Any]] = pkgutil.resolve_name(name)
+    found: type[Job[Any]] = globals()[name]
     return found
 
 
@@ -174,7 +170,7 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The end of a file that was sent."""
+    """A file that was sent to its end, or that needs nothing that its original does not need."""
 
     size_bytes: int
 
@@ -190,14 +186,7 @@ class SaveJob(Job[Saved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A saved file that needs nothing that its original does not need."""
-
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareJob(Job[Compared]):
+class CompareJob(Job[Saved]):
     """A request to compare a file with its original; it was saved by a subprocess that has run the model.
 
     The one that compares reads both files and runs nothing of them.  The answer is a failure if the file could do
@@ -385,6 +374,31 @@ class ReplicasJob(StepJob[BatchProbe]):
     """Symbol -> size, where it differs from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
+
+
+# ---------------------------------------------------------------------------------------------- online learning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineJob(StepJob[BatchProbe]):
+    """A question for the allocated peak and the time of a sequence."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:probe"
+    rule: OnlineRule
+    symbol: str
+    """Symbol of the time steps in the inputs."""
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementJob(StepJob[GradientAgreement]):
+    """A question how far the online gradient of a sequence is from that through time."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:compare"
+    rule: OnlineRule
+    symbol: str
+    """Symbol of the time steps in the inputs."""
+    steps: int
 
 
 # ---------------------------------------------------------------------------------------------- many ranks

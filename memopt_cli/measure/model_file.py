@@ -25,10 +25,10 @@ from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.jobs import (
     ORIGINAL,
-    Compared,
     CompareJob,
     DescribeJob,
     InspectJob,
+    Saved,
     SaveJob,
     SnapshotJob,
     Subject,
@@ -147,9 +147,9 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     write_model(model, job.plan, file)
 
 
-def compare_saved(subject: Subject, job: CompareJob) -> Compared:
+def compare_saved(subject: Subject, job: CompareJob) -> Saved:
     """Compare the saved model at the path of ``job`` with the original.  Raises :class:`MemoptError`."""
-    return Compared(size_bytes=check_returned(job.path, subject.source))
+    return Saved(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:

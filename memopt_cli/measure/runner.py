@@ -11,7 +11,7 @@ from typing import BinaryIO, Self, TypeVar
 from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
-from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject, name_of
+from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject
 from memopt_cli.measure.replies import read
 from memopt_cli.measure.sizes import is_confined, most_saved_bytes
 from memopt_cli.measure.wire import SIZE
@@ -114,7 +114,7 @@ class Session:
             return None
         self._channel.started()  # if it cannot be started, the answer says why
         self._channel.more_time()
-        self._channel.send({"kind": name_of(job), "job": to_data(job)})
+        self._channel.send({"kind": type(job).__name__, "job": to_data(job)})
         return self._channel
 
     def _answer(self, job: Job[Answer], channel: Channel) -> Answer | Failure:

@@ -59,8 +59,7 @@ _READ_ANYTHING: Final = 1 << 2
 
 HINT: Final = (
     "It ran confined: it may write only to a temporary folder, and may not read a terminal, change modes or times of "
-    "files, "
-    "start programs, open connections or touch other processes. If you trust the model and its code: "
+    "files, start programs, open connections or touch other processes. If you trust the model and its code: "
     "`--no-sandbox`."
 )
 _REFUSALS: Final = re.compile(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.loading import load_model
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime import SegmentConfig, install_segment
-from tests.loading.exported_archives import with_weights_in_one_pickle
+from tests.loading.archives import with_weights_in_one_pickle
 
 Memopt = Callable[..., Any]
 

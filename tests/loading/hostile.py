@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import collections
 import copy
-import copyreg
 import enum
 import functools
 import importlib
@@ -44,6 +43,7 @@ from memopt_cli.runtime.lifted.module import restore_lifted
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.segment_run import SegmentRun
+from tests.loading.archives import Call, Created, archive, exported, saved, scripted, unzipped
 from tests.zoo.models import GIVEN, Parts
 
 REFUSED, NO_MODEL = 4, 3
@@ -58,16 +58,6 @@ class Hostile:
     says: str
 
 
-class Call:
-    """Pickles as a call of ``function(*arguments)``, whose result is then given ``state``."""
-
-    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
-        self.reduced = (function, arguments) if state is None else (function, arguments, state)
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
 class _Entry:
     """Pickles as a dict of one key."""
 
@@ -76,22 +66,6 @@ class _Entry:
 
     def __reduce__(self) -> Any:
         return dict, (), None, None, iter([(self._key, None)])
-
-
-class Created:
-    """Pickles as an object of ``kind``, created without its constructor from ``arguments`` and given ``state``."""
-
-    def __init__(self, kind: type, *arguments: Any, state: Any = None) -> None:
-        self.made = kind, arguments, state
-
-    @property
-    def __class__(self) -> Any:
-        """What a pickler compares."""
-        return self.made[0]
-
-    def __reduce__(self) -> Any:
-        kind, arguments, state = self.made
-        return copyreg.__newobj__, (kind, *arguments), state  # type: ignore[attr-defined]
 
 
 def corpus(canary: str) -> dict[str, Hostile]:
@@ -134,10 +108,9 @@ def payloads(canary: str) -> dict[str, Any]:
 
 def _calls(canary: str) -> Iterator[tuple[str, Hostile]]:
     for name, value in payloads(canary).items():
-        for form, zipped in (("zip", True), ("legacy", False)):
-            buffer = io.BytesIO()
-            torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
-            yield f"{name}, {form}", Hostile(buffer.getvalue(), REFUSED, "model.pt")
+        for form, is_zip in (("zip", True), ("legacy", False)):
+            data = saved(value, _use_new_zipfile_serialization=is_zip)
+            yield f"{name}, {form}", Hostile(data, REFUSED, "model.pt")
         if not isinstance(value, nn.Module):
             yield f"{name}, plain", Hostile(pickle.dumps(value, 4), REFUSED, "model.pt")
 
@@ -184,112 +157,99 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Objects of classes that a file may name, which would run something for what they are given."""
     system = pickle.dumps(Call(os.system, f"touch {canary}"))
     generators = Created(Generators, state={"python": system, "numpy": system, "torch": torch.zeros(1)})
-    yield "random generators that unpickle", _of(_linear(start=generators), "memopt_cli.runtime.generators.Generators")
+    yield "random generators that unpickle", _layer("memopt_cli.runtime.generators.Generators", start=generators)
     run = Created(SegmentRun, state={"hook": True, "start": generators})
-    yield (
-        "a hook of the runtime",
-        _of(_linear(_forward_pre_hooks={0: run}), "memopt_cli.runtime.segment_run.SegmentRun"),
-    )
+    yield "a hook of the runtime", _layer("memopt_cli.runtime.segment_run.SegmentRun", _forward_pre_hooks={0: run})
 
     layer = nn.LSTM(3, 8)
     layer.num_layers = 0
     yield "an LSTM of no layers", _of(layer, "0 layers")
 
-    yield "a __setstate__ among attributes", _of(_linear(__setstate__=nn.functional.gelu), "__setstate__")
-    yield "a method among attributes", _of(_linear(forward=nn.functional.gelu), "forward")
+    yield "a __setstate__ among attributes", _layer("__setstate__", __setstate__=nn.functional.gelu)
+    yield "a method among attributes", _layer("forward", forward=nn.functional.gelu)
     called = Created(nn.Linear, state=vars(_linear(_compiled_call_impl=nn.functional.gelu)))
-    yield "a call in the place of the module's", _of(_linear(_modules={"a": called}), "_compiled_call_impl")
-    yield "another class among attributes", _of(_linear(__class__=nn.ReLU), "__class__")
-    yield "a hook that is a function", _of(_linear(_forward_hooks={0: nn.functional.gelu}), "a hook 0")
-    yield "a hook that is a module", _of(_linear(_forward_hooks={0: nn.ReLU()}), "a hook 0")
-    yield "a parameter that is a function", _of(_linear(_parameters={"weight": nn.functional.gelu}), "'weight'")
-    yield "a module that is a class", _of(_linear(_modules={"a": nn.ReLU}), "'a'")
+    yield "a call in the place of the module's", _layer("_compiled_call_impl", _modules={"a": called})
+    yield "another class among attributes", _layer("__class__", __class__=nn.ReLU)
+    yield "a hook that is a function", _layer("a hook 0", _forward_hooks={0: nn.functional.gelu})
+    yield "a hook that is a module", _layer("a hook 0", _forward_hooks={0: nn.ReLU()})
+    yield "a parameter that is a function", _layer("'weight'", _parameters={"weight": nn.functional.gelu})
+    yield "a module that is a class", _layer("'a'", _modules={"a": nn.ReLU})
 
     for name in ('a"', "a'", "a\\", "a.b", "a`", "a{b}"):
-        yield f"a child named {name}", _of(_linear(_modules={name: nn.ReLU()}), "has a module")
+        yield f"a child named {name}", _layer("has a module", _modules={name: nn.ReLU()})
 
     inner = _linear(forward=nn.functional.gelu)
     for made in (Call(dict, vars(inner)), Call(collections.OrderedDict, list(vars(inner).items()))):
         hidden = Created(nn.Linear, state=made)
-        yield (
-            f"a state made by {made.reduced[0].__name__}",
-            _of(_linear(_modules={"a": hidden}), "of an unexpected type"),
-        )
+        yield f"a state made by {made.reduced[0].__name__}", _layer("of an unexpected type", _modules={"a": hidden})
     alias = types.GenericAlias(BertConfig, (int,))
-    yield "a type that makes settings, as a method", _of(_linear(forward=alias), "GenericAlias")
-    yield "settings as something to call", _of(_linear(act=BertConfig), "stored as something to call")
+    yield "a type that makes settings, as a method", _layer("GenericAlias", forward=alias)
+    yield "settings as something to call", _layer("stored as something to call", act=BertConfig)
     composed = functools.partial(round, ndigits=nn.functional.gelu)
-    yield "a partial that is handed a function", _of(_linear(act=composed), "something to call")
+    yield "a partial that is handed a function", _layer("something to call", act=composed)
     for made in (Call(dict, {"ndigits": nn.functional.gelu}), collections.OrderedDict(ndigits=nn.functional.gelu)):
         state = (round, (), made, {})
         handed = Call(functools.partial, round, state=state)
-        yield f"a partial that is handed a function in a {type(made).__name__}", _of(_linear(act=handed), "partial")
+        yield f"a partial that is handed a function in a {type(made).__name__}", _layer("partial", act=handed)
     names = _linear(_non_persistent_buffers_set=Call(set, ("a.b",)))
     yield "names that are none, in a tuple", _of(names, "_non_persistent_buffers_set that are none")
     asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
-    yield "a defaultdict of an object", _of(_linear(extra=asked), "defaultdict")
+    yield "a defaultdict of an object", _layer("defaultdict", extra=asked)
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
-    yield "a type named by an expression", _of(_linear(extra=compiled), "a text that names none")
+    yield "a type named by an expression", _layer("a text that names none", extra=compiled)
     program = Created(ObservedGraphModule, state=vars(nn.Linear(1, 1)))
-    yield "a module that compiles itself", _of(_linear(_modules={"a": program}), "rebuilds itself")
+    yield "a module that compiles itself", _layer("rebuilds itself", _modules={"a": program})
     renamed = Created(BertConfig, state={"attribute_map": {"unflatten": "to_json_file"}})
-    yield "settings with other names", _of(_linear(extra=renamed), "attribute_map")
-    yield "an item of something", _of(_linear(act=functools.partial(operator.getitem, [1])), "getitem")
-    yield "data in the place of a method", _of(_linear(named_modules=[1]), "its method named_modules")
+    yield "settings with other names", _layer("attribute_map", extra=renamed)
+    yield "an item of something", _layer("getitem", act=functools.partial(operator.getitem, [1]))
+    yield "data in the place of a method", _layer("its method named_modules", named_modules=[1])
     logger = Call(logging.getLogger, ".a" * 5000)
-    yield "a logger of five thousand parts", _of(_linear(extra=logger), "a logger has no name", NO_MODEL)
+    yield "a logger of five thousand parts", _layer("a logger has no name", NO_MODEL, extra=logger)
     yield (
         "a name of the runtime without it",
         Hostile(b"\x80\x02cscript\nScriptPart\n)\x81}b.", NO_MODEL, "script.ScriptPart"),
     )
     for setting in ("_use_kernels", "kernel_config"):
         asking = Created(BertModel, state=vars(_linear(**{setting: True})))
-        yield f"a model with {setting}", _of(_linear(_modules={"a": asking}), "kernels of a hub")
+        yield f"a model with {setting}", _layer("kernels of a hub", _modules={"a": asking})
     hidden = Created(BertConfig, state={"to_dict": 1})
-    yield "data in the place of a method of settings", _of(_linear(extra=hidden), "its method to_dict")
+    yield "data in the place of a method of settings", _layer("its method to_dict", extra=hidden)
     neuron = Created(FlexSN, state=vars(nn.Linear(1, 1)))
-    yield "a module that copies itself", _of(_linear(_modules={"a": neuron}), "rebuilds itself")
+    yield "a module that copies itself", _layer("rebuilds itself", _modules={"a": neuron})
     tensors = [torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.int32)]
     cell = ("quantized", tensors, [1.0], [1], [])
     packed = Created(torch.ScriptObject, state=(cell, "__torch__.torch.classes.rnn.CellParamsBase"))
-    yield (
-        "a recurrent cell that reads beyond its columns",
-        _of(_linear(cell=packed), "in a form that PyTorch does not write"),
-    )
+    yield "a recurrent cell that reads beyond its columns", _layer("in a form that PyTorch does not write", cell=packed)
     deep = Call(_ARRAY, bytes(8), np.dtype("f8"), (1,) * 40, "C")
-    yield "an array of forty dimensions", _of(_linear(extra=deep), "an array has the shape", NO_MODEL)
+    yield "an array of forty dimensions", _layer("an array has the shape", NO_MODEL, extra=deep)
     vast = Call(_ARRAY, b"", np.dtype("f8"), (0, 2**62, 2**62), "C")
-    yield "an array of nothing, far too wide", _of(_linear(extra=vast), "an array has the shape", NO_MODEL)
+    yield "an array of nothing, far too wide", _layer("an array has the shape", NO_MODEL, extra=vast)
     wide = torch.zeros(1, dtype=torch.int64).expand(1 << 20)
     often = [torch.sparse_coo_tensor(wide[None], wide, (1,), check_invariants=True) for _ in range(9)]
-    yield "indices expanded often", _of(_linear(extra=often), "far more work", NO_MODEL)
+    yield "indices expanded often", _layer("far more work", NO_MODEL, extra=often)
     for key, says in {
         SEGMENT_KEY: "a segment's settings among its",
         RUNS_KEY: "has _memopt_runs that are none",
     }.items():
-        yield f"{key} of the file's own", _of(_linear(**{key: 5}), says)
-    yield "runs that are none", _of(_linear(**{RUNS_KEY: {"0-1": nn.Linear(1, 1)}}), "a run '0-1' that is not one")
+        yield f"{key} of the file's own", _layer(says, **{key: 5})
+    yield "runs that are none", _layer("a run '0-1' that is not one", **{RUNS_KEY: {"0-1": nn.Linear(1, 1)}})
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
-    yield "a property set as a slot", _of(_linear(extra=slots), "no slot", NO_MODEL)
+    yield "a property set as a slot", _layer("no slot", NO_MODEL, extra=slots)
     empty = Call(_ARRAY, b"", Call(np.dtype, "S0", False, True), (1 << 40,), "C")
-    yield "an array of nothing", _of(_linear(extra=empty), "something else than numbers", NO_MODEL)
+    yield "an array of nothing", _layer("something else than numbers", NO_MODEL, extra=empty)
     wide = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.complex128, "xla", False)
-    yield "a tensor made wider", _of(_linear(extra=wide), "is stored as", NO_MODEL)
+    yield "a tensor made wider", _layer("is stored as", NO_MODEL, extra=wide)
 
     own = collections.OrderedDict(vars(nn.Linear(1, 1)))
     parts = {"a": Created(nn.Linear, state=own), "b": Created(nn.Linear, state=own)}
-    yield "two modules of one ordered state", _of(_linear(_modules=parts), "shares")
+    yield "two modules of one ordered state", _layer("shares", _modules=parts)
     shared = nn.Linear(1, 1)
-    yield "two modules with one state", _of(_linear(a=shared, b=Created(nn.Linear, state=vars(shared))), "shares")
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Linear(1, 1)), buffer)
-    loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
+    yield "two modules with one state", _layer("shares", a=shared, b=Created(nn.Linear, state=vars(shared)))
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=scripted(nn.Linear(1, 1))), Trust())
     _, (program, attributes) = loaded.module.__reduce_ex__(2)  # type: ignore[misc]
     lifted = Call(restore_lifted, program, attributes)
-    yield "a lifted module whose state is changed", _of(_linear(late=attributes, first=lifted), "shares")
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), buffer)
-    loaded = TorchScript().load(ModelFile(path="model.ts", data=buffer.getvalue()), Trust())
+    yield "a lifted module whose state is changed", _layer("shares", late=attributes, first=lifted)
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=scripted(nn.Sequential(nn.Linear(1, 1)))), Trust())
     yield (
         "a lifted module whose child is taken away later",
         _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is not a module"),
@@ -310,33 +270,27 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
         "settings called": Call(BertConfig, url),
         "an enum that is filled": Created(enum.Enum, state={"a": 1}),
     }.items():
-        yield name, _of(_linear(extra=made), "was not loaded")
-    yield (
-        "settings created of arguments",
-        _of(_linear(extra=Created(BertConfig, url)), "created with arguments", NO_MODEL),
-    )
+        yield name, _layer("was not loaded", extra=made)
+    yield "settings created of arguments", _layer("created with arguments", NO_MODEL, extra=Created(BertConfig, url))
 
 
 def _endless() -> Iterator[tuple[str, Hostile]]:
     """Objects of known classes, whose own code would go on forever, or become another class that nobody looks at."""
     named = nn.Sequential(nn.ReLU())
     for _ in range(90):
-        named = nn.Sequential(collections.OrderedDict({"n" * 1_000_000: named}))
-    yield "modules of very long names", _of(named, "a name of 1000000 characters")
+        named = nn.Sequential(collections.OrderedDict({"n" * 10_000: named}))
+    yield "modules of very long names", _of(named, "a name of 10000 characters")
     groups = [{"params": range(10**15)}]
     for kind in (torch.optim.Adam, torch.optim.SGD):
         training = Created(kind, state={"defaults": {}, "state": {}, "param_groups": groups})
-        yield (
-            f"{kind.__name__} of parameters without an end",
-            _of(_linear(extra=training), "parameters that are not lists"),
-        )
+        yield f"{kind.__name__} of parameters without an end", _layer("parameters that are not lists", extra=training)
     keys = {"settings": Created(GenerationConfig, state={"extra": [1]})}
     if hasattr(distributed, "_BucketCapacityConfig"):  # newer than PyTorch 2.8
         sizes = Created(distributed._BucketCapacityConfig, state={"bucket_bytes_cap": 1})
         keys["an object that is told apart by its attributes"] = sizes
     for name, key in keys.items():
         for where, made in (("a key", _Entry(key)), ("in a key", _Entry((1, (key,)))), ("in a set", Call(set, [key]))):
-            yield f"{name} as {where}", _of(_linear(extra=made), "is a key")
+            yield f"{name} as {where}", _layer("is a key", extra=made)
     lazy = Call(getattr, Created(nn.LazyLinear, state=vars(nn.Linear(1, 1))), "_infer_parameters")
     becoming = _linear(_forward_pre_hooks={0: lazy}, cls_to_become=nn.LSTM)
     yield "a layer that becomes another, unchecked", _of(becoming, "cls_to_become among its attributes")
@@ -344,7 +298,7 @@ def _endless() -> Iterator[tuple[str, Hostile]]:
 
 def _changed_later(module: nn.Module, register: str, change: bytes, code: int, says: str) -> Hostile:
     """``change`` sets an entry in the dict of that name, or in the module's attributes, when the module is made."""
-    records = _saved(module)
+    records = unzipped(saved(module))
     opcodes = list(pickletools.genops(records["data.pkl"]))
     start = next(i for i, (_, argument, _) in enumerate(opcodes) if argument == register or not register)
     made = next(i for i in range(start, len(opcodes)) if opcodes[i][0].name == "EMPTY_DICT")
@@ -359,10 +313,12 @@ def _linear(**attributes: Any) -> nn.Module:
     return module
 
 
+def _layer(says: str, code: int = REFUSED, /, **attributes: Any) -> Hostile:
+    return _of(_linear(**attributes), says, code)
+
+
 def _of(value: Any, says: str, code: int = REFUSED) -> Hostile:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return Hostile(buffer.getvalue(), code, says)
+    return Hostile(saved(value), code, says)
 
 
 # ---------------------------------------------------------------------------------------------- exhaustion
@@ -511,7 +467,7 @@ def holding(code: bytes) -> bytes:
     """A layer with an attribute that ``code`` makes: opcodes that leave one value on the stack."""
     layer = nn.Linear(1, 1)
     layer.kept = "PLACE"  # type: ignore[assignment]
-    records = _saved(layer)
+    records = unzipped(saved(layer))
     place = b"X\x05\x00\x00\x00PLACE"
     assert records["data.pkl"].count(place) == 1
     return archive({**records, "data.pkl": records["data.pkl"].replace(place, code)})
@@ -520,32 +476,10 @@ def holding(code: bytes) -> bytes:
 # ---------------------------------------------------------------------------------------------- archives
 
 
-def archive(records: dict[str, bytes], *, compressed: bool = False) -> bytes:
-    """A zip archive as PyTorch writes it, of these records."""
-    buffer = io.BytesIO()
-    how = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(buffer, "w", how, compresslevel=1) as file:
-        for name, data in {**records, "version": b"3\n", "byteorder": b"little"}.items():
-            file.writestr(f"model/{name}", data)
-    return buffer.getvalue()
-
-
-def _saved(model: nn.Module) -> dict[str, bytes]:
-    """The records of a saved model."""
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    return _records(buffer)
-
-
-def _records(buffer: io.BytesIO) -> dict[str, bytes]:
-    with zipfile.ZipFile(buffer) as file:
-        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
-
-
 def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Archives that readers read differently, that reach out of their folder, or that unpack to far more."""
-    good = _saved(nn.Linear(3, 4))
-    bad = _saved(payloads(canary)["in a module"])
+    good = unzipped(saved(nn.Linear(3, 4)))
+    bad = unzipped(saved(payloads(canary)["in a module"]))
     for name in ("../../escaped", "/tmp/escaped", "some\\folder", "C:/escaped", "escape\x1b[2J"):
         yield f"a record named {name!r}", Hostile(_renamed(good, "data/0", name), REFUSED, "a record named")
     yield "a bomb", Hostile(archive({"data.pkl": b"]" * (64 << 20)}, compressed=True), REFUSED, "unpack to")
@@ -571,13 +505,9 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
     many = archive({"models/model.json": values, "extra/more": os.urandom(2 << 20)}, compressed=True)
     yield "a program of very many values", Hostile(many, NO_MODEL, "far more values")
     for kind in (WritesWhenLoaded, WritesWhenCalled):
-        buffer = io.BytesIO()
-        torch.jit.save(torch.jit.script(kind(canary)), buffer)
-        yield kind.__name__, Hostile(buffer.getvalue(), REFUSED, "torch.save")
+        yield kind.__name__, Hostile(scripted(kind(canary)), REFUSED, "torch.save")
 
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(nn.Linear(3, 4), (torch.ones(2, 3),)), buffer)
-    records = _records(buffer)
+    records = unzipped(exported(nn.Linear(3, 4), torch.ones(2, 3)))
     assert "data/sample_inputs/model.pt" in records
     bad_inputs = archive({"data.pkl": pickle.dumps(Call(os.system, f"touch {canary}"), 2)})
     program = archive({**records, "data/sample_inputs/model.pt": bad_inputs})
@@ -586,7 +516,7 @@ def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:
 
 def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
     """TorchScript that does more than compute, and archives whose parts do not fit."""
-    writes = _scripted(WritesWhenLoaded(canary))
+    writes = unzipped(scripted(WritesWhenLoaded(canary)))
     code = next(name for name in writes if name.startswith("code/") and name.endswith(".py"))
     upper = {name.replace(".py", ".PY") if name == code else name: data for name, data in writes.items()}
     yield "code in capitals", Hostile(archive(upper), REFUSED, "torch.save")
@@ -599,9 +529,9 @@ def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
         (ResizesInPlace, "resize_"),
         (ReadsAFile, "from_file"),
     ):
-        yield kind.__name__, Hostile(archive(_scripted(kind())), REFUSED, says)
+        yield kind.__name__, Hostile(archive(unzipped(scripted(kind()))), REFUSED, says)
 
-    linear = _scripted(nn.Linear(3, 4))
+    linear = unzipped(scripted(nn.Linear(3, 4)))
     data = linear["data.pkl"]
     larger = data.replace(b"(K\x04K\x03t", b"(M\xff\xffK\x03t", 1)
     assert larger != data
@@ -627,13 +557,6 @@ def _scripts(canary: str) -> Iterator[tuple[str, Hostile]]:
 
     leaf = ScriptLeaf(torch.jit.script(WritesWhenCalled(canary)))
     yield "a script within a pickle", _of(nn.Sequential(leaf), "torch.save")
-
-
-def _scripted(module: nn.Module) -> dict[str, bytes]:
-    """The records of its TorchScript archive."""
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(module), buffer)
-    return _records(buffer)
 
 
 def _renamed(records: dict[str, bytes], old: str, new: str) -> bytes:

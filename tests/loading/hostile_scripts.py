@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 import re
 import struct
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.loading.exported_archives import WEIGHTS_CONFIG, with_record_by_weight
+from tests.loading.archives import (
+    WEIGHTS_CONFIG,
+    Records,
+    exported,
+    scripted,
+    unzipped,
+    with_record_by_weight,
+    zipped,
+)
 from tests.zoo.models import Parts
 
 CODE = "code/__torch__/tests/loading/hostile_scripts.py"
 CLASS = "__torch__.tests.loading.hostile_scripts"
-
-Records = dict[str, bytes]
 
 
 class Inner(nn.Linear):
@@ -91,37 +95,15 @@ class Change:
     make: type[nn.Module] = Plain
 
     def archive(self) -> bytes:
-        records = dict(scripted(self.make))
+        records = dict(script_of(self.make))
         assert self.old in records[self.record], self.says
         records[self.record] = records[self.record].replace(self.old, self.new, 1)
         return zipped(records)
 
 
 @functools.cache
-def scripted(make: type[nn.Module]) -> Records:
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(make()), buffer)
-    return unzipped(buffer.getvalue())
-
-
-@functools.cache
-def exported() -> Records:
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(nn.Sequential(nn.Linear(3, 4)), (torch.ones(2, 3),)), buffer)
-    return unzipped(buffer.getvalue())
-
-
-def unzipped(data: bytes) -> Records:
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
-
-
-def zipped(records: Records, folder: str = "model/") -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        for name, data in records.items():
-            file.writestr(folder + name, data)
-    return buffer.getvalue()
+def script_of(make: type[nn.Module]) -> Records:
+    return unzipped(scripted(make()))
 
 
 # ---------------------------------------------------------------------------------------------- scripts
@@ -133,9 +115,6 @@ def _text(value: str) -> bytes:
 
 _SHAPE = b"(K\x08t(K\x01t"
 _FIRST = b"    linear = self.linear\n"
-_BIG = b"class Big(Module):\n  __parameters__ = []\n  __buffers__ = []\n" + b"".join(
-    b"  a%d : Tensor\n" % i for i in range(60)
-)
 _SET_TEXT = b"    self.text = (state)[0]\n"
 _LINEAR = f"  linear : {CLASS}.Inner\n".encode()
 _DOUBLING = b'    z0 = "aa"\n' + b"".join(b"    z%d = torch.add(z%d, z%d)\n" % (i + 1, i, i) for i in range(31))
@@ -197,7 +176,7 @@ CASES = (
 def scripts() -> dict[str, tuple[bytes, str]]:
     """Each hostile script, and a word of what is said of it."""
     found = {name: (change.archive(), change.says) for name, change in _CHANGES.items()}
-    records = dict(scripted(Plain))
+    records = dict(script_of(Plain))
     assert _SHAPE in records["data.pkl"]
     wide = records["data.pkl"].replace(_SHAPE, b"(M\x00\x20t(K\x01t")
     capitals = {"DATA.pkl" if name == "data.pkl" else name: data for name, data in records.items()}
@@ -225,12 +204,8 @@ def _filled(data: bytes) -> bytes:
 
 def _beside(records: Records, wide: bytes) -> bytes:
     """PyTorch reads the pickle in the folder, and not the one beside it."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        for name, data in records.items():
-            file.writestr(f"model/{name}", wide if name == "data.pkl" else data)
-        file.writestr("data.pkl", records["data.pkl"])
-    return buffer.getvalue()
+    inside = {f"model/{name}": data for name, data in {**records, "data.pkl": wide}.items()}
+    return zipped({**inside, "data.pkl": records["data.pkl"]}, folder="")
 
 
 def _lines(index: int | None) -> bytes:
@@ -251,7 +226,7 @@ PROGRAM = "models/model.json"
 
 def program(change: Callable[[Any], object]) -> bytes:
     """An exported program, its JSON changed."""
-    records = dict(exported())
+    records = unzipped(exported(nn.Sequential(nn.Linear(3, 4)), torch.ones(2, 3)))
     data = json.loads(records[PROGRAM])
     change(data["graph_module"]["graph"])
     return zipped({**records, PROGRAM: json.dumps(data).encode()})
@@ -268,24 +243,6 @@ def with_sizes(sizes: list[Any]) -> Callable[[Any], None]:
     return change
 
 
-def with_numbers(count: int) -> Callable[[Any], None]:
-    """So many operators on sizes before the first of a module."""
-
-    def change(graph: Any) -> None:
-        one = {"arg": {"as_int": 1}, "kind": 1}
-        graph["nodes"][:0] = [
-            {
-                "target": "_operator.add",
-                "inputs": [{"name": "a", **one}, {"name": "b", **one}],
-                "outputs": [{"as_sym_int": {"as_name": f"s{i}"}}],
-                "metadata": {},
-            }
-            for i in range(count)
-        ]
-
-    return change
-
-
 def programs() -> dict[str, tuple[bytes, str]]:
     return {
         "a deep path": (program(with_deep_path), "nested deeper"),
@@ -293,12 +250,6 @@ def programs() -> dict[str, tuple[bytes, str]]:
         "a size that is no whole number": (program(with_sizes([2.5])), "sizes"),
         "many sizes": (program(with_sizes([2**62] * 100_000)), "sizes"),
     }
-
-
-def weights(sizes: list[int]) -> bytes:
-    """A file of weights with a tensor of these sizes."""
-    header = json.dumps({"a": {"dtype": "F32", "shape": sizes, "data_offsets": [0, 4]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(4)
 
 
 class Buffers(nn.Module):
@@ -315,9 +266,7 @@ class Buffers(nn.Module):
 
 def sharing(count: int) -> bytes:
     """A program with many buffers, each another view of one record."""
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(Buffers(count), (torch.ones(4, 4),)), buffer)
-    records = unzipped(with_record_by_weight(buffer.getvalue()))
+    records = unzipped(with_record_by_weight(exported(Buffers(count), torch.ones(4, 4))))
     config = json.loads(records[WEIGHTS_CONFIG])
     for i, entry in enumerate(config["config"].values()):
         entry["path_name"] = "weight_0"

@@ -1,14 +1,19 @@
-"""TorchScript models that between them use every construct that can be lifted, each with the arguments of one step."""
+"""Models that between them use every construct that can be lifted, the arguments of one step of each, and the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
+from memopt_cli.runtime import SegmentConfig, install_segment, refusal
+from memopt_cli.trace import StorageLog
 from tests.zoo.models import Parts
 
 
@@ -323,3 +328,52 @@ def compiled(name: str) -> torch.jit.ScriptModule:
         if not model.traced:
             return torch.jit.script(module)
         return torch.jit.trace(module, model.arguments(), check_trace=False, strict=False)
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({}), seed: int = 5
+) -> dict[str, Any]:
+    """Everything that one training step gives, and what the model holds afterwards."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with torch.jit.optimized_execution(False):  # TorchScript's own differentiation rounds differently
+        outputs = tree_leaves(model(*copy.deepcopy(args), **copy.deepcopy(dict(kwargs))))
+    differentiable = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    if differentiable:
+        cotangents = [torch.linspace(1, 2, t.numel(), dtype=t.dtype).view_as(t) for t in differentiable]
+        torch.autograd.backward(differentiable, cotangents)
+    return {
+        **{f"output {i}": output for i, output in enumerate(outputs)},
+        **{f"gradient of {name}": p.grad for name, p in model.named_parameters()},
+        **{f"state {name}": t for name, t in model.state_dict().items()},
+    }
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what two steps do not have in common to the bit."""
+    assert a.keys() == b.keys()
+
+    def are_equal(x: Any, y: Any) -> bool:
+        return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+    return [name for name in a if not are_equal(a[name], b[name])]
+
+
+def with_segments(model: nn.Module) -> nn.Module:
+    """A copy whose every module is a segment that can be one."""
+    twin = copy.deepcopy(model)
+    segments = [m for m in twin.modules() if not refusal(m)]
+    for segment in segments:
+        install_segment(segment, SegmentConfig())
+    assert segments
+    return twin
+
+
+def peak_bytes(model: nn.Module, args: tuple[Any, ...]) -> int:
+    """Tensor peak of a step."""
+    with StorageLog(lambda: "") as log:
+        run(model, args)
+    return log.peaks.tensor_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,12 @@ from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import Inspection
-from tests.loading.hostile import archive
+from tests.loading.archives import archive, saved
 
 
 def contents(value: object, *, zipped: bool = True) -> Contents:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
-    return contents_of(read_pickled(ModelFile(path="model.pt", data=buffer.getvalue())).pickle.root)
+    data = saved(value, _use_new_zipfile_serialization=zipped)
+    return contents_of(read_pickled(ModelFile(path="model.pt", data=data)).pickle.root)
 
 
 def described(path: Path, pickle: bytes) -> Inspection:

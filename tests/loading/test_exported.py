@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
-import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,21 @@ from torch.export import Dim
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import load, load_model
+from memopt_cli.loading.exported_contents import PROGRAM
 from memopt_cli.loading.exported_graph import _function_in
 from memopt_cli.loading.input_spec import find_spec
 from memopt_cli.records import LoadedModel, ModelSource, TensorSpec
-from memopt_cli.runtime import SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace import StorageLog
-from tests.loading.exported_archives import with_record_by_weight, with_weights_in_one_pickle
-from tests.loading.script_corpus import CORPUS
+from tests.loading.archives import (
+    WEIGHTS_CONFIG,
+    Call,
+    saved,
+    unzipped,
+    with_record_by_weight,
+    with_weights_in_one_pickle,
+    zipped,
+)
+from tests.loading.script_corpus import CORPUS, differing, peak_bytes, run, with_segments
 from tests.zoo.models import Parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -74,28 +77,6 @@ def export(model: nn.Module, path: Path, *args: Any, **keywords: Any) -> None:
     torch.export.save(torch.export.export(model, copy.deepcopy(args), **keywords), path)
 
 
-def step(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    model.zero_grad()
-    torch.manual_seed(3)
-    tensors = tensors_of(model(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-    differentiable = [t for t in tensors if t.requires_grad]
-    torch.autograd.backward(differentiable, [torch.linspace(1, 2, t.numel()).view_as(t) for t in differentiable])
-    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-    return {**{f"output {i}": t for i, t in enumerate(tensors)}, **gradients, **model.state_dict()}
-
-
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [k for k in a if not (a[k] is b[k] is None or (a[k] is not None and torch.equal(a[k], b[k])))]
-
-
-def with_segments(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for module in [m for m in twin.modules() if not refusal(m)]:
-        install_segment(module, SegmentConfig())
-    return twin
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTABLE)
 def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Path) -> None:
@@ -116,9 +97,9 @@ def test_steps_are_those_of_the_model_that_was_exported(name: str, tmp_path: Pat
     called = {path for path, module in again.named_modules() if isinstance(module, nn.Module)}
     assert called <= {path for path, _ in model.named_modules()}
     for _ in range(2):
-        expected = step(written, *arguments)
-        assert differing(expected, step(loaded.module, *arguments)) == []
-        assert differing(expected, step(again, *arguments)) == []
+        expected = run(written, arguments)
+        assert differing(expected, run(loaded.module, arguments)) == []
+        assert differing(expected, run(again, arguments)) == []
 
 
 @pytest.mark.slow
@@ -140,7 +121,7 @@ def test_everything_at_once_and_dynamic_sizes(stored: Callable[[bytes], bytes], 
     assert any("nested" in note for note in loaded.notes)
     for size in (5, 2):
         args, kwargs = arguments(size)
-        assert differing(step(written, *args, **kwargs), step(module, *args, **kwargs)) == []
+        assert differing(run(written, args, kwargs), run(module, args, kwargs)) == []
     output = module(*args, **kwargs)
     assert (list(output), [type(item) for item in output["more"]], output["more"][1][1]) == (
         ["sum", "more"],
@@ -155,13 +136,7 @@ def test_everything_at_once_and_dynamic_sizes(stored: Callable[[bytes], bytes], 
 def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path) -> None:
     model, arguments = CORPUS[name].make(), CORPUS[name].arguments()
     export(model, tmp_path / "model.pt2", *arguments)
-
-    def peak(run: nn.Module) -> int:
-        with StorageLog(lambda: "") as log:
-            step(run, *arguments)
-        return log.peaks.tensor_bytes
-
-    assert peak(load(tmp_path / "model.pt2")) <= 1.03 * peak(CORPUS[name].make())
+    assert peak_bytes(load(tmp_path / "model.pt2"), arguments) <= 1.03 * peak_bytes(CORPUS[name].make(), arguments)
 
 
 # ---------------------------------------------------------------------------------------------- inputs and notes
@@ -242,29 +217,19 @@ def small_by_weight(small: bytes) -> bytes:
 
 def rewritten(archive: bytes, ending: str, change: Callable[[bytes], bytes]) -> bytes:
     """The archive with one record changed."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as new:
-        for record in old.namelist():
-            data = old.read(record)
-            new.writestr(record, change(data) if record.endswith(ending) else data)
-    return buffer.getvalue()
+    records = unzipped(archive)
+    return zipped({name: change(data) if name.endswith(ending) else data for name, data in records.items()})
 
 
-def rewritten_program(archive: bytes, change: Callable[[Any], None]) -> bytes:
+def edited(archive: bytes, ending: str, change: Callable[[Any], object]) -> bytes:
+    """The archive with a record of JSON changed."""
+
     def edit(data: bytes) -> bytes:
-        program = json.loads(data)
-        change(program)
-        return json.dumps(program).encode()
+        values = json.loads(data)
+        change(values)
+        return json.dumps(values).encode()
 
-    return rewritten(archive, "models/model.json", edit)
-
-
-class Touch:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
+    return rewritten(archive, ending, edit)
 
 
 def first_node(program: Any) -> Any:
@@ -287,7 +252,7 @@ def first_node(program: Any) -> Any:
 )
 def test_an_operator_that_is_not_on_the_list_is_refused(target: str, small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
-    path.write_bytes(rewritten_program(small, lambda program: first_node(program).update(target=target)))
+    path.write_bytes(edited(small, PROGRAM, lambda program: first_node(program).update(target=target)))
     with pytest.raises(UnsafeFileError, match="not on memopt's list"):
         load(path)
 
@@ -296,32 +261,23 @@ def test_an_operator_that_is_not_on_the_list_is_refused(target: str, small: byte
     "name", ["data/aotinductor/model/a.wrapper.so", "data/constants/custom_obj_0", "data.pkl", "code/__torch__.py"]
 )
 def test_a_record_of_another_kind_is_refused(name: str, small: bytes, tmp_path: Path) -> None:
-    buffer = io.BytesIO(small)
-    with zipfile.ZipFile(buffer, "a") as archive:
-        archive.writestr(archive.namelist()[0].partition("/")[0] + f"/{name}", b"x")
     path = tmp_path / "m.pt2"
-    path.write_bytes(buffer.getvalue())
+    path.write_bytes(zipped({**unzipped(small), name: b"x"}))
     with pytest.raises(UnsafeFileError, match=f"a record named {name}"):
         load(path)
 
 
-def test_pickled_objects_are_never_built(small: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["the example inputs", "all weights", "a weight"])
+def test_pickled_objects_are_never_built(where: str, small: bytes, tmp_path: Path) -> None:
     ran, path = tmp_path / "ran", tmp_path / "m.pt2"
-    buffer = io.BytesIO()
-    torch.save((Touch(ran),), buffer)
-    assert b"touch" in pickle.dumps(Touch(ran))
-    path.write_bytes(rewritten(small, "sample_inputs/model.pt", lambda data: buffer.getvalue()))
-    with pytest.raises(UnsafeFileError):
-        load(path)
-    path.write_bytes(with_weights_in_one_pickle(small, {"0.weight": Touch(ran)}))
-    with pytest.raises(UnsafeFileError):
-        load(path)
-    assert not ran.exists()
-
-
-def test_a_pickled_weight_is_never_built(small_by_weight: bytes, tmp_path: Path) -> None:
-    ran, path = tmp_path / "ran", tmp_path / "m.pt2"
-    path.write_bytes(with_weight(small_by_weight, (Touch(ran),)))
+    call = Call(Path.touch, ran)
+    if where == "the example inputs":
+        archive = rewritten(small, "sample_inputs/model.pt", lambda data: saved((call,)))
+    elif where == "all weights":
+        archive = with_weights_in_one_pickle(small, {"0.weight": call})
+    else:
+        archive = with_weight(with_record_by_weight(small), (call,))
+    path.write_bytes(archive)
     with pytest.raises(UnsafeFileError):
         load(path)
     assert not ran.exists()
@@ -330,16 +286,12 @@ def test_a_pickled_weight_is_never_built(small_by_weight: bytes, tmp_path: Path)
 def with_weight(archive: bytes, tensor: Any) -> bytes:
     """The archive with every weight pickled, and another one in the place of each."""
 
-    def pickled(data: bytes) -> bytes:
-        config = json.loads(data)
+    def pickled(config: Any) -> None:
         for entry in config["config"].values():
             entry["use_pickle"] = True
-        return json.dumps(config).encode()
 
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    archive = rewritten(archive, "model_weights_config.json", pickled)
-    return rewritten(archive, "weights/weight_0", lambda data: buffer.getvalue())
+    archive = edited(archive, WEIGHTS_CONFIG, pickled)
+    return rewritten(archive, "weights/weight_0", lambda data: saved(tensor))
 
 
 @pytest.mark.parametrize(
@@ -360,9 +312,8 @@ def test_weights_in_one_pickle_are_tensors_by_name(weights: Any, says: str, smal
 
 
 def test_a_sparse_example_tells_nothing(small: bytes, tmp_path: Path) -> None:
-    path, buffer = tmp_path / "m.pt2", io.BytesIO()
-    torch.save(((torch.eye(3, 2).to_sparse(),), {}), buffer)
-    path.write_bytes(rewritten(small, "sample_inputs/model.pt", lambda data: buffer.getvalue()))
+    path, examples = tmp_path / "m.pt2", saved(((torch.eye(3, 2).to_sparse(),), {}))
+    path.write_bytes(rewritten(small, "sample_inputs/model.pt", lambda data: examples))
     spec = load_model(ModelSource(location=str(path))).example_spec
     assert spec is not None
     assert [tensor.values for tensor in spec.tensors] == ["normal"]
@@ -380,13 +331,11 @@ PLACES = {
 def test_a_weight_lies_within_its_record_and_is_not_far_larger(
     place: dict[str, Any], small_by_weight: bytes, tmp_path: Path
 ) -> None:
-    def moved(data: bytes) -> bytes:
-        config = json.loads(data)
+    def move(config: Any) -> None:
         config["config"]["0.weight"]["tensor_meta"].update(place)
-        return json.dumps(config).encode()
 
     path = tmp_path / "m.pt2"
-    path.write_bytes(rewritten(small_by_weight, "model_weights_config.json", moved))
+    path.write_bytes(edited(small_by_weight, WEIGHTS_CONFIG, move))
     with pytest.raises(FileFormatError, match="a tensor "):
         load(path)
 
@@ -412,7 +361,7 @@ def test_names_that_mean_something_else_are_refused(name: str, small: bytes, tmp
 )
 def test_a_damaged_program_is_an_error(change: Callable[[Any], Any], small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
-    path.write_bytes(rewritten_program(small, change))
+    path.write_bytes(edited(small, PROGRAM, change))
     with pytest.raises(FileFormatError):
         load(path)
 
@@ -447,9 +396,9 @@ def test_odd_names_and_branches(tmp_path: Path) -> None:
     torch.save(with_segments(module), tmp_path / "m.pt")
     for sign in (1, -1):
         x = sign * torch.ones(3, 2) * 10
-        expected = step(written, x)
-        assert differing(expected, step(module, x)) == []
-        assert differing(expected, step(load(tmp_path / "m.pt"), x)) == []
+        expected = run(written, (x,))
+        assert differing(expected, run(module, (x,))) == []
+        assert differing(expected, run(load(tmp_path / "m.pt"), (x,))) == []
 
 
 def test_only_lifted_modules_come_out(small: bytes, tmp_path: Path) -> None:

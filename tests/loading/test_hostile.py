@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import itertools
+import io
 import json
 import random
 import resource
@@ -16,7 +16,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,8 @@ from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.records import InputSpec, ModelSource, Trust
-from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, archive, corpus, holding, payloads
+from tests.loading.archives import archive
+from tests.loading.hostile import NO_MODEL, REFUSED, Hostile, corpus, holding, payloads
 
 CANARY = "canary"
 
@@ -160,8 +160,9 @@ def test_the_payloads_are_live(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_yes_does_not_excuse_an_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(files()["os.system, zip"].data)
-    with pytest.raises(UnsafeFileError, match="attack"):
+    with pytest.raises(trust.Unvouched, match="attack") as refusal:
         load_model(ModelSource(location="model.pt", trust=Trust(globals=("posix.system",))))
+    assert refusal.value.requests == ()
     assert not Path(CANARY).exists()
 
 
@@ -177,20 +178,16 @@ def test_nothing_is_let_through_by_a_package_that_is_too_wide(tmp_path: Path) ->
 # ---------------------------------------------------------------------------------------------- damaged files
 
 
-def sound_files(folder: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A sound file of each format."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    folder, model = tmp_path_factory.mktemp("sound"), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     torch.save(model, folder / "zip.pt")
     torch.save(model, folder / "legacy.pt", _use_new_zipfile_serialization=False)
     torch.jit.save(torch.jit.trace(model, torch.ones(1, 2)), str(folder / "traced.pt"))
     torch.export.save(torch.export.export(model, (torch.ones(1, 2),)), folder / "exported.pt2")
     pytest.importorskip("safetensors.torch").save_file(model.state_dict(), folder / "weights.safetensors")
-    return {path.name: path for path in folder.iterdir()}
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return sound_files(tmp_path_factory.mktemp("sound"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def damaged(data: bytes, draws: random.Random) -> Iterator[bytes]:
@@ -204,70 +201,58 @@ def damaged(data: bytes, draws: random.Random) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "traced.pt", "exported.pt2", "weights.safetensors"])
-def test_a_damaged_file_is_described_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
-    path, data = tmp_path / name, sound[name].read_bytes()
-    assert describe(read_file(str(sound[name]))).tensors
-    outcomes = set()
-    for broken in damaged(data, random.Random(0)):
+def test_a_damaged_file_is_described_and_loaded_or_refused(name: str, sound: dict[str, bytes], tmp_path: Path) -> None:
+    path, refused = tmp_path / name, []
+    path.write_bytes(sound[name])
+    assert describe(read_file(str(path))).tensors
+    for broken in damaged(sound[name], random.Random(0)):
         path.write_bytes(broken)
-        try:
-            outcomes.add(describe(read_file(str(path))).format)
-        except (FileFormatError, UnsafeFileError) as err:
-            outcomes.add(f"{type(err).__name__}{' of many lines' * err.message.count(chr(10))}")
-    assert "FileFormatError" in outcomes
-    assert not any("many lines" in outcome for outcome in outcomes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "weights.safetensors"])
-def test_a_damaged_file_is_loaded_or_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / name
-    for broken in damaged(sound[name].read_bytes(), random.Random(1)):
-        path.write_bytes(broken)
-        with contextlib.suppress(FileFormatError, UnsafeFileError):
-            assert isinstance(load_model(ModelSource(location=str(path))).module, nn.Module)
+        for use in (lambda: describe(read_file(str(path))), lambda: load_model(ModelSource(location=str(path)))):
+            try:
+                use()
+            except (FileFormatError, UnsafeFileError) as err:
+                refused.append(err)
+    assert refused
+    assert not any("\n" in err.message for err in refused)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
 
 
-@pytest.fixture(scope="module")
-def hostile_inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bytes, type[MemoptError], str]]:
-    """Name -> file name, bytes, error and a word of it."""
-    folder = tmp_path_factory.mktemp("inputs")
-    np.savez(folder / "objects.npz", x=np.array([{"a": 1}], dtype=object))
-    np.savez_compressed(folder / "bomb.npz", x=np.zeros(64 << 20, dtype=np.uint8))
-    np.save(folder / "one.npy", np.ones(2))
-    array = (folder / "one.npy").read_bytes()
-    return {
-        "object arrays": ("x.npz", (folder / "objects.npz").read_bytes(), FileFormatError, "plain arrays"),
-        "a bomb": ("x.npz", (folder / "bomb.npz").read_bytes(), UnsafeFileError, "unpack to"),
-        "a path": ("x.npz", archive({"../../x.npy": array}), UnsafeFileError, "a record named"),
-        "no array": ("x.npz", archive({"x.npy": b"\x80\x02cos\nsystem\n."}), FileFormatError, "plain arrays"),
-        "a shape that lies": ("x.npz", archive({"x.npy": array.replace(b"(2,)", b"(9,)")}), FileFormatError, ""),
-        "a pickle": ("x.npz", b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", FileFormatError, "damaged"),
-        "a pickle of calls": ("x.pt", files()["os.system, zip"].data, UnsafeFileError, "posix.system"),
-        "a list of a range": ("x.pt", files()["a list of a range"].data, FileFormatError, "work"),
-    }
+def arrays(save: Callable[..., None], *values: Any, **named: Any) -> bytes:
+    save(buffer := io.BytesIO(), *values, **named)
+    return buffer.getvalue()
 
 
-HOSTILE_INPUTS = (
-    *("object arrays", "a bomb", "a path", "no array", "a shape that lies", "a pickle", "a pickle of calls"),
-    "a list of a range",
-)
+_ARRAY = arrays(np.save, np.ones(2))
+HOSTILE_INPUTS: dict[str, tuple[str, Callable[[], bytes], type[MemoptError], str]] = {
+    "object arrays": (
+        "x.npz",
+        lambda: arrays(np.savez, x=np.array([{"a": 1}], dtype=object)),
+        FileFormatError,
+        "plain arrays",
+    ),
+    "a bomb": (
+        "x.npz",
+        lambda: arrays(np.savez_compressed, x=np.zeros(64 << 20, dtype=np.uint8)),
+        UnsafeFileError,
+        "unpack to",
+    ),
+    "a path": ("x.npz", lambda: archive({"../../x.npy": _ARRAY}), UnsafeFileError, "a record named"),
+    "no array": ("x.npz", lambda: archive({"x.npy": b"\x80\x02cos\nsystem\n."}), FileFormatError, "plain arrays"),
+    "a shape that lies": ("x.npz", lambda: archive({"x.npy": _ARRAY.replace(b"(2,)", b"(9,)")}), FileFormatError, ""),
+    "a pickle": ("x.npz", lambda: b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", FileFormatError, "damaged"),
+    "a pickle of calls": ("x.pt", lambda: files()["os.system, zip"].data, UnsafeFileError, "posix.system"),
+    "a list of a range": ("x.pt", lambda: files()["a list of a range"].data, FileFormatError, "work"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_INPUTS)
-def test_hostile_inputs(
-    name: str,
-    hostile_inputs: dict[str, tuple[str, bytes, type[MemoptError], str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hostile_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file, data, error, says = hostile_inputs[name]
-    Path(file).write_bytes(data)
+    file, make, error, says = HOSTILE_INPUTS[name]
+    Path(file).write_bytes(make())
     with pytest.raises(error, match=says) as caught:
         make_inputs(InputSpec(data_file=file, source="--input-data"), seed=0, device="cpu", dtype=None)
     assert caught.value.hint
@@ -299,6 +284,8 @@ def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
         (safetensors({"a": entry(0, 8, [-2])}), "whole number"),
         (safetensors({"a": entry(0, 8, [2.0])}), "whole number"),
         (safetensors({"a": entry(0, 8, [2**62, 2**62])}), "are not"),
+        (safetensors({"a": entry(0, 8, [2**62] * 10_000)}), "sizes"),
+        (safetensors({"a": entry(0, 8, [0, 2**62, 2**62])}), "sizes"),
         (safetensors({"a": entry(0, 8, dtype="O")}), "broken"),
         (safetensors({"a": 3}), "broken"),
         (safetensors(b'{"a": 1, "a": 2}'), "twice"),
@@ -307,8 +294,9 @@ def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
     ],
 )
 def test_a_hostile_safetensors_header(data: bytes, says: str) -> None:
-    with pytest.raises(FileFormatError, match=says):
+    with pytest.raises(FileFormatError, match=says) as error:
         read_safetensors(data, "x.safetensors")
+    assert len(error.value.message) < 300
 
 
 def test_safetensors_are_read_as_the_library_writes_them() -> None:
@@ -433,27 +421,14 @@ def test_a_script_is_looked_at_once_for_all_names(memopt: Memopt, monkeypatch: p
     assert looked == ["train.py"]
 
 
-class Endless:
-    """A folder of data, of which there is always more."""
-
-    def __init__(self, path: str) -> None:
-        self.names = (SimpleNamespace(name=f"{n}.png", is_dir=lambda **_: False) for n in itertools.count())
-
-    def __enter__(self) -> Iterator[Any]:
-        return self.names
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def test_of_a_folder_of_data_only_the_first_files_are_looked_at(
-    memopt: Memopt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("images").mkdir()
-    Path("model.pt").write_bytes(holding(b"cimages\nNet\n)\x81"))
-    monkeypatch.setattr(trust.os, "scandir", Endless)
-    with pytest.raises(FileFormatError, match="no package images is installed"):
-        load_model(ModelSource(location="model.pt"))
+@pytest.mark.parametrize("module", ["images", "images.photo", "images." + "a" * 300, "images/photo", "", ".."])
+def test_a_folder_of_data_is_no_code_nor_is_a_name_that_python_has_not(module: str, memopt: Memopt) -> None:
+    for folder in ("images", "own"):
+        Path(folder).mkdir()
+    Path("images/photo.png").touch()
+    Path("model.pt").write_bytes(holding(f"c{module}\nNet\n)\x81".encode("latin1")))
+    with pytest.raises(FileFormatError, match=r"no package .* is installed"):
+        load_model(ModelSource(location="model.pt", trust=Trust(code_paths=("own",))))
 
 
 def test_a_folder_with_python_in_it_is_code(memopt: Memopt) -> None:

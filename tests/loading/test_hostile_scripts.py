@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from memopt_cli.errors import MemoptError
@@ -28,17 +26,8 @@ from memopt_cli.loading.script_objects import ScriptObjects
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime.lifted.program import is_pure
 from tests.loading import hostile_scripts
-from tests.loading.hostile_scripts import (
-    PerChannel,
-    Plain,
-    Restored,
-    Rows,
-    programs,
-    scripted,
-    scripts,
-    weights,
-    zipped,
-)
+from tests.loading.archives import scripted, unzipped, zipped
+from tests.loading.hostile_scripts import PerChannel, Plain, Restored, Rows, programs, scripts
 
 
 @functools.cache
@@ -48,7 +37,7 @@ def hostile() -> dict[str, tuple[bytes, str]]:
 
 @pytest.mark.parametrize("make", [Plain, Restored, PerChannel, Rows])
 def test_the_scripts_that_are_changed_are_sound(make: type) -> None:
-    check_script_file(zipped(scripted(make)), "model.ts")
+    check_script_file(zipped(unzipped(scripted(make()))), "model.ts")
 
 
 @pytest.mark.parametrize("case", hostile_scripts.CASES)
@@ -76,14 +65,6 @@ def test_a_program_of_impossible_sizes_is_refused(case: str, tmp_path: Path) -> 
     (tmp_path / "model.pt2").write_bytes(data)
     with pytest.raises(MemoptError, match=says) as error:
         describe(read_file(str(tmp_path / "model.pt2")))
-    assert len(error.value.message) < 300
-
-
-@pytest.mark.parametrize("sizes", [[2**62] * 10_000, [0, 2**62, 2**62]], ids=["many", "nothing, far too wide"])
-def test_weights_of_impossible_sizes_are_refused(sizes: list[int], tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(weights(sizes))
-    with pytest.raises(MemoptError, match="sizes") as error:
-        describe(read_file(str(tmp_path / "a.safetensors")))
     assert len(error.value.message) < 300
 
 
@@ -183,8 +164,6 @@ def test_an_archive_has_one_record_of_each_name_with_and_without_its_folder() ->
 
 
 def test_casts_of_real_models_are_kept() -> None:
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.LSTM(2, 3)), buffer)
-    archive = Archive(buffer.getvalue(), "model.ts")
-    assert any(b"unchecked_cast(Tuple[Tensor, Tensor], " in archive.read(name) for name in archive.sizes)
-    check_script_file(buffer.getvalue(), "model.ts")
+    data = scripted(nn.LSTM(2, 3))
+    assert any(b"unchecked_cast(Tuple[Tensor, Tensor], " in record for record in unzipped(data).values())
+    check_script_file(data, "model.ts")

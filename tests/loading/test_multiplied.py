@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickletools
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,17 @@ from torch import nn
 import memopt_cli
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.runtime.script import ScriptLeaf
-from tests.loading.exported_archives import with_record_by_weight
-from tests.loading.hostile import Call, Created
+from tests.loading.archives import (
+    WEIGHTS_CONFIG,
+    Call,
+    Created,
+    exported,
+    saved,
+    scripted,
+    unzipped,
+    with_record_by_weight,
+    zipped,
+)
 
 _COPIES = 40
 _BYTES = 1 << 16
@@ -62,32 +69,17 @@ def test_copies_of_one_tensor_are_charged(parts: Callable[[], Iterator[Any]], tm
         memopt_cli.load(tmp_path / f"{_COPIES}.pt")
 
 
-def _records(save: Callable[[io.BytesIO], object]) -> dict[str, bytes]:
-    save(buffer := io.BytesIO())
-    with zipfile.ZipFile(buffer) as file:
-        return {name: file.read(name) for name in file.namelist()}
-
-
-def _write(records: dict[str, bytes], target: Path | io.BytesIO, how: int = zipfile.ZIP_STORED) -> None:
-    with zipfile.ZipFile(target, "w", how) as file:
-        for name, data in records.items():
-            file.writestr(zipfile.ZipInfo(name), data, how)
-
-
-@pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_an_archive_within_another_unpacks_to_no_more_than_it_is(how: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_archive_within_another_unpacks_to_no_more_than_it_is(compressed: bool, tmp_path: Path) -> None:
     """Each could unpack to 16 MiB, and a thousand of them take a file of 600 kB."""
-    _write(_records(lambda file: torch.save(torch.zeros(64, 64), file)), within := io.BytesIO(), how)
-    program = torch.export.export(nn.Linear(64, 64), (torch.ones(1, 64),))
-    torch.export.save(program, saved := io.BytesIO())
-    records = _records(lambda file: file.write(with_record_by_weight(saved.getvalue())))
-    (name,) = (name for name in records if name.endswith("weights/model_weights_config.json"))
-    config = json.loads(records[name])
-    entry = config["config"]["weight"] | {"use_pickle": True}
-    records[name] = json.dumps({"config": config["config"] | {"weight": entry}}).encode()
-    records[name.replace("model_weights_config.json", entry["path_name"])] = within.getvalue()
-    _write(records, tmp_path / "model.pt2")
-    if how == zipfile.ZIP_STORED:
+    within = zipped(unzipped(saved(torch.zeros(64, 64))), compressed=compressed)
+    records = unzipped(with_record_by_weight(exported(nn.Linear(64, 64), torch.ones(1, 64))))
+    config = json.loads(records[WEIGHTS_CONFIG])["config"]
+    entry = config["weight"] | {"use_pickle": True}
+    records[WEIGHTS_CONFIG] = json.dumps({"config": config | {"weight": entry}}).encode()
+    records[f"data/weights/{entry['path_name']}"] = within
+    (tmp_path / "model.pt2").write_bytes(zipped(records))
+    if not compressed:
         assert isinstance(memopt_cli.load(tmp_path / "model.pt2"), nn.Module)
     else:
         with pytest.raises(
@@ -108,17 +100,13 @@ class _Buffers(nn.Module):
 
 def test_a_script_reads_its_storages_once(tmp_path: Path) -> None:
     """PyTorch reads a record anew wherever a pickle names it."""
-    records = _records(lambda file: torch.jit.save(torch.jit.script(_Buffers()), file))
-    (name,) = (name for name in records if name.endswith("/data.pkl"))
-    data = records[name]
+    records = unzipped(scripted(_Buffers()))
+    data = records["data.pkl"]
     for opcode, key, at in [*pickletools.genops(data)]:
         if opcode.name == "BINUNICODE" and isinstance(key, str) and key.isdigit():
             assert at is not None
             data = data[: at + 5] + b"0" + data[at + 6 :]
-    records[name] = data
-    _write(
-        {n: d for n, d in records.items() if not n.endswith(tuple(f"/data/{i}" for i in range(1, 6)))},
-        tmp_path / "m.ts",
-    )
+    kept = {name: record for name, record in records.items() if name not in {f"data/{i}" for i in range(1, 6)}}
+    (tmp_path / "m.ts").write_bytes(zipped({**kept, "data.pkl": data}))
     with pytest.raises(FileFormatError, match="reads its storages again and again"):
         memopt_cli.load(tmp_path / "m.ts")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,15 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+from transformers import GPT2LMHeadModel, ViTConfig, ViTModel
 
 from memopt_cli.errors import ChangedFileError, UnsafeFileError
 from memopt_cli.loading import load, load_model
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.model_file import write_model
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, Trust
-from tests.loading.hostile import Call
+from tests.loading.archives import Call, saved, scripted, unzipped, zipped
+from tests.loading.test_pretrained import gpt2
 
 PLANS = {
     "no plan": Plan(),
@@ -77,8 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("folders")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(folder / "vit")
-    gpt = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16))
-    gpt.save_pretrained(folder / "gpt")
+    gpt2().save_pretrained(folder / "gpt")
     base = GPT2LMHeadModel.from_pretrained(folder / "gpt")
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     peft.get_peft_model(base, config).save_pretrained(folder / "lora")
@@ -106,36 +104,18 @@ def test_of_the_users_own_classes(user_code: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- what is no such model
 
 
-def holding(value: Any) -> bytes:
+def holding(value: Any, name: str = "kept") -> bytes:
     """The model with one more attribute."""
     kept = model()
-    kept.kept = value
-    buffer = io.BytesIO()
-    torch.save(kept, buffer)
-    return buffer.getvalue()
-
-
-def within(value: Any) -> bytes:
-    """What a pickler writes of a storage that lies within it: a file of its own."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    setattr(kept, name, value)
+    return saved(kept)
 
 
 def dropping(code: bytes) -> bytes:
     """The model with opcodes before its own that leave nothing behind; no part of it refers to what they make."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(within(model()))) as sound, zipfile.ZipFile(buffer, "w") as made:
-        for name in sound.namelist():
-            data = sound.read(name)
-            made.writestr(name, data[:2] + code + data[2:] if name.endswith("/data.pkl") else data)
-    return buffer.getvalue()
-
-
-def script() -> bytes:
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(model()), buffer)
-    return buffer.getvalue()
+    records = unzipped(saved(model()))
+    data = records["data.pkl"]
+    return zipped({**records, "data.pkl": data[:2] + code + data[2:]})
 
 
 class Calling(nn.Linear):
@@ -145,23 +125,11 @@ class Calling(nn.Linear):
         return nn.Linear, (1, 1)
 
 
-def holding_forward() -> bytes:
-    kept = model()
-    kept.forward = nn.functional.gelu
-    return within(kept)
-
-
-def legacy() -> bytes:
-    buffer = io.BytesIO()
-    torch.save(model(), buffer, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
-
-
 HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
-    "a call": (lambda: within(Call(os.system, "true")), r"posix\.system runs its arguments as code"),
+    "a call": (lambda: saved(Call(os.system, "true")), r"posix\.system runs its arguments as code"),
     "a call within": (lambda: holding(Call(os.system, "true")), r"posix\.system runs its arguments as code"),
     "a call in a file within": (
-        lambda: holding(Call(torch.storage._load_from_bytes, within(Call(os.system, "true")))),
+        lambda: holding(Call(torch.storage._load_from_bytes, saved(Call(os.system, "true")))),
         "not part of the model",
     ),
     "a module that is imported and dropped": (lambda: dropping(b"cantigravity\nx\n0"), "not part of the model"),
@@ -171,9 +139,15 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "another class": (lambda: holding(nn.Bilinear(1, 1, 1)), r"it has torch\.nn\.modules\.linear\.Bilinear"),
     "the same class, called": (lambda: holding(Calling(1, 1)), "is called with arguments from the file"),
-    "a function for a method": (holding_forward, "in the place of its method forward"),
-    "TorchScript": (script, "not an archive of torch.save"),
-    "a legacy file": (legacy, "not an archive of torch.save"),
+    "a function for a method": (
+        lambda: holding(nn.functional.gelu, "forward"),
+        "in the place of its method forward",
+    ),
+    "TorchScript": (lambda: scripted(model()), "not an archive of torch.save"),
+    "a legacy file": (
+        lambda: saved(model(), _use_new_zipfile_serialization=False),
+        "not an archive of torch.save",
+    ),
     "bytes": (lambda: b"PK\x03\x04 and no more", "the file"),
     "nothing": (lambda: b"", "not an archive of torch.save"),
 }

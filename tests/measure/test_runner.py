@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import threading
+import signal
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memopt_cli.measure import processes, replies, sizes, wire
+from memopt_cli.measure import replies, sizes, wire
 from memopt_cli.measure.jobs import (
     ORIGINAL,
     DescribeJob,
@@ -23,76 +21,28 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     RecordJob,
     SaveJob,
-    Subject,
     Traced,
     TraceJob,
 )
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.wire import SIZE
-from memopt_cli.records import Crashed, ModelSource, Plan, SegmentPlan, StepFailed, TimedOut
+from memopt_cli.records import Crashed, Plan, SegmentPlan, StepFailed, TimedOut
 from memopt_cli.text.documents import printable_data
 
 NONSENSE = Crashed(reason="its answer makes no sense", output_tail="")
 FAILED: dict[str, Any] = {"kind": "StepFailed", "message": "x", "hint": "", "exit_code": 3, "wanted": []}
 PROBE = {"batch": 1, "allocated_peak_bytes": 1, "step_s": 1.0}
-PATIENCE_S = 20.0
-"""After which a session that believes everything is let go."""
-
-Answering = Callable[..., Session]
+Doing = Callable[..., Session]
 
 
-class Made:
-    """In the place of a subprocess: one that lives and answers what it likes."""
+def sending(pieces: Iterable[bytes]) -> Callable[[int, int, int], None]:
+    """What a subprocess does that sends these, and ends."""
 
-    pid = 0
+    def send(jobs: int, replies: int, output: int) -> None:
+        for piece in pieces:
+            os.write(replies, piece)
 
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def answer(self, jobs: int, replies: int, pieces: Iterator[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            for piece in pieces:
-                if self.over.is_set():
-                    break
-                os.write(replies, piece)
-            self.over.wait(PATIENCE_S)
-        os.close(jobs)
-        os.close(replies)
-
-    def poll(self) -> int | None:
-        return 0 if self.over.is_set() else None
-
-    def wait(self, timeout_s: float) -> int:
-        if self.over.is_set():
-            return 0
-        raise subprocess.TimeoutExpired("made", timeout_s)
-
-    def end(self) -> None:
-        self.over.set()
-
-
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
-    made, threads, timers = Made(), [], []
-
-    def session(pieces: Iterator[bytes], timeout_s: float = 60.0, location: str = "a:b") -> Session:
-        def start(jobs: int, replies: int, output: int, *, steps: bool) -> Made:
-            ends = os.dup(jobs), os.dup(replies)
-            threads.append(threading.Thread(target=made.answer, args=(*ends, pieces)))
-            timers.append(threading.Timer(PATIENCE_S, made.end))
-            for thread in (threads[-1], timers[-1]):
-                thread.start()
-            return made
-
-        monkeypatch.setattr(processes, "start", start)
-        return Session(Subject(source=ModelSource(location=location)), timeout_s)
-
-    yield session
-    made.end()
-    for timer in timers:
-        timer.cancel()
-    for thread in threads:
-        thread.join()
+    return send
 
 
 @pytest.mark.parametrize(
@@ -120,8 +70,8 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
     ],
     ids=range(19),
 )
-def test_nonsense_is_a_crash(line: bytes, answering: Answering) -> None:
-    with answering(iter([line + b"\n"])) as session:
+def test_nonsense_is_a_crash(line: bytes, doing: Doing) -> None:
+    with doing(sending([line + b"\n"])) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
         assert session.ended
 
@@ -179,35 +129,35 @@ def test_memory_is_counted_before_it_is_taken(form: str) -> None:
     assert peak_bytes <= most_bytes
 
 
-def test_an_answer_is_as_long_as_its_kind_is(answering: Answering) -> None:
+def test_an_answer_is_as_long_as_its_kind_is(doing: Doing) -> None:
     """That of a probe is one line, and no list of millions."""
     assert ProbeJob.most_bytes < DescribeJob.most_bytes < TraceJob.most_bytes
     line = json.dumps({"kind": "answer", "answer": {**PROBE, "more": [0] * 400_000}}).encode()
     assert len(line) < ProbeJob.most_bytes < wire.memory_of(line.decode())
-    with answering(iter([line + b"\n"])) as session:
+    with doing(sending([line + b"\n"])) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
 
-def test_a_failure_is_believed(answering: Answering) -> None:
-    with answering(iter([json.dumps(FAILED).encode() + b"\n"])) as session:
+def test_a_failure_is_believed(doing: Doing) -> None:
+    with doing(sending([json.dumps(FAILED).encode() + b"\n"])) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == StepFailed(message="x")
 
 
-def test_a_line_without_an_end(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end(doing: Doing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProbeJob, "most_bytes", 1 << 20)
-    with answering(repeat(b"x" * 4096)) as session:
+    with doing(sending(repeat(b"x" * 4096))) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
 
-def test_one_that_never_pauses_runs_out_of_time(answering: Answering) -> None:
-    with answering(repeat(b"x"), timeout_s=0.1) as session:
+def test_one_that_never_pauses_runs_out_of_time(doing: Doing) -> None:
+    with doing(sending(repeat(b"x")), timeout_s=0.1) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == TimedOut(limit_s=0.1)
 
 
-def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None:
+def test_one_that_does_not_listen_runs_out_of_time(doing: Doing) -> None:
     """To more than a pipe holds."""
     plan = Plan(segments=tuple(SegmentPlan(path=f"a.{i}") for i in range(10_000)))
-    with answering(iter([]), timeout_s=0.1) as session:
+    with doing(lambda *ends: signal.pause(), timeout_s=0.1) as session:
         assert session.ask(MeasureJob(plan=plan)) == TimedOut(limit_s=0.1)
 
 
@@ -219,8 +169,8 @@ def test_one_that_does_not_listen_runs_out_of_time(answering: Answering) -> None
     ],
     ids=["of another size", "and no answer"],
 )
-def test_a_file(pieces: Any, answering: Answering) -> None:
-    with open(os.devnull, "wb") as file, answering(iter(pieces)) as session:
+def test_a_file(pieces: Any, doing: Doing) -> None:
+    with open(os.devnull, "wb") as file, doing(sending(pieces)) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == NONSENSE
 
 
@@ -230,12 +180,12 @@ def test_a_file(pieces: Any, answering: Answering) -> None:
     ids=["larger than any", "without an end"],
 )
 def test_a_file_larger_than_the_model_can_be(
-    pieces: Any, answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pieces: Any, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizes, "_MARGIN_BYTES", 1000)
     model = tmp_path / "model.pt"
     model.write_bytes(bytes(5000))
-    with open(tmp_path / "made", "wb") as file, answering(iter(pieces), location=str(model)) as session:
+    with open(tmp_path / "made", "wb") as file, doing(sending(pieces), location=str(model)) as session:
         found = session.save(SaveJob(plan=ORIGINAL), file)
         assert isinstance(found, StepFailed)
         assert "it would take more than 20.5 KiB" in found.message
@@ -243,9 +193,9 @@ def test_a_file_larger_than_the_model_can_be(
         assert session.ended
 
 
-def test_a_file_that_comes_in_drops_runs_out_of_time(answering: Answering) -> None:
+def test_a_file_that_comes_in_drops_runs_out_of_time(doing: Doing) -> None:
     """Each of them in time."""
-    with open(os.devnull, "wb") as file, answering(repeat(SIZE.pack(1) + b"x"), timeout_s=0.1) as session:
+    with open(os.devnull, "wb") as file, doing(sending(repeat(SIZE.pack(1) + b"x")), timeout_s=0.1) as session:
         assert session.save(SaveJob(plan=ORIGINAL), file) == TimedOut(limit_s=0.1)
 
 

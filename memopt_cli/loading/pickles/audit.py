@@ -118,10 +118,11 @@ class Audit:
         yield from self._shared()
         yield from self._compared()
         for use in self._uses:
-            recipe = self.recipes[use.node or use.name]
-            reason = recipe.check(use.node, self) or (_misfilled(use.node, recipe) if use.node else "")
-            if reason:
-                yield use.name, reason
+            if use.node is not None:
+                recipe = self.recipes[use.node]
+                reason = (recipe.check(use.node, self) if recipe.check else "") or _misfilled(use.node, recipe)
+                if reason:
+                    yield use.name, reason
         yield from self._misplaced()
 
     def exhausting(self) -> str:

@@ -91,11 +91,6 @@ def items_in(sizes: Iterable[int]) -> int:
     return count
 
 
-def view_end(shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
-    """Return the items of a storage up to the last one of a view that is not empty."""
-    return offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-
-
 def check_within(
     sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int
 ) -> None:
@@ -105,7 +100,8 @@ def check_within(
     items = items_in(sizes)
     if min((*strides, offset)) < 0:
         raise ValueError("a tensor has a stride or offset below 0")
-    if items and view_end(sizes, strides, offset) * item_bytes > storage_bytes:
+    end = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)) + 1
+    if items and end * item_bytes > storage_bytes:
         raise ValueError(f"a tensor of the shape {sizes} reaches beyond its storage")
 
 

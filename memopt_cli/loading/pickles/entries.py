@@ -120,11 +120,6 @@ def state_dicts_in(root: Any) -> dict[Path, Any]:
     return dict(found_in(root, _is_state_dict))
 
 
-def tensors_in(root: Any) -> int:
-    """Count the tensors in the containers of ``root``."""
-    return sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None))
-
-
 def _is_state_dict(value: Any) -> bool:
     entries = entries_of(value)
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
@@ -159,8 +154,7 @@ def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
 
 
 def _without_model(root: Any, path: str) -> FileFormatError:
-    tensors = tensors_in(root)
-    if tensors:
+    if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
         return no_model(path, tensors)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(

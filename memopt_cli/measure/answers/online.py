@@ -13,7 +13,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.online_jobs import AgreementJob, OnlineJob
+from memopt_cli.measure.jobs import AgreementJob, OnlineJob
 from memopt_cli.online.learning import OnlineSequence, compare_gradients, learn_online
 from memopt_cli.records import BatchProbe, GradientAgreement
 from memopt_cli.trace.storages import unique_bytes

@@ -17,14 +17,24 @@ from torch import Tensor, nn
 
 from memopt_cli import trace
 from memopt_cli.errors import StepError
-from memopt_cli.measure.allocated import growth
+from memopt_cli.measure.allocated import Allocated, growth
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import full_workspaces, metered
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
-from memopt_cli.records import UPDATE_PHASES, BatchProbe, Fingerprint, Measurement, Phase, PhasePeak, Plan, slowdown_in
+from memopt_cli.records import (
+    UPDATE_PHASES,
+    BatchProbe,
+    Counted,
+    Fingerprint,
+    Measurement,
+    Phase,
+    PhasePeak,
+    Plan,
+    slowdown_in,
+)
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import warnings_of
 from memopt_cli.text.units import format_bytes
@@ -81,23 +91,8 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     gradient_bytes = sum(tensor.grad.nbytes for tensor in bench.model.parameters() if tensor.grad is not None)
     if job.plan != ORIGINAL and allocated.left_bytes > gradient_bytes:
         _refuse_growth(bench, step)
-    measurement = Measurement(
-        tensor_peak_bytes=counted.tensor_peak_bytes,
-        allocated_peak_bytes=allocated.peak_bytes,
-        resident_bytes=counted.resident_bytes,
-        reserved_peak_bytes=allocated.reserved_bytes,
-        process_peak_bytes=_process_peak_bytes(),
-        step_times_s=(*cold, *(found.step_s for found in timed)),
-        update_s=statistics.median([found.update_s for found in timed] or [0.0]),
-        breakdown=counted.breakdown,
-        holders=counted.holders[:HOLDERS],
-        backend=allocated.backend,
-        batch=bench.batch,
-        spent_s=time.monotonic() - started,
-        phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
-        waited=waited,
-        elsewhere_bytes=counted.elsewhere_bytes,
-    )
+    measurement = _measurement(bench, started, timed, counted, allocated)
+    measurement = replace(measurement, step_times_s=(*cold, *measurement.step_times_s), waited=waited)
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
 
 
@@ -110,27 +105,41 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
     printed = repeated(first, fingerprint(effects_on(bench.model)))
-    peak_bytes = allocated.peak_bytes
-    measurement = Measurement(
-        tensor_peak_bytes=peak_bytes,
-        allocated_peak_bytes=peak_bytes,
+    counted = Counted(
+        tensor_peak_bytes=allocated.peak_bytes,
+        allocated_peak_bytes=allocated.peak_bytes,
         resident_bytes=trace.resident_bytes(step),
-        reserved_peak_bytes=allocated.reserved_bytes,
-        process_peak_bytes=_process_peak_bytes(),
-        step_times_s=tuple(found.step_s for found in timed),
-        update_s=statistics.median(found.update_s for found in timed),
-        breakdown=breakdown_of(step, peak_bytes),
+        breakdown=breakdown_of(step, allocated.peak_bytes),
         holders=(),
-        backend=allocated.backend,
-        batch=bench.batch,
-        spent_s=time.monotonic() - started,
         phases=tuple(
             PhasePeak(phase=phase, tensor_peak_bytes=nbytes, allocated_peak_bytes=nbytes)
             for phase, nbytes in allocated.phases.items()
         ),
     )
+    measurement = _measurement(bench, started, timed, counted, allocated)
     not_as_planned = tuple(warnings_of(bench.model))
     return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, broken=broken)
+
+
+def _measurement(
+    bench: Bench, started: float, timed: Sequence[_Timed], counted: Counted, allocated: Allocated
+) -> Measurement:
+    return Measurement(
+        tensor_peak_bytes=counted.tensor_peak_bytes,
+        allocated_peak_bytes=allocated.peak_bytes,
+        resident_bytes=counted.resident_bytes,
+        reserved_peak_bytes=allocated.reserved_bytes,
+        process_peak_bytes=_process_peak_bytes(),
+        step_times_s=tuple(found.step_s for found in timed),
+        update_s=statistics.median([found.update_s for found in timed] or [0.0]),
+        breakdown=counted.breakdown,
+        holders=counted.holders[:HOLDERS],
+        backend=allocated.backend,
+        batch=bench.batch,
+        spent_s=time.monotonic() - started,
+        phases=tuple(replace(peak, allocated_peak_bytes=allocated.phases[peak.phase]) for peak in counted.phases),
+        elsewhere_bytes=counted.elsewhere_bytes,
+    )
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, VerifyJob
-from memopt_cli.measure.online_jobs import AgreementJob, OnlineJob
+from memopt_cli.measure.jobs import ORIGINAL, AgreementJob, OnlineJob, ProbeJob, VerifyJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
 from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare

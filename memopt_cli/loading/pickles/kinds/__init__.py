@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memopt_cli.loading.pickles.kinds.annotations import Annotations
 from memopt_cli.loading.pickles.kinds.arrays import Arrays
-from memopt_cli.loading.pickles.kinds.functions import Attributes, Functions
+from memopt_cli.loading.pickles.kinds.functions import ATTRIBUTES, Functions
 from memopt_cli.loading.pickles.kinds.interface import Kind
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES, Libraries
 from memopt_cli.loading.pickles.kinds.own import Own
@@ -19,7 +19,7 @@ from memopt_cli.loading.pickles.kinds.vouched import Vouched
 def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[Kind]:
     """List every kind, in the order in which they may claim a name: kinds of listed names before the user's trust."""
     libraries = Libraries((*LIBRARIES, *vouched.trust.libraries))
-    builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), Attributes(), Own())
+    builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), ATTRIBUTES, Own())
     return (*builtin, vouched, libraries)
 
 

@@ -8,7 +8,6 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import Denied, Graph, Missing, Recipe, Use
@@ -30,7 +29,6 @@ _ALTERNATIVES: Final = Global("functools", "reduce")
 _OR: Final = ("operator.or_", "_operator.or_")
 
 
-@dataclass(frozen=True, slots=True)
 class Annotations:
     """A type of :mod:`typing`, or one that is made of others."""
 
@@ -68,9 +66,9 @@ _MOST_PARTS: Final = 200
 """Parts of a type, at most: Python compares each with all the others."""
 
 
-def _check_parts(node: Built | None, graph: Graph) -> str:
+def _check_parts(node: Built, graph: Graph) -> str:
     """Refuse a type of anything but a few types, texts and numbers: Python runs code of their classes to join them."""
-    pending, seen = list(node.given()) if node else [], 0
+    pending, seen = list(node.given()), 0
     while pending:
         part = pending.pop()
         seen += 1

@@ -6,7 +6,6 @@ import functools
 import importlib
 import pkgutil
 import re
-from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import items_in
@@ -21,7 +20,6 @@ _SCALARS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Arrays:
     """An array, a number or a dtype of NumPy, or its class."""
 

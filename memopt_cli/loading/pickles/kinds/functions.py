@@ -12,7 +12,6 @@ import inspect
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +19,7 @@ from torch import nn
 from memopt_cli.loading.pickles.kinds.interface import (
     Denied,
     Graph,
+    Listed,
     Missing,
     Recipe,
     Role,
@@ -58,7 +58,6 @@ _OPERATOR: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Functions:
     """A function that is held as a value."""
 
@@ -105,21 +104,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 """Library -> methods that its modules register as hooks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """The result of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""
-
-    def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is a call of ``getattr``."""
-        return use.name == GETATTR and use.how == "called"
-
-    def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return a recipe that checks the owner and the name of the attribute."""
-        return Recipe(make=_attribute, check=_check_attribute, role=_role, kind=_inner_class)
-
-
-def _check_attribute(node: Built | None, graph: Graph) -> str:
-    assert node is not None
+def _check_attribute(node: Built, graph: Graph) -> str:
     match node.given():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             allowed, of = is_allowed(f"aten::{name}"), owner.name
@@ -188,3 +173,11 @@ def _attribute(owner: Any, name: str) -> Any:
         module, _, kind = owner.rpartition(".")
         return getattr(getattr(importlib.import_module(module), kind), name)
     return getattr(owner, name) if isinstance(owner, type) else types.MethodType(getattr(type(owner), name), owner)
+
+
+ATTRIBUTES: Final = Listed(
+    called={str(GETATTR): Recipe(make=_attribute, check=_check_attribute, role=_role, kind=_inner_class)},
+    created={},
+    held={},
+)
+"""The result of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""

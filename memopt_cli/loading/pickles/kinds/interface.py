@@ -73,11 +73,6 @@ class Graph(Protocol):
         """Return whether the user vouched for the class ``kind``."""
 
 
-def nothing_wrong(node: Built | None, graph: Graph) -> str:
-    """Allow an object of any parts."""
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The functions that check, make and fill one object."""
@@ -96,8 +91,8 @@ class Recipe:
     """Gives it its state; ``None`` if it cannot have one."""
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills it."""
-    check: Callable[[Built | None, Graph], str] = nothing_wrong
-    """Says why a file must not hold this object, by its parts; empty if it may."""
+    check: Callable[[Built, Graph], str] | None = None
+    """Says why a file must not hold this object, by its parts, empty if it may; ``None`` if it may be of any parts."""
 
 
 class Kind(Protocol):

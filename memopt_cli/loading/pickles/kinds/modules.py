@@ -229,8 +229,7 @@ def fill(target: Any, state: Any) -> None:
     set_attributes(target, state) if takes is None else takes(target, state)
 
 
-def _check_attributes(node: Built | None, graph: Graph) -> str:
-    assert node is not None
+def _check_attributes(node: Built, graph: Graph) -> str:
     if not node.has_state:
         return ""
     entries, kind = plain_entries(node.state), graph.class_of(node)
@@ -242,9 +241,8 @@ def _check_attributes(node: Built | None, graph: Graph) -> str:
     return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
 
 
-def _check_training(node: Built | None, graph: Graph) -> str:
+def _check_training(node: Built, graph: Graph) -> str:
     """Refuse an optimizer whose groups of parameters are no lists: it visits them all when it takes its state."""
-    assert node is not None
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
     held = [] if groups is None else _items_of(groups)
     known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
@@ -261,10 +259,9 @@ _KERNELS: Final = ("_use_kernels", "kernel_config")
 """Settings that ask for kernels of a hub, which are code."""
 
 
-def _check_hook(node: Built | None, graph: Graph) -> str:
+def _check_hook(node: Built, graph: Graph) -> str:
     """Refuse a hook that calls something that is no hook."""
-    entries = plain_entries(node.state) if node else []
-    roles = {name: graph.role_of(value) for name, value in entries or ()}
+    roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
 
@@ -277,9 +274,8 @@ def module_recipe(found: type[nn.Module]) -> Recipe:
     return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
 
 
-def check_module(node: Built | None, graph: Graph) -> str:
+def check_module(node: Built, graph: Graph) -> str:
     """Say why a module must not be made from its state; empty if it may."""
-    assert node is not None
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
@@ -46,7 +46,6 @@ _CONFIG_FIELDS: Final = {f.name for f in fields(SegmentConfig)}
 _LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
-@dataclass(frozen=True, slots=True)
 class Own:
     """A name of the runtime that is a part of the file format."""
 
@@ -112,9 +111,8 @@ def check_segment(module: nn.Module) -> None:
         raise Broken(f"its {name_of(module)} can be no segment: {reason}") from reason
 
 
-def _check_segment(node: Built | None, graph: Graph) -> str:
+def _check_segment(node: Built, graph: Graph) -> str:
     """Refuse a segment unless it is of a module's class, and given its state, or of a lifted module, which has one."""
-    assert node is not None
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
     match node.given():
         case (original, Built() as settings) if is_plain(settings):
@@ -166,9 +164,8 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int) or (isinstance(value, str) and value.isprintable())
 
 
-def _check_lifted(node: Built | None, graph: Graph) -> str:
+def _check_lifted(node: Built, graph: Graph) -> str:
     """Refuse a lifted module without attributes of a module; that they suit its program is checked once it is made."""
-    assert node is not None
     match node.given():
         case (Tuple(), Built() as state):
             entries = plain_entries(state)

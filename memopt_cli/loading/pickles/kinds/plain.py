@@ -60,9 +60,8 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
     return bytearray(_bytes(data, encoding) if type(data) is str else data)
 
 
-def _check_defaultdict(node: Built | None, graph: Graph) -> str:
+def _check_defaultdict(node: Built, graph: Graph) -> str:
     """Refuse a defaultdict unless its factory is a plain type, or the user vouched for it."""
-    assert node is not None
     factory, *more = node.given() or (None,)
     if more:
         return "is built from unexpected arguments"
@@ -136,9 +135,8 @@ def _fill_partial(target: Any, state: Any) -> None:
     target.__setstate__((function, arguments, keywords, None))
 
 
-def _check_partial(node: Built | None, graph: Graph) -> str:
+def _check_partial(node: Built, graph: Graph) -> str:
     """Refuse a partial unless its function only computes, and its state names the same function."""
-    assert node is not None
     given = node.given()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls something that is not a function that only computes"
@@ -162,11 +160,11 @@ def _role_of_partial(node: Built, graph: Graph) -> Role:
 # ---------------------------------------------------------------------------------------------- attributes
 
 
-def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built | None, Graph], str]:
+def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]:
     """Return a check that refuses attributes whose names are not ``allowed``."""
 
-    def check(node: Built | None, graph: Graph) -> str:
-        entries = plain_entries(node.state) if node is not None and node.has_state else []
+    def check(node: Built, graph: Graph) -> str:
+        entries = plain_entries(node.state) if node.has_state else []
         if entries is None:
             return "has a state of an unexpected type"
         return next((f"has an attribute {quoted(name)}" for name, _ in entries if not allowed(name)), "")

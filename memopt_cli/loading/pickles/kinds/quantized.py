@@ -17,9 +17,8 @@ def _make(*arguments: Any) -> Any:
     return torch.ScriptObject.__new__(torch.ScriptObject)
 
 
-def _check(node: Built | None, graph: Graph) -> str:
+def _check(node: Built, graph: Graph) -> str:
     """Refuse packed weights unless their state is a pair of a state that the class takes, and its name."""
-    assert node is not None
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:
             return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"

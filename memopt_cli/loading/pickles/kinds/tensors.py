@@ -221,8 +221,7 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
     return made
 
 
-def _check_state_of_parameter(node: Built | None, graph: Graph) -> str:
-    assert node is not None
+def _check_state_of_parameter(node: Built, graph: Graph) -> str:
     return _check_attributes(node.given()[3:], graph)
 
 
@@ -257,8 +256,7 @@ def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Te
     return made
 
 
-def _check_subclass(node: Built | None, graph: Graph) -> str:
-    assert node is not None
+def _check_subclass(node: Built, graph: Graph) -> str:
     match node.given():
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)

@@ -21,7 +21,6 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Recipe,
     Use,
     by_name,
-    nothing_wrong,
     resolve,
     within,
 )
@@ -93,7 +92,7 @@ class Vouched:
             set=operator.setitem,
             fill=fill,
             is_vouched=True,
-            check=check_module if is_module and use.how == "created" else nothing_wrong,
+            check=check_module if is_module and use.how == "created" else None,
         )
 
 
