@@ -56,10 +56,8 @@ def table(found: RanksRecommendation) -> Table:
     """Return a table with a row for each number of ranks, without the plan and with it."""
     planned = any(row.planned for row in found.rows)
     peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
-    shown = plain_table()
     headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
-    for heading in (*headings, "exchanged by a rank\nin a pass", ""):
-        shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")
+    shown = plain_table(*headings, "exchanged by a rank\nin a pass", "", names=["plan"], words=[""])
     for row in found.rows:
         plan = ["with" if row.planned else "without"] if planned else []
         shown.add_row(f"{row.layout.ranks}", *plan, *_cells(row))

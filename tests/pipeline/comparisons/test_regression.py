@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.comparison import reasons
-from memopt_cli.report.text import TextJudgement, TextReport
+from memopt_cli.report.text import TextReport
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.training.apply import apply_plan
 
@@ -515,22 +515,22 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: 
         (note,) = found.notes
         assert note.startswith(said)
         stream = io.StringIO()
-        TextReport().recorded(found, stream)
+        TextReport().show(found, stream)
         assert note in " ".join(stream.getvalue().split())
 
 
 @pytest.mark.slow
 def test_every_form_of_report_is_told_the_same(history: History, recorded: Baseline) -> None:
     from memopt_cli.report.github import GithubReport
-    from memopt_cli.report.json import JsonJudgement
+    from memopt_cli.report.json import JsonReport
     from memopt_cli.report.junit import JunitReport
     from memopt_cli.report.markdown import MarkdownReport
 
     history.commit("widened")
     found = history.check()
-    for report in (TextJudgement(), JsonJudgement(), MarkdownReport(), GithubReport(None), JunitReport()):
+    for report in (TextReport(), JsonReport(), MarkdownReport(), GithubReport(None), JunitReport()):
         stream = io.StringIO()
-        report.compared(found, stream)
+        report.show(found, stream)
         assert "features.1.act" in stream.getvalue()
         assert "regression" in stream.getvalue()
 
