@@ -379,7 +379,8 @@ def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
 
 def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
-    yield f"* {applied} is applied{_less_than(summary)}"
+    asked = f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
+    yield f"* {applied} is applied{asked}"
     yield from _of_the_ranges(summary)
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
@@ -446,10 +447,6 @@ def _measured(summary: MemOptSummary) -> Iterator[Measurement]:
     """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
     yield from (found for found in outcomes if isinstance(found, Measurement))
-
-
-def _less_than(summary: MemOptSummary) -> str:
-    return f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
 
 
 def verification(found: Verification) -> str:

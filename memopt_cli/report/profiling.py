@@ -166,7 +166,8 @@ def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
 def _module_table(found: StepProfile) -> Table:
     """Return a table of the module tree, opened where most memory is held."""
     timed = any(use.seconds for use in found.modules)
-    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((_time(found),) if timed else ()))
+    time = "time" if found.estimate is None else "estimated\ntime"
+    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((time,) if timed else ()))
     table = plain_table(*headings, names=["module"], words=[""])
     for use in _opened(found.modules):
         name = use.path.rpartition(".")[2] or "(model)"
@@ -180,10 +181,6 @@ def _module_table(found: StepProfile) -> Table:
         calls = f" ×{use.calls}" if use.calls > 1 else ""
         table.add_row(indent + name, use.class_name + calls, *cells, *seconds)
     return table
-
-
-def _time(found: StepProfile) -> str:
-    return "time" if found.estimate is None else "estimated\ntime"
 
 
 def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
@@ -247,7 +244,8 @@ def remarks(found: StepProfile) -> Iterator[str]:
     if found.flops:
         yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
     if isinstance(found.measurement, Measurement):
-        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, " + _recorded_on(found)
+        recorded_on = "on tensors without data" if found.fake else "on a real run"
+        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, {recorded_on}"
     if found.rank is not None:
         yield rank.NOTE
     if found.estimate is not None:
@@ -259,10 +257,6 @@ _ESTIMATE = (
     "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
     "with what its matrix library keeps and without other kernel workspace; times by a roofline"
 )
-
-
-def _recorded_on(found: StepProfile) -> str:
-    return "on tensors without data" if found.fake else "on a real run"
 
 
 def _share(part: float, whole: float) -> str:

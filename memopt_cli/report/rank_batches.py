@@ -15,7 +15,7 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 def headline(found: RanksRecommendation) -> Iterator[str]:
     """Yield the fewest ranks that fit, or the largest batch if only one number of ranks was tried; then the limit."""
-    fewest = _fewest(found)
+    fewest, _ = _fits(found)[0]
     if len({row.layout.ranks for row in found.rows}) > 1:
         yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
     else:
@@ -34,10 +34,6 @@ def _layouts(found: RanksRecommendation) -> str:
 
 def _fits(found: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
     return [(row, row.outcome) for row in found.rows if isinstance(row.outcome, RankBatch)]
-
-
-def _fewest(found: RanksRecommendation) -> RanksRow:
-    return _fits(found)[0][0]
 
 
 def _under(row: RanksRow) -> str:

@@ -56,6 +56,8 @@ from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeli
 from tests.zoo import records
 from tests.zoo.records import a_breakdown, a_header, a_module, a_row, verified
 
+pytest.importorskip("plotly")
+
 MIB = 2**20
 EVIL = "<img src=x onerror='document.title=1'>\"</script><script>document.title=1</script>%{x}"
 """A module path that would like to be more than text."""
@@ -318,9 +320,13 @@ class Strict(HTMLParser):
             self.texts.append(data)
 
 
+def text_of(page: str) -> str:
+    """What a reader sees, with one space between words."""
+    return " ".join(" ".join(Strict(page).texts).split())
+
+
 @pytest.fixture(scope="module", params=["profile", "optimize"])
 def page(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip("plotly")
     return profile_page(a_profile()) if request.param == "profile" else optimize_page(a_result())
 
 
@@ -339,7 +345,6 @@ def test_it_is_valid_and_asks_for_nothing(page: str) -> None:
 
 
 def test_the_file_s_own_name_is_spelled_out() -> None:
-    pytest.importorskip("plotly")
     header = replace(HEADER, model="\x1b[31m\u202e.pt")
     page = profile_page(replace(a_profile(), header=header, notes=("\x9b31m",)))
     assert "\\x1b[31m\\u202e.pt" in page
@@ -354,7 +359,6 @@ def test_names_from_the_file_are_text(page: str) -> None:
 
 
 def test_the_data_is_the_record() -> None:
-    pytest.importorskip("plotly")
     before, after, *_ = figures_of(optimize_page(a_result())).values()
     for figure, trace in ((before, a_trace(scale=3)), (after, a_trace())):
         line = timeline(trace)
@@ -365,23 +369,14 @@ def test_the_data_is_the_record() -> None:
 
 
 def test_the_plan_is_on_the_module_tree() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(Strict(optimize_page(a_result())).texts)
-    assert "conv   Conv<2> segment 4 chunks, axis 1 packed: bit 48.0 MiB → 16.0 MiB" in text
+    text = text_of(optimize_page(a_result()))
+    assert "conv Conv<2> segment 4 chunks, axis 1 packed: bit 48.0 MiB → 16.0 MiB" in text
     assert "117.0 MiB → 69.0 MiB" in text
     assert "0.59× of the original" in text
     assert "1.00 s → 1.25 s" in text
 
 
-def test_the_page_has_the_details_that_the_text_keeps_for_v() -> None:
-    pytest.importorskip("plotly")
-    result = a_result()
-    result.summary.details = [f"A detail of {EVIL}."]
-    assert f"A detail of {EVIL}." in " ".join(Strict(optimize_page(result)).texts)
-
-
 def test_modules_have_their_times_where_they_were_timed() -> None:
-    pytest.importorskip("plotly")
     result = a_result()
     assert result.steps is not None
     traces = [
@@ -389,14 +384,13 @@ def test_modules_have_their_times_where_they_were_timed() -> None:
         for times, trace in ((1, result.steps.original), (2, result.steps.optimized))
     ]
     steps = RecordedSteps(original=traces[0], optimized=traces[1])
-    text = " ".join(Strict(optimize_page(replace(result, steps=steps))).texts)
+    text = text_of(optimize_page(replace(result, steps=steps)))
     assert "packed: bit 48.0 MiB → 16.0 MiB, 500.0 ms → 1.00 s" in text
     assert "module by module, with the time of its operators" in text
 
 
 def test_the_time_of_a_step_is_a_table_of_its_own() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(Strict(profile_page(a_profile())).texts)
+    text = text_of(profile_page(a_profile()))
     assert "part time of it backward 1.20 s 80%" in text
     assert f"of {EVIL} 300.0 ms 20%" in text
 
@@ -416,8 +410,7 @@ def by_length() -> OptimizeResult:
 
 
 def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(" ".join(Strict(optimize_page(by_length())).texts).split())
+    text = text_of(optimize_page(by_length()))
     assert "all else on this page is of S=256" in text
     assert "S from to share of steps allocated peak tensor peak step ratio plan" in text
     assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no segments" in text
@@ -427,7 +420,6 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
 
 
 def test_a_profile_under_a_plan_by_length_shows_what_acts_at_its_own() -> None:
-    pytest.importorskip("plotly")
     plan = by_length().summary.plan
     assert plan is not None
     for size, is_there in ((64, False), (256, True)):
@@ -462,12 +454,11 @@ def searched() -> FastestTraining:
 
 
 def test_the_pairs_of_a_search() -> None:
-    pytest.importorskip("plotly")
     page = fastest_page(searched())
     (figure,) = figures_of(page).values()
     assert figure["data"][1]["x"] == [1 / 16, 1 / 20]
     assert figure["data"][1]["marker"]["symbol"] == ["circle", "star"]
-    text = " ".join(" ".join(Strict(page).texts).split())
+    text = text_of(page)
     assert "1.25 times those of the original's best (batch 16)" in text
     assert "95.0 MiB limit: 100.0 MiB" in text
     assert "16 none 90.0 MiB 1.00 s" in text
@@ -491,23 +482,22 @@ def test_a_faster_pair_that_fails_verification_is_said() -> None:
     assert any(line.startswith("A plan of 95.0 MiB is not applied: verification failed") for line in remarks(found))
 
 
-def test_a_plan_that_is_not_applied_is_said() -> None:
-    pytest.importorskip("plotly")
+def test_a_plan_that_is_not_applied_and_the_details_of_v_are_said() -> None:
     result = a_result()
     result.summary.plan, result.summary.dropped = Plan(), [a_dropped_plan()]
-    text = " ".join(" ".join(Strict(optimize_page(result)).texts).split())
+    result.summary.details = ["A detail."]
+    text = text_of(optimize_page(result))
     assert "A plan of 95.0 MiB is not applied: verification failed: fc.weight differs by 0.5" in text
     assert "level applied none" in text
+    assert "A detail." in text
 
 
 def test_without_recorded_steps_the_rest_is_there() -> None:
-    pytest.importorskip("plotly")
     (figure,) = figures_of(optimize_page(replace(a_result(), steps=None))).values()
     assert figure["data"][1]["text"] == ["level 0", "level 1", "level 2"]
 
 
 def test_a_plan_that_changes_nothing_has_one_step_to_show() -> None:
-    pytest.importorskip("plotly")
     result = a_result()
     result.summary.plan = Plan()
     assert len(figures_of(optimize_page(result))) == 3
@@ -663,7 +653,6 @@ def test_a_browser_has_nothing_to_complain(browser: Chromium, saved: Path, width
 
 @pytest.fixture(scope="module")
 def optimized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("plotly")
     path = tmp_path_factory.mktemp("page") / "optimized.html"
     path.write_text(optimize_page(a_result()), encoding="utf-8")
     return path
