@@ -79,11 +79,13 @@ class MixedInput(Network):
         return self.out(self.neu(self.syn(self.w(torch.cat([x, self.past(self.neu.get_spike())], -1)))))
 
 
-class Chain(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.fourth = Synapse(0.5), Synapse(0.8), LIF(HIDDEN), LIF(HIDDEN)
-
+class Chain(
+    Network,
+    first=lambda: Synapse(0.5),
+    second=lambda: Synapse(0.8),
+    third=lambda: LIF(HIDDEN),
+    fourth=lambda: LIF(HIDDEN),
+):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.fourth(2 * self.third(torch.tanh(self.second(self.first(self.w(x)))))))
 
@@ -146,13 +148,14 @@ class LinearRecurrentUnit(Network):
         return self.out(torch.tanh(self.re(self.w(x), im) * self.im(self.imaginary_w(x), re)))
 
 
-class Plastic(Network):
+class Plastic(
+    Network,
+    first=lambda: LIF(HIDDEN),
+    stp=lambda: Depression(),
+    between=lambda: weight(HIDDEN, HIDDEN),
+    second=lambda: LIF(HIDDEN),
+):
     """Short-term plasticity before the second weight: its states depend on the first, and act through the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.stp, self.second = LIF(HIDDEN), Depression(), LIF(HIDDEN)
-        self.between = weight(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.second(self.between(self.stp(self.first(self.w(x))))))
@@ -243,16 +246,22 @@ class Recording(LIF):
         return super().forward(y)
 
 
-class MinimalGatedUnit(Network):
-    """One gate, which the candidate's weight reads as well."""
+class Recurring(Network, out=nn.Identity):
+    """A network whose one state is what it returns."""
 
     h: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.candidate = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
         declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
+
+
+def of_input_and_state() -> nn.Linear:
+    return weight(INPUTS + HIDDEN, HIDDEN)
+
+
+class MinimalGatedUnit(Recurring, w=of_input_and_state, candidate=of_input_and_state):
+    """One gate, which the candidate's weight reads as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         past = self.past(self.h)
@@ -261,15 +270,7 @@ class MinimalGatedUnit(Network):
         return self.h
 
 
-class MinimalRnn(Network):
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = weight(2 * HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
-
+class MinimalRnn(Recurring, gate=lambda: weight(2 * HIDDEN, HIDDEN)):
     def forward(self, x: Tensor) -> Tensor:
         z = torch.tanh(self.w(x))
         gate = torch.sigmoid(self.gate(torch.cat([self.past(self.h), z], -1)))
@@ -277,17 +278,8 @@ class MinimalRnn(Network):
         return self.h
 
 
-class GatedRecurrentUnit(Network):
+class GatedRecurrentUnit(Recurring, w=of_input_and_state, reset=of_input_and_state, candidate=of_input_and_state):
     """The reset gate reaches the state past another weight alone."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.reset = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
-        self.candidate = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         past = self.past(self.h)
@@ -298,16 +290,8 @@ class GatedRecurrentUnit(Network):
         return self.h
 
 
-class Looping(Network):
+class Looping(Recurring, w=of_input_and_state):
     """A cell that takes three small steps within one, each by the same weight."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         h, seen = self.h, self.past(self.h)
@@ -318,16 +302,8 @@ class Looping(Network):
         return h
 
 
-class Iterating(Network):
+class Iterating(Recurring, w=of_input_and_state):
     """The same, but nothing of the state passes the weight: only its last use carries a trace."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.past(self.h)

@@ -27,7 +27,7 @@ from memopt_cli.model_batching.kernels.attention import TRACEABLE
 from memopt_cli.model_batching.kernels.functions import Call, operation_of, shape_query
 from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
-from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.routes.interface import Refused, Route
 from memopt_cli.model_batching.stacked import slots_of
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -43,7 +43,7 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
 
-class FusedRoute:
+class FusedRoute(Route):
     """A route that runs the fused graph of a stacked model."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
@@ -55,9 +55,6 @@ class FusedRoute:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         return self._module(*args, **kwargs)
-
-    def reset(self) -> None:
-        """Do nothing: a model that keeps state in attributes is refused."""
 
 
 class FusedModule(nn.Module):
