@@ -51,6 +51,7 @@ from tests.online.networks import (
     through_time,
     uncut,
 )
+from tests.zoo.models import GIVEN
 
 EXACT = 1e-12
 
@@ -135,12 +136,8 @@ def test_es_d_rtrl_filters_a_synapse_and_its_neuron_together() -> None:
 # ------------------------------------------------------------------ what traces cannot follow
 
 
-class Normalized(Network):
+class Normalized(Network, syn=Synapse, between=GIVEN, neu=lambda: LIF(HIDDEN)):
     """Between synapse and neuron stands what mixes neurons."""
-
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.syn, self.between, self.neu = Synapse(), between, LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.between(self.syn(self.w(x)))))
@@ -160,12 +157,10 @@ def test_what_mixes_neurons_between_two_cells_is_refused_and_a_weight_there_is_n
     assert online(norm).untraced == {}
 
 
-class Skipping(Network):
+class Skipping(
+    Network, first=lambda: LIF(HIDDEN), second=lambda: LIF(HIDDEN), between=lambda: nn.Linear(HIDDEN, HIDDEN)
+):
     """Spikes reach the next neurons both as they are and through a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.between = LIF(HIDDEN), LIF(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.first(self.w(x))
@@ -184,12 +179,10 @@ def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
 
 
-class Inhibited(Network):
+class Inhibited(
+    Network, below=lambda: LIF(HIDDEN), above=lambda: LIF(HIDDEN), joint=lambda: weight(2 * HIDDEN, HIDDEN)
+):
     """What the last step left comes back as it is and, beside this step's spikes, through a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.above, self.joint = LIF(HIDDEN), LIF(HIDDEN), weight(2 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.below(self.w(x) - 0.3 * torch.relu(self.above.v))
