@@ -52,10 +52,10 @@ from memopt_cli.pipeline import compare_files, prepare
 from memopt_cli.records import BaselineRequest, CheckRequest, InputSpec, ModelSource
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonJudgement
+from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextJudgement
+from memopt_cli.report.text import TextReport
 from memopt_cli.search.batch_size.length_strategies import read_histogram, read_lengths
 from memopt_cli.search.estimation.cards import device_profile
 
@@ -279,7 +279,7 @@ def _read_measured(path: str) -> None:
     found = compare_files(path, path)
     said = io.StringIO()
     for report in _REPORTS:
-        report.compared(found, said)
+        report.show(found, said)
     _require_printable(said.getvalue())
 
 
@@ -358,7 +358,7 @@ timeout: 100
 """
 
 
-_REPORTS: Final = (TextJudgement(), MarkdownReport(), GithubReport(None), JunitReport(), JsonJudgement())
+_REPORTS: Final = (TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport())
 
 
 def _read_checked(path: str) -> None:
@@ -370,7 +370,7 @@ def _read_checked(path: str) -> None:
         with _in_this_process():
             found = pipeline.check(request, progress=Progress(), ask=None)
         for report in _REPORTS:
-            report.compared(found, said)
+            report.show(found, said)
     except MemoptError as err:
         for report in _REPORTS:
             report.refused(err.message, said)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.files.contents import the_plan
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
 from memopt_cli.measure.reach import UserFunction, user_function
@@ -22,7 +21,6 @@ from memopt_cli.records import (
     DeviceProfile,
     DimRange,
     InputSpec,
-    Plan,
     Precision,
     ResolvedSearch,
     SearchOverrides,
@@ -208,16 +206,6 @@ _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, 
 def budget_of(given: str | float | None) -> Budget | None:
     """Return the budget that ``given`` says; ``None``: none is asked for."""
     return None if given is None else Budget.of(accepted("budget", given))
-
-
-def plan_given(given: Plan | str | os.PathLike[str] | None) -> Plan:
-    """Return the plan ``given``, or that of a file; an empty one for ``None``.
-
-    Raises :class:`OptionError`, and :class:`UsageError` for a bad file.
-    """
-    if given is None:
-        return Plan()
-    return the_plan(given)
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:

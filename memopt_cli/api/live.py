@@ -26,7 +26,6 @@ from memopt_cli.api.arguments import (
     lengths_given,
     names,
     path_given,
-    plan_given,
     search_of,
     settings_of,
     split_dims,
@@ -34,6 +33,7 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
+from memopt_cli.files.contents import the_plan
 from memopt_cli.files.write import check_targets
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
@@ -262,7 +262,7 @@ def profile(
         card=card,
         backend=None if compile is None else text("compile", compile),
     )
-    chosen = plan_given(plan)
+    chosen = Plan() if plan is None else the_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
         return Profiled(profile_prepared(request, prepared, chosen))
 
@@ -324,7 +324,7 @@ def recommend_batch(
         longest_step_s=accepted("longest_step", longest_step),
         card=card,
     )
-    chosen = None if plan is None else plan_given(plan)
+    chosen = None if plan is None else the_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
             return Recommended(fastest_prepared(request, prepared))

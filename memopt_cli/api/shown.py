@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from memopt_cli.records import (
     BaselineResult,
@@ -18,7 +18,7 @@ from memopt_cli.records import (
     RanksRecommendation,
     StepProfile,
 )
-from memopt_cli.report.text import TextJudgement, TextReport
+from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import in_python, notes_in_python
 
 
@@ -30,12 +30,9 @@ class Shown:
     def __post_init__(self) -> None:
         object.__setattr__(self, "result", notes_in_python(self.result))
 
-    def _write(self, stream: TextIO) -> None:
-        raise NotImplementedError
-
     def __repr__(self) -> str:
         text = io.StringIO()
-        self._write(text)
+        TextReport().show(self.result, text)
         return in_python(text.getvalue().rstrip())
 
     def _repr_html_(self) -> str:
@@ -58,18 +55,12 @@ class Optimized(Shown):
         """The plan that is on the model, less an optimizer in backward, which a note tells of; of a frontier, none."""
         return self.result.summary.plan or Plan()
 
-    def _write(self, stream: TextIO) -> None:
-        TextReport().optimized(self.result, stream)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Profiled(Shown):
     """Where a step's memory goes, as ``memopt profile`` shows it."""
 
     result: StepProfile
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().profiled(self.result, stream)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,12 +79,6 @@ class Recommended(Shown):
         """The plan that was found for it; without a search there is none to find."""
         return self.result.answer.plan if isinstance(self.result, FastestTraining) else Plan()
 
-    def _write(self, stream: TextIO) -> None:
-        if isinstance(self.result, FastestTraining):
-            TextReport().fastest_found(self.result, stream)
-        else:
-            TextReport().recommended(self.result, stream)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RanksRecommended(Shown):
@@ -106,18 +91,12 @@ class RanksRecommended(Shown):
         """Smallest number of ranks, of those that were tried, on which the smallest batch fits."""
         return self.result.fewest_ranks
 
-    def _write(self, stream: TextIO) -> None:
-        TextReport().ranks_recommended(self.result, stream)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recorded(Shown):
     """A baseline that was written, as ``memopt baseline`` shows it."""
 
     result: BaselineResult
-
-    def _write(self, stream: TextIO) -> None:
-        TextReport().recorded(self.result, stream)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -130,6 +109,3 @@ class Checked(Shown):
     def passed(self) -> bool:
         """Whether nothing grew by more than it may."""
         return not self.result.exceeded
-
-    def _write(self, stream: TextIO) -> None:
-        TextJudgement().compared(self.result, stream)

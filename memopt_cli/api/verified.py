@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.records.progress import logged
-from memopt_cli.report.text import TextJudgement
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import said_in_python
@@ -52,9 +50,6 @@ class Verified(Shown):
     def passed(self) -> bool:
         """Whether nothing differs by more than it may."""
         return self.result.passed
-
-    def _write(self, stream: TextIO) -> None:
-        TextJudgement().verified(self.result, stream)
 
 
 @said_in_python()

@@ -19,9 +19,11 @@ from memopt_cli.batching.memory import MemoryMeter
 from memopt_cli.batching.monitor import PerformanceMonitor
 from memopt_cli.batching.rows import concatenate, narrow, rows_of
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
+from memopt_cli.batching.trial import or_out_of_memory
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
+from memopt_cli.records import OutOfMemory
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.training.step import is_out_of_memory, synchronize
+from memopt_cli.training.step import synchronize
 
 Strategy = Literal["memory_adaptive", "fixed", "throughput"]
 Collate = Callable[[Sequence[Any]], Any]
@@ -32,10 +34,6 @@ _WORTH_DOUBLING = 1.05
 """Factor by which a size twice as large must be faster per sample to be kept."""
 _TIMED = 2
 """Batches at each size, of which the fastest counts: the first one warms up."""
-
-
-class _RanOut:
-    """The outcome of a batch that did not fit; the memory that it had taken is free again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class DatasetRun:
             stop = min(rows, start + self.sizer.batch_size)
             started = time.perf_counter()
             output = self._forward(narrow(batch, start, stop))
-            if isinstance(output, _RanOut):
+            if isinstance(output, OutOfMemory):
                 self._shrink(stop - start)
                 continue
             outputs.append(output)
@@ -85,25 +83,20 @@ class DatasetRun:
             start = stop
         return outputs
 
-    def _forward(self, piece: Any) -> Any | _RanOut:
-        try:
+    def _forward(self, piece: Any) -> Any | OutOfMemory:
+        def run() -> Any:
             output = self.model(map_leaves(lambda tensor: tensor.to(self.device), piece))
             synchronize(self.device)
-            output = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            if tensors_of(output) and rows_of(output) == rows_of(piece):
-                return output
-            raise BatchShapeError(
-                f"the model gave outputs of shapes {[tuple(t.shape) for t in tensors_of(output)]} for "
-                f"{rows_of(piece)} samples",
-                hint="Its outputs must be tensors with the batch as their first dimension.",
-            )
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-        return _RanOut()
+            return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
+
+        output = or_out_of_memory(run, self.device)
+        if isinstance(output, OutOfMemory) or (tensors_of(output) and rows_of(output) == rows_of(piece)):
+            return output
+        raise BatchShapeError(
+            f"the model gave outputs of shapes {[tuple(t.shape) for t in tensors_of(output)]} for "
+            f"{rows_of(piece)} samples",
+            hint="Its outputs must be tensors with the batch as their first dimension.",
+        )
 
     def _shrink(self, rows: int) -> None:
         before = self.sizer.batch_size

@@ -47,50 +47,6 @@ class ShapedBatch(TypedDict):
     targets: Any
 
 
-class _Handover:
-    """The last step before the model: checks a batch, and lays it out on the device."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: str,
-        validator: BatchShapeValidator,
-        shaper: MemoryAwareShaper,
-        operation: str | None,
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._validator = validator
-        self._shaper = shaper
-        self._operation = operation
-        self._validated: set[tuple[int, ...]] = set()
-
-    def give(self, batch: Any) -> Any:
-        """Return ``batch`` on the device, in the same structure.
-
-        Raises :class:`BatchShapeError` in strict mode.
-        """
-        self._validate(tensors_of(batch)[0])
-        return map_leaves(self._placed, batch)
-
-    def _placed(self, tensor: Tensor) -> Any:
-        moved = tensor.to(self._device)
-        if self._operation is None or moved.dim() < 3:
-            return moved
-        return self._shaper.optimize_tensor_layout(moved, self._operation)
-
-    def _validate(self, inputs: Tensor) -> None:
-        """Check the shape of ``inputs``, and log what is wrong, unless samples of that shape were checked before."""
-        shape = tuple(inputs.shape)
-        if shape[1:] in self._validated:
-            return
-        self._validated.add(shape[1:])
-        dtype = str(inputs.dtype).removeprefix("torch.")
-        _, issues = self._validator.validate_batch_shape(shape, self._model, dtype=dtype)
-        for issue in issues:
-            logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
-
-
 class BatchShapeManager:
     """A buffer between a loader and a model: takes batches in, and gives their rows out in batches that fit in memory.
 
@@ -142,7 +98,8 @@ class BatchShapeManager:
         self._last_rows = 0
         self._shaped = False  # the batch given out last was a dict of inputs and targets, made from a pair
         self._last: dict[str, float | None] = {}
-        self._handover = _Handover(model, self._device, self.validator, self.shaper, operation_type)
+        self._operation = operation_type
+        self._validated: set[tuple[int, ...]] = set()  # shapes of samples
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -346,7 +303,26 @@ class BatchShapeManager:
         batch = self._queue.take(self.sizer.batch_size)
         self._shaped = False
         self._last_rows = tensors_of(batch)[0].shape[0]
-        return self._handover.give(batch)
+        self._validate(tensors_of(batch)[0])
+        return map_leaves(self._placed, batch)
+
+    def _validate(self, inputs: Tensor) -> None:
+        """Check the shape of ``inputs``, and log what is wrong, unless samples of that shape were checked before."""
+        shape = tuple(inputs.shape)
+        if shape[1:] in self._validated:
+            return
+        self._validated.add(shape[1:])
+        dtype = str(inputs.dtype).removeprefix("torch.")
+        _, issues = self.validator.validate_batch_shape(shape, self._model, dtype=dtype)
+        for issue in issues:
+            logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
+
+    def _placed(self, tensor: Tensor) -> Any:
+        """Return ``tensor`` on the device, laid out for the operation that it goes into."""
+        moved = tensor.to(self._device)
+        if self._operation is None or moved.dim() < 3:
+            return moved
+        return self.shaper.optimize_tensor_layout(moved, self._operation)
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from memopt_cli.records import OutOfMemory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import is_out_of_memory, seeds_of_backward, synchronize
 from memopt_cli.verification.effects import gradients_kept
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +37,21 @@ def try_step(
     yet is not counted.  Gradients, buffers, hidden state, mode and random generators are put back.
     """
     with undisturbed(model, device):
-        failed = ""
-        try:
-            return _step(model, make_input, memory, device, backward=backward)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = str(error) or type(error).__name__
-        # Not in the handler: the error's frames hold what the step had taken.
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
-        return OutOfMemory(detail=failed.splitlines()[0])
+        return or_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
+
+
+def or_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
+    """Return what ``run`` returns, or that it ran out of memory; what it had taken of ``device`` is free again then."""
+    try:
+        return run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = str(error) or type(error).__name__
+    # Not in the handler: the error's frames hold what the step had taken.
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return OutOfMemory(detail=failed.splitlines()[0])
 
 
 @contextlib.contextmanager

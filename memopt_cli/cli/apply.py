@@ -47,4 +47,4 @@ def apply(
 
     with shown.progress() as (progress, ask):
         result = pipeline.apply(request, progress=progress, ask=ask)
-    shown.report().applied(result, sys.stdout)
+    shown.report().show(result, sys.stdout)

@@ -45,4 +45,4 @@ def baseline(
 
     with shown.progress() as (progress, ask):
         result = pipeline.baseline(request, progress=progress, ask=ask)
-    shown.report().recorded(result, sys.stdout)
+    shown.report().show(result, sys.stdout)

@@ -66,6 +66,6 @@ def check(
     except MemoptError as err:
         report.refused(err.message, sys.stdout)
         raise
-    report.compared(found, sys.stdout)
+    report.show(found, sys.stdout)
     if found.exceeded:
         raise typer.Exit(_REGRESSION)

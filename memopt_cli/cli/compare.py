@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
+from memopt_cli.cli.formats import report_in
 from memopt_cli.cli.options import with_options
-from memopt_cli.report.interface import ComparisonReport
-from memopt_cli.report.json import JsonJudgement
-from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextJudgement
 
 
 @with_options
@@ -28,5 +25,4 @@ def compare(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     found = pipeline.compare_files(before, after)
-    forms: dict[str, ComparisonReport] = {"table": TextJudgement(), "json": JsonJudgement(), "md": MarkdownReport()}
-    forms["json" if json else format].compared(found, sys.stdout)
+    report_in("json" if json else format).show(found, sys.stdout)

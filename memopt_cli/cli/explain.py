@@ -50,4 +50,4 @@ def explain(
 
     with shown.progress() as (progress, ask):
         found = pipeline.explain(request, progress=progress, ask=ask)
-    shown.report().explained(found, sys.stdout)
+    shown.report().show(found, sys.stdout)

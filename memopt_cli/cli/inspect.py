@@ -23,4 +23,4 @@ def inspect(context: typer.Context, model: str, *, json: bool = False, verbose: 
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport()
-    report.inspected(pipeline.inspect(model), sys.stdout)
+    report.show(pipeline.inspect(model), sys.stdout)

@@ -57,5 +57,5 @@ def measure(
         found = pipeline.measure(request, progress=progress)
     if is_first:
         report = shown.report()
-        report.measured(found, sys.stdout)
+        report.show(found, sys.stdout)
         report.written([output] if output is not None else [], sys.stdout)

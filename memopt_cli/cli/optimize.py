@@ -88,7 +88,7 @@ def optimize(
     report = shown.report()
     written: tuple[str, ...] = ()
     try:
-        report.optimized(result, sys.stdout)
+        report.show(result, sys.stdout)
     finally:  # whatever became of stdout
         if result.steps is not None:
             with shown.progress():  # Ctrl-C leaves no part of a file

@@ -169,9 +169,7 @@ class SpreadOptions:
 
     def layout(self) -> Layout | None:
         """Return the layout; ``None``: one device.  Raises :class:`UsageError` for flags that do not go together."""
-        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
-        numbers = None if self.ranks is None else (self.ranks,)
-        return next(iter(_layouts(numbers, self.parallel, self.mesh, given)), None)
+        return next(iter(_layouts(self, () if self.ranks is None else (self.ranks,))), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +185,7 @@ class RangeOptions:
 
         Raises :class:`UsageError` for flags that do not go together.
         """
-        given = [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
-        return _layouts(None if self.ranks is None else self.ranks.sizes(), self.parallel, self.mesh, given)
+        return _layouts(self, () if self.ranks is None else self.ranks.sizes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,18 +207,17 @@ class RealOptions:
         return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
 
 
-def _layouts(
-    numbers: Sequence[int] | None, parallel: str | None, mesh: str | None, given: Sequence[str]
-) -> tuple[Layout, ...]:
+def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tuple[Layout, ...]:
     """Return a layout for each of the ``numbers`` of ranks.
 
-    Raises :class:`UsageError` for flags, of those ``given``, that lack another.
+    Raises :class:`UsageError` for flags, of those ``asked`` for, that lack another.
     """
-    if numbers is not None and parallel is not None:
-        axes = None if mesh is None else parse_mesh(mesh)
-        return tuple(layout_of(number, parallel, axes) for number in numbers)
+    if numbers and asked.parallel is not None:
+        axes = None if asked.mesh is None else parse_mesh(asked.mesh)
+        return tuple(layout_of(number, asked.parallel, axes) for number in numbers)
+    given = [f"--{f.name}" for f in fields(asked) if getattr(asked, f.name) is not None]
     if given:
-        missing = "`--ranks N`" if numbers is None else "`--parallel` fsdp, ddp or FILE.py:NAME"
+        missing = "`--parallel` fsdp, ddp or FILE.py:NAME" if numbers else "`--ranks N`"
         raise UsageError(
             f"{given[0]} is about one rank of many, but {missing} is missing",
             hint="For example: `--ranks 8 --parallel train.py:shard`",
@@ -296,7 +292,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         given.pop("help_all", None)  # its callback has done the work
         for name, group in groups.items():
             values = {field.name: given.pop(field.name) for field in _fields(group)}
-            given[name] = _as_asked(values) if typing.is_typeddict(group) else group(**values)
+            if typing.is_typeddict(group):  # a record of what was asked for has tuples
+                given[name] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+            else:
+                given[name] = group(**values)
         command(**given)
 
     vars(run)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
@@ -320,11 +319,6 @@ def _fields(group: Any) -> Iterator[inspect.Parameter]:
 _FEW: Final = 8
 """Parameters of a command whose help fits a screen, so that it needs no ``--help-all``."""
 _NO_DEFAULT: Final = inspect.Parameter.empty
-
-
-def _as_asked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, as a record of what was asked for has them."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:

@@ -57,5 +57,5 @@ def profile(
         found = pipeline.profile(request, progress=progress, ask=ask)
         written = files.write(lambda: profile_page(found), found.trace)
     report = shown.report()
-    report.profiled(found, sys.stdout)
+    report.show(found, sys.stdout)
     report.written(written, sys.stdout)

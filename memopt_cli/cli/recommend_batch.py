@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import typer
@@ -20,7 +19,15 @@ from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.errors import Interrupted, UsageError
 from memopt_cli.inputs.spec_text import parse_strategies, split_dims
 from memopt_cli.measure import processes
-from memopt_cli.records import LONGEST_STEP_S, BatchRequest, DeviceProfile, DimRange
+from memopt_cli.records import (
+    LONGEST_STEP_S,
+    BatchRecommendation,
+    BatchRequest,
+    DeviceProfile,
+    DimRange,
+    FastestTraining,
+    RanksRecommendation,
+)
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
 
@@ -89,30 +96,27 @@ def recommend_batch(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report = shown.report()
+    found: BatchRecommendation | FastestTraining | RanksRecommendation
     written: tuple[str, ...] = ()
     with shown.progress() as (progress, ask):
         if request.strategies:
             from memopt_cli.pipeline.comparisons.strategies import compare_strategies  # imports torch
 
             compared = compare_strategies(request, progress=progress, ask=ask)
-            report.strategies_compared(compared, sys.stdout)
+            report.show(compared, sys.stdout)
             return
         if request.layouts:
-            ranks = pipeline.recommend_ranks(request, progress=progress, ask=ask)
-            show, interrupted = functools.partial(report.ranks_recommended, ranks), ranks.interrupted
+            found = pipeline.recommend_ranks(request, progress=progress, ask=ask)
         elif request.search is not None:
-            fastest = pipeline.recommend_fastest(request, progress=progress, ask=ask)
-            show, interrupted = functools.partial(report.fastest_found, fastest), fastest.interrupted
-            page = functools.partial(fastest_page, fastest)
+            found = pipeline.recommend_fastest(request, progress=progress, ask=ask)
         else:
             found = pipeline.recommend_batch(request, progress=progress, ask=ask)
-            show, interrupted = functools.partial(report.recommended, found), found.interrupted
     try:
-        show(sys.stdout)
+        report.show(found, sys.stdout)
     finally:  # whatever became of stdout
-        if files.wanted:
+        if isinstance(found, FastestTraining) and files.wanted:
             with shown.progress():  # Ctrl-C leaves no part of a file
-                written = files.write(page)
+                written = files.write(lambda: fastest_page(found))
     report.written(written, sys.stdout)
-    if interrupted:
+    if found.interrupted:
         raise Interrupted("interrupted; the report has what was found until then")

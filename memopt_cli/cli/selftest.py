@@ -28,7 +28,7 @@ def selftest(
 
     with shown.progress() as (progress, _):
         found = promises.selftest(device, progress=progress)
-    shown.report().tested(found, sys.stdout)
+    shown.report().show(found, sys.stdout)
     if found.interrupted:
         raise Interrupted("interrupted; the report has what was tried until then")
     if found.failed:

@@ -57,7 +57,7 @@ def verify(
 
     with shown.progress() as (progress, ask):
         found = pipeline.verify(request, progress=progress, ask=ask)
-    report_in("json" if shown.json else format).verified(found, sys.stdout)
+    report_in("json" if shown.json else format).show(found, sys.stdout)
     if not found.passed:
         raise typer.Exit(_DIFFERENCE)
 

@@ -100,7 +100,10 @@ class BatchModule(nn.Module):
         output_order = output_order or data_order if split else "(b g)"
         data_order = data_order if merge else "(b g)"
         check_order(output_order)
-        args, kwargs = map_leaves(lambda leaf: self._models_first(leaf, data_order), (args, kwargs))
+        args, kwargs = map_leaves(
+            lambda leaf: models_first(leaf, self.batch, data_order) if isinstance(leaf, Tensor) else leaf,
+            (args, kwargs),
+        )
         route = self._routes.get(self._mode()) or self._select(args, kwargs)
         output = route(args, kwargs)
         return map_leaves(lambda leaf: in_order(leaf, output_order) if isinstance(leaf, Tensor) else leaf, output)
@@ -131,9 +134,6 @@ class BatchModule(nn.Module):
     def state_dicts(self, device: torch.device | str | None = None) -> list[dict[str, Tensor]]:
         """Return a state dictionary for each model, with the model's own keys and copies of its tensors."""
         return unstack(self.models, self.batch, device)
-
-    def _models_first(self, leaf: Any, order: DataOrder) -> Any:
-        return models_first(leaf, self.batch, order) if isinstance(leaf, Tensor) else leaf
 
     def _mode(self) -> _Mode:
         # A segment is installed by changing a module's class.

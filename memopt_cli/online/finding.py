@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.online import guards
 from memopt_cli.online.followable import check_exposed, check_neuron_by_neuron, check_tagged
 from memopt_cli.online.graph import Graph
 from memopt_cli.online.interception import cell_states
 from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.probe import Probe
 from memopt_cli.online.reach import Reach
-from memopt_cli.online.structure import Structure
+from memopt_cli.online.structure import Source, Structure
+from memopt_cli.online.traces import CellOutput, PastState, Use
 from memopt_cli.online.undeclared import refuse_undeclared
 from memopt_cli.runtime.state import StartingState
 
@@ -66,7 +66,7 @@ def _structure(reach: Reach) -> Structure:
     attached = frozenset(out for out in outs if reach.is_attached(out, edges[out]))
     connected = frozenset(use for use in reach.reached if reach.is_connected(use))
     read_by_attached = {use for out in attached - reach.probe.derived.keys() for use in edges[out].uses}
-    unread = guards.unread(reach, constant, connected, read_by_attached)
+    unread = _unread(reach, constant, connected, read_by_attached)
     reason = "its output enters no cell (a module that declares states), or only past another traced weight"
     return Structure(
         groups={use: reach.groups(held) for use, held in reach.reached.items()},
@@ -82,11 +82,47 @@ def _structure(reach: Reach) -> Structure:
         untraced={path: reason for path in reach.probe.weights if path not in reach.traced},
         calls=reach.probe.calls,
         known={out: reach.known(out) for out in outs},
-        not_followed=guards.not_followed(reach),
+        not_followed=_not_followed(reach),
         unread=unread,
         entering=frozenset(reach.held) - unread - exposed,
-        weighted=guards.weighted(reach),
+        weighted=_weighted(reach),
     )
+
+
+def _not_followed(reach: Reach) -> dict[PastState, frozenset[Source]]:
+    """Return state that carries nothing of traced weights -> all that it was computed from."""
+    found: dict[PastState, frozenset[Source]] = {}
+    for cell in reach.probe.cells.keys() - reach.cells:
+        outs = [out for out in reach.outs if out.cell == cell]
+        known = frozenset[Source]().union(*map(reach.known, outs))
+        found |= {PastState(cell, state.name): known for state in reach.probe.states[cell]}
+    return found
+
+
+def _unread(
+    reach: Reach, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
+) -> frozenset[PastState | Use]:
+    """Return the states, and the uses of traced weights, that only cells which are tied to them read."""
+    inputs = [reach.reads[use] for use in reach.uses if use not in constant]
+    others = [reach.reads[out] for out in reach.outs if out not in reach.followed]
+    read = set[Source](reach.probe.overwritten | reach.probe.read_outside).union(
+        *(reach.sources_behind(r)[1] for r in (*inputs, *others, *reach.probe.of_output))
+    )
+    for out in reach.followed:
+        own = reach.reads[out]
+        read |= own.weighted | {s for s in own.direct if isinstance(s, PastState) and s.cell != out.cell}
+    uses = reach.reached.keys() - connected - read_by_attached
+    return frozenset((reach.new.keys() | uses) - read)
+
+
+def _weighted(reach: Reach) -> dict[CellOutput | PastState, frozenset[Source]]:
+    """Return output of a cell, or state not followed -> parts that carry traces and reach it through weights alone."""
+    found: list[tuple[CellOutput | PastState, frozenset[Source]]] = [
+        (out, reach.known(out) - reach.reads[out].direct) for out in reach.outs if out in reach.followed
+    ]
+    found += _not_followed(reach).items()  # by no path past weights: else they would be
+    carrying = {key: frozenset(filter(reach.carries, sources)) for key, sources in found}
+    return {key: sources for key, sources in carrying.items() if sources}
 
 
 @contextmanager

@@ -21,9 +21,9 @@ def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
                 hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
                 "followed through it; or take the tags off those before it with untraced()",
             )
+        shape = tuple(reach.probe.leaves[source].shape[1:])
         raise MemoptError(
-            f"{name} {_shape(reach, source)} does not reach {of}, {reach.probe.shapes[out]} per sample, neuron by "
-            "neuron",
+            f"{name} {shape} does not reach {of}, {reach.probe.shapes[out]} per sample, neuron by neuron",
             hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
             "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
             "gradient of each step alone",
@@ -65,7 +65,3 @@ def _name(reach: Reach, source: Source) -> str:
     if source.number < len(states):
         return _name(reach, PastState(source.cell, states[source.number].name))
     return f"what {source.cell or 'the model'} returns"
-
-
-def _shape(reach: Reach, source: Source) -> tuple[int, ...]:
-    return tuple(reach.probe.leaves[source].shape[1:])

@@ -163,7 +163,7 @@ class TracedStep(Interception):
     def _ties(self, row: Row) -> Ties:
         out = self._parts.out
         through: Ties = [
-            (slope, Channel((out[earlier],), _as_it_is) if earlier in out else earlier.number)
+            (slope, Channel((out[earlier],), lambda gradient: (gradient,)) if earlier in out else earlier.number)
             for earlier, slope in row.through.items()
         ]
         return [*through, *self.traces.ties(row)]
@@ -197,7 +197,3 @@ def _refuse_gradient(gate: Gate, tensor: Tensor, name: str) -> None:
             raise changed(name, "is read outside its cell")
 
     tensor.register_hook(refuse)
-
-
-def _as_it_is(gradient: Tensor) -> tuple[Tensor]:
-    return (gradient,)

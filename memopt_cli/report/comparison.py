@@ -76,7 +76,8 @@ def _causes(found: Comparison) -> Iterator[str]:
 
 def growth(found: Comparison) -> Iterator[str]:
     """Yield up to two sentences on what grew most in ``found``: by category, and by module."""
-    grown = [change for change in _categories(found) if change.after > change.before]
+    categories = [change for change in found.changes if change.metric not in ("peak", "step", *_NAMES)]
+    grown = [change for change in categories if change.after > change.before]
     grown.sort(key=lambda change: change.before - change.after)
     if grown:
         yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in grown)
@@ -202,10 +203,6 @@ def _signed_bytes(size: int) -> str:
 
 def _amount(change: Change, value: float) -> str:
     return format_seconds(value) if change.metric == "step" else format_bytes(value)
-
-
-def _categories(found: Comparison) -> list[Change]:
-    return [change for change in found.changes if change.metric not in ("peak", "step", *_NAMES)]
 
 
 def _name(change: Change) -> str:

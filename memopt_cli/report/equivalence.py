@@ -89,12 +89,12 @@ def remarks(found: Equivalence) -> tuple[str, ...]:
     return (*found.notes, f"total time {format_seconds(found.spent_s)}")
 
 
-def by_kind(found: Equivalence) -> dict[str, Sequence[TensorGap]]:
-    """Return every kind of effect with the tensors of ``found`` that differ in it, an empty list where none does."""
-    return {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
+def faults(found: Equivalence) -> dict[str, str]:
+    """Return kind of effect -> the first of its differences in ``found``, and how many more; empty if there is none."""
+    kinds = {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
+    return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {"hooks": found.hooks, "the step": found.failed}
 
 
-def first_gap(gaps: Sequence[TensorGap]) -> str:
-    """Return a phrase on the first of ``gaps``, and on how many more there are."""
+def _first_of(gaps: Sequence[TensorGap]) -> str:
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"{_described(gaps[0])}{more}"
+    return f"{_described(gaps[0])}{more}" if gaps else ""

@@ -79,25 +79,17 @@ def _short(name: str) -> str:
 
 
 def _holders(heading: str, holders: Sequence[Holder]) -> Table:
-    table = _table(heading, "")
+    table = plain_table(heading, "", names=[heading])
     for holder in holders:
         table.add_row(holder.name, format_bytes(holder.nbytes))
     return table
 
 
 def _suggestions(found: Explanation) -> Table:
-    table = _table("what fits", "predicted", "measured", "time")
+    table = plain_table("what fits", "predicted", "measured", "time", names=["what fits"])
     for said in found.suggestions:
         predicted = format_bytes(said.predicted_bytes) if said.predicted_bytes is not None else "–"
         table.add_row(said.text, predicted, format_bytes(said.peak_bytes), format_seconds(said.seconds))
-    return table
-
-
-def _table(name: str, *numbers: str) -> Table:
-    table = plain_table()
-    table.add_column(name, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

@@ -56,12 +56,7 @@ def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def run_table(found: FastestTraining) -> Table:
     """Return :func:`run_rows` as a table, the recommended run in bold."""
-    table = plain_table()
-    for heading in RUN_HEADINGS:
-        if heading in ("plan", ""):
-            table.add_column(heading)
-        else:
-            table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(*RUN_HEADINGS, words=["plan", ""])
     for index, cells in run_rows(found):
         table.add_row(*cells, style="bold" if index == found.chosen else None)
     return table

@@ -6,11 +6,12 @@ import io
 from typing import TextIO
 
 from memopt_cli.errors import WriteError, printable, printable_lines
-from memopt_cli.records import Comparison, Equivalence
+from memopt_cli.records import Comparison
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import circumstances, growth, headline, judged, reasons
+from memopt_cli.report.interface import Judged
 from memopt_cli.report.lines import guarded
-from memopt_cli.report.markdown import MarkdownReport, markdown
+from memopt_cli.report.markdown import MarkdownReport
 
 
 class GithubReport:
@@ -23,7 +24,18 @@ class GithubReport:
         """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none."""
         self._summary = summary
 
-    def compared(self, found: Comparison, stream: TextIO) -> None:
+    def show(self, found: Judged, stream: TextIO) -> None:
+        if isinstance(found, Comparison):
+            self._compared(found, stream)
+        else:
+            said = [equivalence.headline(found), *equivalence.where(found)]
+            kind = "notice" if found.passed else "error"
+            guarded(stream).command(_annotation(kind, f"memopt: {found.candidate}", said))
+        page = io.StringIO()
+        MarkdownReport().show(found, page)
+        self._append(page.getvalue())
+
+    def _compared(self, found: Comparison, stream: TextIO) -> None:
         lines = guarded(stream)
         for part in found.parts:
             why = [*growth(part), *reasons(part)]
@@ -33,15 +45,6 @@ class GithubReport:
         if not found.exceeded:
             said = [*headline(found), *circumstances(found)]
             lines.command(_annotation("notice", f"memopt: {found.after.model}", said))
-        self._append(markdown(found))
-
-    def verified(self, found: Equivalence, stream: TextIO) -> None:
-        said = [equivalence.headline(found), *equivalence.where(found)]
-        kind = "notice" if found.passed else "error"
-        guarded(stream).command(_annotation(kind, f"memopt: {found.candidate}", said))
-        page = io.StringIO()
-        MarkdownReport().verified(found, page)
-        self._append(page.getvalue())
 
     def refused(self, reason: str, stream: TextIO) -> None:
         guarded(stream).command(_annotation("error", "memopt: not checked", [reason]))

@@ -39,11 +39,9 @@ def headline(found: Inspection) -> Iterator[str]:
         yield ", ".join(f"{what} {version}" for what, version in found.versions.items())
 
 
-def contents_table(found: Inspection) -> Table | None:
-    """Return the module tree, or the tensors of a file of weights alone; ``None`` if there are neither."""
-    if found.modules:
-        return _tree_table(found)
-    return _tensor_table(found.tensors) if found.tensors else None
+def contents_table(found: Inspection) -> Table:
+    """Return the module tree, or the tensors of a file of weights alone; without rows if there are neither."""
+    return _tree_table(found) if found.modules else _tensor_table(found.tensors)
 
 
 def remarks(found: Inspection) -> Iterator[str]:
@@ -70,41 +68,31 @@ def remarks(found: Inspection) -> Iterator[str]:
 
 def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
     """Return a table of ``verdicts`` on the globals that a pickle names; those that need attention come first."""
-    table = _table("it would import", "verdict", "why", "to allow it")
+    headings = ("it would import", "verdict", "why", "to allow it")
+    table = plain_table(*headings, names=headings)
     order = ("refused", "needs trust", "missing", "allowed")
     for item in sorted(verdicts, key=lambda item: order.index(item.verdict)):
         style = {"refused": "bold red", "needs trust": "yellow", "missing": "yellow"}.get(item.verdict, "")
-        table.add_row(Text(item.name), Text(item.verdict, style=style), Text(item.reason), Text(item.flag))
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = plain_table()
-    for heading in headings:
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+        table.add_row(item.name, Text(item.verdict, style=style), item.reason, item.flag)
     return table
 
 
 def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
-    table = _table("tensor", "shape", "dtype")
-    table.add_column("size", justify="right", no_wrap=True)
+    table = plain_table("tensor", "shape", "dtype", "size", names=["tensor", "shape", "dtype"])
     for tensor in tensors:
-        table.add_row(Text(tensor.name), _shape(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
+        table.add_row(tensor.name, _shape(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
     return table
 
 
 def _tree_table(found: Inspection) -> Table:
-    table = _table("module")
-    for heading in ("parameters", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("own tensors", no_wrap=True, overflow="ellipsis")
+    table = plain_table("module", "parameters", "size", "own tensors", names=["module", "own tensors"])
     for root in _roots(found):
         for label, node in _lines(root, "", ""):
             if node is None:
                 table.add_row(Text(label, style="dim"), "", "", "")
             else:
                 size = format_bytes(node.module.size_bytes) if node.module.size_bytes else "–"
-                table.add_row(Text(label), f"{node.module.parameters:,}", size, Text(_own(node.tensors)))
+                table.add_row(label, f"{node.module.parameters:,}", size, _own(node.tensors))
     return table
 
 

@@ -17,43 +17,49 @@ from memopt_cli.errors import printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, judged, reasons
+from memopt_cli.report.interface import Judged
 from memopt_cli.text.documents import COMMAND
 
 
 class JunitReport:
     """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
-    def compared(self, found: Comparison, stream: TextIO) -> None:
-        cases, said = [], []
-        for part in found.parts:
-            why = "\n".join((*growth(part), *reasons(part)))
-            said += [part.at] * bool(part.at) + [why]
-            for verdict in part.verdicts:
-                case = _case(found.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
-                if verdict.exceeded:
-                    _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
-                cases.append(case)
-        _write(cases, "\n".join(said), stream)
-
-    def verified(self, found: Equivalence, stream: TextIO) -> None:
-        why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
-        cases = []
-        for kind, gaps in equivalence.by_kind(found).items():
-            case = _case(found.candidate, kind)
-            if gaps:
-                _fault(case, "failure", "difference", equivalence.first_gap(gaps), why)
-            cases.append(case)
-        for kind, reason in (("hooks", found.hooks), ("the step", found.failed)):
-            case = _case(found.candidate, kind)
-            if reason:
-                _fault(case, "failure", "difference", reason, why)
-            cases.append(case)
-        _write(cases, why, stream, "memopt verify")
+    def show(self, found: Judged, stream: TextIO) -> None:
+        if isinstance(found, Comparison):
+            _write(*_comparison(found), stream, "memopt check")
+        else:
+            _write(*_equivalence(found), stream, "memopt verify")
 
     def refused(self, reason: str, stream: TextIO) -> None:
         case = _case("memopt", "check")
         _fault(case, "error", "not checked", reason, reason)
-        _write([case], "", stream)
+        _write([case], "", stream, "memopt check")
+
+
+def _comparison(found: Comparison) -> tuple[list[ET.Element], str]:
+    """Return a case for each limit that ``found`` was held against, and the output."""
+    cases, said = [], []
+    for part in found.parts:
+        why = "\n".join((*growth(part), *reasons(part)))
+        said += [part.at] * bool(part.at) + [why]
+        for verdict in part.verdicts:
+            case = _case(found.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
+            if verdict.exceeded:
+                _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
+            cases.append(case)
+    return cases, "\n".join(said)
+
+
+def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
+    """Return a case for each kind of effect that ``found`` compared, and the output."""
+    why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
+    cases = []
+    for kind, fault in equivalence.faults(found).items():
+        case = _case(found.candidate, kind)
+        if fault:
+            _fault(case, "failure", "difference", fault, why)
+        cases.append(case)
+    return cases, why
 
 
 def _case(model: str, name: str) -> ET.Element:
@@ -64,7 +70,7 @@ def _fault(case: ET.Element, tag: str, kind: str, message: str, text: str) -> No
     ET.SubElement(case, tag, type=kind, message=printable_lines(message)).text = printable_lines(text)
 
 
-def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str = "memopt check") -> None:
+def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str) -> None:
     suite = ET.Element(
         "testsuite",
         name=name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.table import Table
@@ -39,9 +39,16 @@ def busy(waited: Iterable[float]) -> Iterator[str]:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
 
 
-def plain_table() -> Table:
-    """Return an empty table without lines or margins, whose columns are two spaces apart."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def plain_table(*headings: str, names: Container[str] = (), words: Container[str] = ()) -> Table:
+    """Return an empty table without lines or margins, whose columns are two spaces apart.
+
+    Columns under ``names`` and ``words`` are aligned to the left, and the latter wrap; the others hold numbers.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        is_text = heading in names or heading in words
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading not in words)
+    return table
 
 
 class GuardedStream:

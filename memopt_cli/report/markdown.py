@@ -17,6 +17,7 @@ from memopt_cli.report.comparison import (
     module_rows,
     reasons,
 )
+from memopt_cli.report.interface import Judged
 from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import printable
 from memopt_cli.text.spelling import on_command_line
@@ -28,22 +29,15 @@ _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 class MarkdownReport:
     """Markdown with a heading, sentences and tables."""
 
-    def compared(self, found: Comparison, stream: TextIO) -> None:
-        guarded(stream).write(markdown(found))
-
-    def verified(self, found: Equivalence, stream: TextIO) -> None:
-        guarded(stream).write("\n".join(_equivalence(found)) + "\n")
+    def show(self, found: Judged, stream: TextIO) -> None:
+        lines = _comparison(found) if isinstance(found, Comparison) else _equivalence(found)
+        guarded(stream).write("\n".join(lines) + "\n")
 
     def refused(self, reason: str, stream: TextIO) -> None:
         guarded(stream).write(f"### memopt: not checked\n\n{_sentence(reason)}\n")
 
 
-def markdown(found: Comparison) -> str:
-    """Return ``found`` as a section of Markdown with its own heading."""
-    return "\n".join(_lines(found)) + "\n"
-
-
-def _lines(found: Comparison) -> Iterator[str]:
+def _comparison(found: Comparison) -> Iterator[str]:
     yield f"### memopt: {_sentence(found.after.model)}"
     for line in headline(found):
         yield from ("", f"**{_sentence(line)}**")

@@ -117,11 +117,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
-    table = plain_table()
-    table.add_column("plan")
-    for heading in ("allocated\npeak", "step", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
     rows = [(row.plan, row.outcome, row.dropped) for row in summary.compiled]
     for plan, outcome, dropped in [(Plan(), original, ""), *rows]:
         cells = ("–", "–", "–")
@@ -137,12 +133,9 @@ def compiled_table(summary: MemOptSummary) -> Table:
 def plan_table(summary: MemOptSummary) -> Table:
     """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
     original = _outcome(summary, 0)
-    table = plain_table()
-    for heading in ("level", "plan"):
-        table.add_column(heading, no_wrap=heading == "level")
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    for heading in ("measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("level", "plan", "measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere)
+    table = plain_table(*headings, names=["level"], words=["plan"])
     for _, alike in groupby(summary.levels, key=lambda row: row.plan):
         rows = list(alike)
         levels = [row.level for row in rows]
@@ -183,12 +176,9 @@ def _predicted_cells(row: LevelRow) -> tuple[str, str]:
 def level_table(summary: MemOptSummary) -> Table:
     """Return a row for each level of ``summary``, with all of its peaks."""
     original = _outcome(summary, 0)
-    table = plain_table()
-    table.add_column("level", no_wrap=True)
-    table.add_column("plan")
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    for heading in (*_COLUMNS, *["elsewhere"] * shows_elsewhere):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("level", "plan", *_COLUMNS, *["elsewhere"] * shows_elsewhere)
+    table = plain_table(*headings, names=["level"], words=["plan"])
     for row in summary.levels:
         cells = _numbers(row, original if isinstance(original, Measurement) else None)
         cells += (_elsewhere(row),) * shows_elsewhere
@@ -222,6 +212,7 @@ def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
             return ("–", forecast, "–", "–", "–", "–", "–")
 
 
+_PLOT = "step time →"
 _PLOT_WIDTH = 40
 """Columns of the plot of step time beside the frontier."""
 
@@ -229,12 +220,9 @@ _PLOT_WIDTH = 40
 def frontier(summary: MemOptSummary) -> Table:
     """Return the numbered plans of the frontier, fastest first, with a plot of their step times."""
     beaten = _beaten(summary.frontier)
-    table = plain_table()
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
-    for heading in ("pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan")
-    table.add_column("step time →", no_wrap=True)
+    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
+    table = plain_table(*headings, "plan", _PLOT, names=[_PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     longest = max((found.step_s for found in measured), default=0.0)
     for number, point in enumerate(summary.frontier, 1):
@@ -290,12 +278,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
 
 def ranges(summary: MemOptSummary) -> Table:
     """Return :func:`range_rows` as a table."""
-    table = plain_table()
-    first, *numbers, last = range_headings(summary)
-    table.add_column(first)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(last)
+    headings = range_headings(summary)
+    table = plain_table(*headings, names=headings[:1], words=headings[-1:])
     for row in range_rows(summary):
         table.add_row(*row)
     return table
@@ -395,7 +379,8 @@ def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
 
 def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
-    yield f"* {applied} is applied{_less_than(summary)}"
+    asked = f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
+    yield f"* {applied} is applied{asked}"
     yield from _of_the_ranges(summary)
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
@@ -462,10 +447,6 @@ def _measured(summary: MemOptSummary) -> Iterator[Measurement]:
     """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
     yield from (found for found in outcomes if isinstance(found, Measurement))
-
-
-def _less_than(summary: MemOptSummary) -> str:
-    return f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
 
 
 def verification(found: Verification) -> str:

@@ -20,6 +20,7 @@ from memopt_cli.report import rank
 from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_seconds
 
+_PLOT_COLUMNS = 72
 _ROWS = 6
 """Height of the plot in lines."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -73,6 +74,18 @@ def _count(found: StepProfile) -> int:
     return len(found.trace.ops)
 
 
+def parts(found: StepProfile) -> Iterator[Table | str]:
+    """Yield the plot of the step and its tables; some have no rows."""
+    yield plot(found, _PLOT_COLUMNS)
+    if found.rank is not None:
+        yield rank.collective_table(found.rank)
+    yield _phase_table(found)
+    yield _category_table(found)
+    yield _time_table(found)
+    yield _module_table(found)
+    yield _saved_table(found)
+
+
 def plot(found: StepProfile, columns: int) -> str:
     """Return a text plot of the bytes alive over the operators of the step, with its phases below."""
     levels = _resampled(found.live_bytes, columns)
@@ -104,9 +117,9 @@ def _phases(found: StepProfile, width: int) -> str:
     return text
 
 
-def category_table(found: StepProfile) -> Table:
+def _category_table(found: StepProfile) -> Table:
     """Return a table of the bytes held at the peak, by category."""
-    table = _table("at the peak", "", "")
+    table = plain_table("at the peak", "", "", names=["at the peak"])
     parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
     total = found.peak.allocated_bytes
     for name, size in {**parts, "kernel workspace": found.workspace_bytes}.items():
@@ -115,22 +128,21 @@ def category_table(found: StepProfile) -> Table:
     return table
 
 
-def phase_table(found: StepProfile) -> Table:
+def _phase_table(found: StepProfile) -> Table:
     """Return a table of the peak of each phase, as recorded and, if the step was run, as measured."""
     measured = found.measurement.phases if isinstance(found.measurement, Measurement) else ()
     allocated = {peak.phase: format_bytes(peak.allocated_peak_bytes) for peak in measured}
-    table = _table(
-        "phase", "predicted\npeak" if found.fake else "recorded\npeak", *(("allocated\npeak",) if measured else ())
-    )
+    recorded = "predicted\npeak" if found.fake else "recorded\npeak"
+    table = plain_table("phase", recorded, *(("allocated\npeak",) if measured else ()), names=["phase"])
     for peak in found.phases:
         cells = (allocated.get(peak.phase, "–"),) if measured else ()
         table.add_row(peak.phase, format_bytes(peak.allocated_peak_bytes), *cells)
     return table
 
 
-def time_table(found: StepProfile) -> Table:
+def _time_table(found: StepProfile) -> Table:
     """Return a table of what the time of a step goes to, recomputation by segment; without rows if it was not timed."""
-    table = _table("time of the step", "", "")
+    table = plain_table("time of the step", "", "", names=["time of the step"])
     total = sum(part.seconds for part in found.times)
     for name, seconds in time_rows(found.times):
         table.add_row(name, format_seconds(seconds), _share(seconds, total))
@@ -151,11 +163,12 @@ def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
             yield f"  {len(others)} more", sum(use.seconds for use in others)
 
 
-def module_table(found: StepProfile) -> Table:
+def _module_table(found: StepProfile) -> Table:
     """Return a table of the module tree, opened where most memory is held."""
     timed = any(use.seconds for use in found.modules)
-    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((_time(found),) if timed else ()))
-    table = _table(*headings)
+    time = "time" if found.estimate is None else "estimated\ntime"
+    headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((time,) if timed else ()))
+    table = plain_table(*headings, names=["module"], words=[""])
     for use in _opened(found.modules):
         name = use.path.rpartition(".")[2] or "(model)"
         indent = "  " * (use.path.count(".") + 1) if use.path else ""
@@ -168,10 +181,6 @@ def module_table(found: StepProfile) -> Table:
         calls = f" ×{use.calls}" if use.calls > 1 else ""
         table.add_row(indent + name, use.class_name + calls, *cells, *seconds)
     return table
-
-
-def _time(found: StepProfile) -> str:
-    return "time" if found.estimate is None else "estimated\ntime"
 
 
 def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
@@ -208,9 +217,9 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
         yield from _depth_first(child.path, children)
 
 
-def saved_table(found: StepProfile) -> Table:
+def _saved_table(found: StepProfile) -> Table:
     """Return a table of the largest tensors that autograd keeps for backward."""
-    table = _table("kept for backward", "", "in", "", numbers=())
+    table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
     for saved in found.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
         made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
@@ -235,7 +244,8 @@ def remarks(found: StepProfile) -> Iterator[str]:
     if found.flops:
         yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
     if isinstance(found.measurement, Measurement):
-        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, " + _recorded_on(found)
+        recorded_on = "on tensors without data" if found.fake else "on a real run"
+        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, {recorded_on}"
     if found.rank is not None:
         yield rank.NOTE
     if found.estimate is not None:
@@ -247,19 +257,6 @@ _ESTIMATE = (
     "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
     "with what its matrix library keeps and without other kernel workspace; times by a roofline"
 )
-
-
-def _recorded_on(found: StepProfile) -> str:
-    return "on tensors without data" if found.fake else "on a real run"
-
-
-def _table(*headings: str, numbers: tuple[int, ...] | None = None) -> Table:
-    """Return a table; columns ``numbers``, by default the third on (of three columns, the second on), align right."""
-    table = plain_table()
-    right = range(1 if len(headings) == 3 else 2, len(headings)) if numbers is None else numbers
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index in right else "left", no_wrap=index == 0)
-    return table
 
 
 def _share(part: float, whole: float) -> str:

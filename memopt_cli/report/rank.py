@@ -69,9 +69,7 @@ def measured_headline(found: GroupMeasurement) -> Iterator[str]:
 
 def rank_table(found: GroupMeasurement) -> Table:
     """Return a table of the memory and the step time of each rank."""
-    table = plain_table()
-    for heading in ("rank", "tensor peak", "allocated peak", "resident", "step"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table("rank", "tensor peak", "allocated peak", "resident", "step")
     shown = found.ranks[:_SHOWN]
     for each in shown if found.largest in shown else (*shown[1:], found.largest):
         sizes = (each.tensor_peak_bytes, each.allocated_peak_bytes, each.resident_bytes)
@@ -92,9 +90,7 @@ def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
 
 def collective_table(found: RankPrediction | RankMeasurement) -> Table:
     """Return a table of the collectives that the rank of ``found`` takes part in during one step."""
-    table = plain_table()
-    for heading in ("exchanged in a step", "calls", "tensors as\na whole"):
-        table.add_column(heading, justify="left" if heading.startswith("exchanged") else "right", no_wrap=True)
+    table = plain_table("exchanged in a step", "calls", "tensors as\na whole", names=["exchanged in a step"])
     for each in found.collectives:
         table.add_row(each.kind, f"{each.calls}", format_bytes(each.whole_bytes))
     return table

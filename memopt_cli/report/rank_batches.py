@@ -15,7 +15,7 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 def headline(found: RanksRecommendation) -> Iterator[str]:
     """Yield the fewest ranks that fit, or the largest batch if only one number of ranks was tried; then the limit."""
-    fewest = _fewest(found)
+    fewest, _ = _fits(found)[0]
     if len({row.layout.ranks for row in found.rows}) > 1:
         yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
     else:
@@ -36,10 +36,6 @@ def _fits(found: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
     return [(row, row.outcome) for row in found.rows if isinstance(row.outcome, RankBatch)]
 
 
-def _fewest(found: RanksRecommendation) -> RanksRow:
-    return _fits(found)[0][0]
-
-
 def _under(row: RanksRow) -> str:
     return " under the plan" if row.planned else ""
 
@@ -56,10 +52,8 @@ def table(found: RanksRecommendation) -> Table:
     """Return a table with a row for each number of ranks, without the plan and with it."""
     planned = any(row.planned for row in found.rows)
     peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
-    shown = plain_table()
     headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
-    for heading in (*headings, "exchanged by a rank\nin a pass", ""):
-        shown.add_column(heading, justify="left" if heading in ("plan", "") else "right")
+    shown = plain_table(*headings, "exchanged by a rank\nin a pass", "", names=["plan"], words=[""])
     for row in found.rows:
         plan = ["with" if row.planned else "without"] if planned else []
         shown.add_row(f"{row.layout.ranks}", *plan, *_cells(row))

@@ -81,9 +81,17 @@ def _gain(advice: ReplicaAdvice) -> str:
     return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
 
 
-def replica_table(row: BatchRow) -> Table:
+def tables(found: BatchRecommendation) -> Iterator[Table]:
+    """Yield the tables of ``found``: of copies, cases, runs, and ways to batch sequences; some have no rows."""
+    yield from (_replica_table(row) for row in found.rows if row.replicas is not None)
+    yield _case_table(found)
+    yield _run_table(found)
+    yield _length_table(found)
+
+
+def _replica_table(row: BatchRow) -> Table:
     """Return a table of the numbers of copies that were run in the case ``row``."""
-    table = _table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route")
+    table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
     for run in row.replicas.probes if row.replicas is not None else ():
         peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
         each = rate(run.samples_per_s / run.replicas)
@@ -91,18 +99,14 @@ def replica_table(row: BatchRow) -> Table:
     return table
 
 
-def replica_tables(found: BatchRecommendation) -> list[Table]:
-    """Return :func:`replica_table` for each case that has copies, without the plan and with it."""
-    return [replica_table(row) for row in found.rows if row.replicas is not None]
-
-
-def case_table(found: BatchRecommendation) -> Table:
+def _case_table(found: BatchRecommendation) -> Table:
     """Return a table with a row for each case: without the plan and with it, at each size."""
     symbol = next((name for row in found.rows for name in row.dims), "")
     planned = any(row.planned for row in found.rows)
     copied = any(row.replicas is not None for row in found.rows)
     headings = [*(["plan"] if planned else []), *([symbol] if symbol else []), *(["copies"] if copied else [])]
-    table = _table(*headings, "largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by")
+    headings += ["largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by"]
+    table = plain_table(*headings, names=["plan"], words=["limited by"])
     for row in found.rows:
         keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
         keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
@@ -136,18 +140,18 @@ def _beyond(advice: BatchAdvice) -> str:
     return f"; about {advice.estimated_batch} would fit (an estimate)"
 
 
-def run_table(found: BatchRecommendation) -> Table:
+def _run_table(found: BatchRecommendation) -> Table:
     """Return a table of the batches that were run in the recommended case."""
-    table = _table("batch run", "peak", "step", "samples/s")
+    table = plain_table("batch run", "peak", "step", "samples/s")
     outcome = _main(found).outcome
     for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
         table.add_row(str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run))
     return table
 
 
-def length_table(found: BatchRecommendation) -> Table:
+def _length_table(found: BatchRecommendation) -> Table:
     """Return a table of how to batch the user's sequences."""
-    table = _table("sequences", "a batch", "batches", "waste", "peak", "epoch")
+    table = plain_table("sequences", "a batch", "batches", "waste", "peak", "epoch", names=["sequences"])
     for batching in found.lengths:
         size = str(batching.batch) if batching.batch is not None else f"max_tokens={batching.max_tokens}"
         cells = (
@@ -242,11 +246,3 @@ def _rate(run: BatchProbe) -> str:
 def rate(samples_per_s: float) -> str:
     """Return ``samples_per_s`` as text, to two digits below 100."""
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.2g}"
-
-
-def _table(*headings: str) -> Table:
-    table = plain_table()
-    for heading in headings:
-        is_text = heading in ("plan", "limited by", "sequences", "route")
-        table.add_column(heading, justify="left" if is_text else "right")
-    return table

@@ -36,14 +36,13 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
     """
     recorder = _Recorder(trace)
     return {
-        "device_traces": [[*recorder.events(), {"action": "snapshot", "category": _UNKNOWN, **_nowhere(0)}]],
+        "device_traces": [[*recorder.events(), _END]],
         "segments": recorder.segments(),
         "allocator_settings": {},
     }
 
 
-def _nowhere(instant: int) -> dict[str, Any]:
-    return {"addr": 0, "size": 0, "stream": 0, "time_us": instant, "frames": []}
+_END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
 
 
 class _Recorder:

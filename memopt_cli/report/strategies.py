@@ -17,17 +17,17 @@ def headline(found: StrategyComparison) -> Iterator[str]:
     yield f"memory limit: {found.limit}"
 
 
-def peak_table(found: StrategyComparison) -> Table:
-    """Return a table of peaks by time steps; a strategy that cannot be run has no column."""
+def tables(found: StrategyComparison) -> Iterator[Table]:
+    """Yield a table of peaks by time steps; a strategy that cannot be run has no column."""
     curves = [curve for curve in found.curves if curve.points]
-    table = plain_table()
-    for heading in (found.symbol, *(curve.label for curve in curves)):
-        table.add_column(heading, justify="right")
+    if not curves:
+        return
+    table = plain_table(found.symbol, *(curve.label for curve in curves))
     columns = [{point.steps: _peak(point, found.budget_bytes) for point in curve.points} for curve in curves]
     for steps in sorted({steps for column in columns for steps in column}):
         table.add_row(str(steps), *(column.get(steps, "–") for column in columns))
     table.add_row("exact", *({True: "yes", False: "no", None: "?"}[curve.exact] for curve in curves))
-    return table
+    yield table
 
 
 def verdicts(found: StrategyComparison) -> Iterator[str]:

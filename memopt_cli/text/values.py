@@ -10,24 +10,25 @@ import math
 import numbers
 import operator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from memopt_cli.text.units import parse_amount
 
 
-@runtime_checkable
-class Kind(Protocol):
+class Kind:
     """One way to say what an option takes."""
 
     def parse(self, text: str) -> Any:
         """Return the value that ``text`` stands for; raise :class:`ValueError` for what it does not take."""
+        return self.of(text)
 
     def of(self, given: object) -> Any:
         """Return ``given`` as a plain value; raise :class:`ValueError` for what it does not take."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Kind):
     """A whole number from ``least`` to ``most``."""
 
     least: int = -(2**63)
@@ -57,7 +58,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
+class Real(Kind):
     """A number from ``least`` to ``most``, in a ``unit``."""
 
     least: float = -math.inf
@@ -98,7 +99,7 @@ class Real:
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(Kind):
     """An amount of memory: bytes are an ``int``, a share of what there is a ``float`` up to 1."""
 
     def parse(self, text: str) -> int | float:
@@ -119,14 +120,10 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Kind):
     """One of a few names."""
 
     names: tuple[str, ...]
-
-    def parse(self, text: str) -> str:
-        """Return ``text``."""
-        return self.of(text)
 
     def of(self, given: object) -> str:
         """Return ``given``."""
@@ -136,12 +133,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(Kind):
     """A place where tensors wait, or a choice of one, and for the disk perhaps a folder."""
-
-    def parse(self, text: str) -> str:
-        """Return ``text``."""
-        return self.of(text)
 
     def of(self, given: object) -> str:
         """Return ``given``."""

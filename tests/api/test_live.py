@@ -7,8 +7,6 @@ import io
 import json
 import math
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -366,46 +364,3 @@ def test_an_interruption_as_the_plan_goes_on_leaves_the_other(
     with pytest.raises(error):
         memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
     assert memopt_cli.plan_of(model) == plan
-
-
-SCRIPT = """
-import torch, memopt_cli
-from torch import nn
-
-class Net(nn.Sequential):
-    pass
-
-def loss(output):
-    return (output ** 2).mean()
-
-found = memopt_cli.optimize(Net(nn.Linear(8, 8), nn.Tanh()), torch.ones(64, 8), level=1, GIVEN)
-print(found.summary.notes)
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("loss=None", "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net"),
-        pytest.param(
-            "loss=loss",
-            "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net",
-            marks=pytest.mark.exhaustive,  # what is said is the same: the class comes first
-        ),
-        pytest.param(
-            "loss=lambda output: output.mean()",
-            "Profiled in this process",
-            marks=pytest.mark.exhaustive,  # as above; a closure in a model that can be imported has a test of its own
-        ),
-        pytest.param(
-            "loss='train.py:loss'",
-            "a module calls memopt while it is being imported",
-            marks=pytest.mark.exhaustive,  # a test of memory_optimization shows the same
-        ),
-    ],
-)
-def test_a_script_without_a_main_part(given: str, told: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("GIVEN", given))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert told in done.stdout + done.stderr

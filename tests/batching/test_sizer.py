@@ -38,28 +38,23 @@ def test_nothing_changes_between_intervals(memory: Any) -> None:
     assert sizes == [32] * (INTERVAL - 1) + [40]
 
 
-def test_the_first_shrink_is_proportional(memory: Any) -> None:
-    assert adapt(make_sizer(memory), 0.9) == int(32 * 0.8 / 0.9)
-
-
 def test_a_new_size_is_judged_by_its_own_usage(memory: Any) -> None:
     sizer = make_sizer(memory)
     assert adapt(sizer, 0.9) == 28
     assert adapt(sizer, 0.75) == 28
 
 
-def test_usage_within_the_band_is_kept(memory: Any) -> None:
-    for usage in (0.721, 0.8, 0.839):
-        assert adapt(make_sizer(memory), usage) == 32
-
-
-@pytest.mark.parametrize(("usage", "expected"), [(0.70, 36), (0.5, 40), (0.0, 40)])
-def test_growth_is_at_most_a_quarter(memory: Any, usage: float, expected: int) -> None:
-    assert adapt(make_sizer(memory), usage) == expected
-
-
-def test_a_small_batch_grows_by_one(memory: Any) -> None:
-    assert adapt(make_sizer(memory, 1), 0.01) == 2
+@pytest.mark.parametrize(
+    ("batch", "usage", "expected"),
+    [
+        (32, 0.9, int(32 * 0.8 / 0.9)),  # the first shrink is proportional
+        *((32, usage, 32) for usage in (0.721, 0.8, 0.839)),  # within the band
+        *((32, usage, size) for usage, size in ((0.70, 36), (0.5, 40), (0.0, 40))),  # a quarter at most
+        (1, 0.01, 2),  # too small for a quarter
+    ],
+)
+def test_one_interval_of_like_steps(memory: Any, batch: int, usage: float, expected: int) -> None:
+    assert adapt(make_sizer(memory, batch), usage) == expected
 
 
 def test_two_sizes_make_an_affine_model(memory: Any) -> None:

@@ -85,24 +85,6 @@ def test_every_flag_of_check_arrives(requests: list[Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        ["--fail-on", "peak"],
-        ["--fail-on", "peaks:0"],
-        ["--fail-on", "peak:5 apples"],
-        ["--format", "xml"],
-        ["--device", "tpu"],
-        ["--precision", "fp8"],
-        ["-i", "4xq"],
-    ],
-)
-def test_bad_usage(bad: list[str], requests: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "model.pt", *bad]) == 2
-    assert "error: " in capsys.readouterr().err
-    assert requests == []
-
-
 @pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
 def test_what_could_not_be_checked_is_red_in_every_format(
     form: str, requests: list[Any], capsys: pytest.CaptureFixture[str]

@@ -52,25 +52,6 @@ def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None
     assert request.spec is not None
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        ["-i", "4xq"],
-        ["-i", "BxS"],
-        ["--device", "tpu"],
-        ["--precision", "fp8"],
-        ["--timeout", "soon"],
-        ["--level", "2"],
-        ["-i", "4x3", "--input-data", "x.pt"],
-        ["--fake", "--compile", "eager"],
-    ],
-)
-def test_bad_usage(bad: list[str], requests: list[ProfileRequest], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "model.pt", *bad]) == 2
-    assert "error: " in capsys.readouterr().err
-    assert requests == []
-
-
 # ---------------------------------------------------------------------------------------------- with the pipeline
 
 

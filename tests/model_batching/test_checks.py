@@ -67,14 +67,6 @@ def test_in_place_the_model_shares_the_first_copy() -> None:
     assert int(model[1].num_batches_tracked) == 1
 
 
-def test_otherwise_the_model_is_left_alone() -> None:
-    model = net()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    models = BatchModule(model, MODELS, route="loop")
-    models.load_state_dicts([net().state_dict() for _ in range(MODELS)])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 def test_a_model_that_can_be_batched_passes_and_stays_as_it_was() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -146,6 +138,7 @@ def test_a_module_of_ones_own_may_use_them(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda: inner_batch_size(X.flatten(0, 1), 0), "batch=0: there must be"),
         (lambda: BatchModule(net(), 2.5), "batch=2.5: there must be"),  # type: ignore[arg-type]
         (lambda: BatchModule(net().forward, 2), "model is a method"),  # type: ignore[arg-type]
+        (lambda: BatchModule(net(), 2, route="fast"), "unknown route 'fast'"),  # type: ignore[arg-type]
         (lambda: split_batch(X.flatten(0, 1), 3, "gb"), "unknown data order 'gb'"),
         (lambda: test_model_batching(net(), (IMAGES, 5)), "input_shapes"),
     ],

@@ -1,31 +1,21 @@
-"""Networks whose states are in several modules, in all ways that these can depend on one another, and an independent
-account of the gradient they should get.
-
-What a network reads of the last step and hands to a weight goes through ``self.past``: the identity, which the
-reference replaces by ``detach``.
-"""
+"""Networks of one cell, and networks whose states are in several modules, in all ways that these can depend on one
+another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
+import snntorch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.online import ElementWise, declare_state, init_all_states, states_of, traced
-from memopt_cli.online.neurons import LIF, LeakyRateReadout
-from memopt_cli.online.operations import trace_kind
-from tests.online.networks import CLASSES, HIDDEN, INPUTS, Adaptive, gradients
+from memopt_cli.online import ElementWise, declare_state, traced
+from memopt_cli.online.neurons import LIF, ExplicitState, LeakyRateReadout, spike
+from tests.online.networks import CLASSES, HIDDEN, INPUTS, Adaptive, Layered, LearntLeak, Recurrent, lif_net, uncut
 from tests.zoo.models import Parts
 
-Composition = Callable[[], "Network"]
-
-
-def uncut(tensor: Tensor) -> Tensor:
-    """What the last step left is not constant where it enters a weight."""
-    return tensor
+Composition = Callable[[], nn.Module]
 
 
 def weight(inputs: int, outputs: int) -> nn.Linear:
@@ -89,11 +79,13 @@ class MixedInput(Network):
         return self.out(self.neu(self.syn(self.w(torch.cat([x, self.past(self.neu.get_spike())], -1)))))
 
 
-class Chain(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.fourth = Synapse(0.5), Synapse(0.8), LIF(HIDDEN), LIF(HIDDEN)
-
+class Chain(
+    Network,
+    first=lambda: Synapse(0.5),
+    second=lambda: Synapse(0.8),
+    third=lambda: LIF(HIDDEN),
+    fourth=lambda: LIF(HIDDEN),
+):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.fourth(2 * self.third(torch.tanh(self.second(self.first(self.w(x)))))))
 
@@ -156,13 +148,14 @@ class LinearRecurrentUnit(Network):
         return self.out(torch.tanh(self.re(self.w(x), im) * self.im(self.imaginary_w(x), re)))
 
 
-class Plastic(Network):
+class Plastic(
+    Network,
+    first=lambda: LIF(HIDDEN),
+    stp=lambda: Depression(),
+    between=lambda: weight(HIDDEN, HIDDEN),
+    second=lambda: LIF(HIDDEN),
+):
     """Short-term plasticity before the second weight: its states depend on the first, and act through the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.stp, self.second = LIF(HIDDEN), Depression(), LIF(HIDDEN)
-        self.between = weight(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.second(self.between(self.stp(self.first(self.w(x))))))
@@ -253,16 +246,22 @@ class Recording(LIF):
         return super().forward(y)
 
 
-class MinimalGatedUnit(Network):
-    """One gate, which the candidate's weight reads as well."""
+class Recurring(Network, out=nn.Identity):
+    """A network whose one state is what it returns."""
 
     h: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.candidate = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
         declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
+
+
+def of_input_and_state() -> nn.Linear:
+    return weight(INPUTS + HIDDEN, HIDDEN)
+
+
+class MinimalGatedUnit(Recurring, w=of_input_and_state, candidate=of_input_and_state):
+    """One gate, which the candidate's weight reads as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         past = self.past(self.h)
@@ -271,15 +270,7 @@ class MinimalGatedUnit(Network):
         return self.h
 
 
-class MinimalRnn(Network):
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = weight(2 * HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
-
+class MinimalRnn(Recurring, gate=lambda: weight(2 * HIDDEN, HIDDEN)):
     def forward(self, x: Tensor) -> Tensor:
         z = torch.tanh(self.w(x))
         gate = torch.sigmoid(self.gate(torch.cat([self.past(self.h), z], -1)))
@@ -287,17 +278,8 @@ class MinimalRnn(Network):
         return self.h
 
 
-class GatedRecurrentUnit(Network):
+class GatedRecurrentUnit(Recurring, w=of_input_and_state, reset=of_input_and_state, candidate=of_input_and_state):
     """The reset gate reaches the state past another weight alone."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.reset = weight(INPUTS + HIDDEN, HIDDEN), weight(INPUTS + HIDDEN, HIDDEN)
-        self.candidate = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         past = self.past(self.h)
@@ -308,16 +290,8 @@ class GatedRecurrentUnit(Network):
         return self.h
 
 
-class Looping(Network):
+class Looping(Recurring, w=of_input_and_state):
     """A cell that takes three small steps within one, each by the same weight."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         h, seen = self.h, self.past(self.h)
@@ -328,16 +302,8 @@ class Looping(Network):
         return h
 
 
-class Iterating(Network):
+class Iterating(Recurring, w=of_input_and_state):
     """The same, but nothing of the state passes the weight: only its last use carries a trace."""
-
-    h: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = weight(INPUTS + HIDDEN, HIDDEN)
-        declare_state(self, "h", HIDDEN)
-        self.out = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.past(self.h)
@@ -481,6 +447,13 @@ class Normalized(Network, norm=lambda: nn.BatchNorm1d(HIDDEN).eval(), neu=lambda
 
 
 COMPOSITIONS: dict[str, Composition] = {
+    "LIF": lif_net,
+    "two states": lambda: Recurrent(Adaptive(HIDDEN), Adaptive.get_spike),
+    "snnTorch's Leaky": lambda: Recurrent(
+        ExplicitState(snntorch.Leaky(0.8, spike_grad=spike), {"mem": HIDDEN}), lambda cell: cell.mem
+    ),
+    "learnt leak": lambda: Recurrent(LearntLeak(), lambda cell: cell.v),
+    "two layers": Layered,
     "synapse and neuron": SynapseAndNeuron,
     "two synapses and recurrence": RecurrentSynapse,
     "one weight for input and recurrence": MixedInput,
@@ -513,44 +486,3 @@ COMPOSITIONS: dict[str, Composition] = {
     "read before it is updated": ReadBeforeItIsUpdated,
     "normalized": Normalized,
 }
-
-
-def cut_graph_gradients(
-    net: Network, inputs: Tensor, labels: Tensor, window: int = 1, *, within: Callable[[Tensor], Tensor] = Tensor.detach
-) -> dict[str, Tensor]:
-    """Gradients on the cut graph, one window's loss at a time.
-
-    Before the window, what enters a weight is constant, and so are parameters that carry no trace and states that no
-    traced weight reaches.  ``within`` a window, by default a single step, what the step before left and enters a weight
-    is constant; in those of several steps (:func:`uncut`) it is not.
-    """
-    for start in range(0, len(inputs), window):
-        init_all_states(net, inputs.shape[1])
-        with _before_the_window(net):
-            for x in inputs[:start]:
-                net(x)
-        for state in states_of(net).values():
-            if isinstance(state.module, LeakyRateReadout):
-                state.value = state.value.detach()
-        net.past = within
-        losses = [F.cross_entropy(net(x), labels) for x in inputs[start : start + window]]
-        torch.stack(losses).sum().backward()
-        net.past = uncut
-    return gradients(net)
-
-
-@contextmanager
-def _before_the_window(net: Network) -> Iterator[None]:
-    layers = [m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
-    hooks = [layer.register_forward_pre_hook(lambda layer, args: (args[0].detach(),)) for layer in layers]
-    untraced = [m for m in net.modules() if not trace_kind(m)]
-    parameters = {m: dict(m._parameters) for m in untraced}
-    for module in untraced:
-        module._parameters |= {n: None if p is None else p.detach() for n, p in module._parameters.items()}
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, own in parameters.items():
-            module._parameters |= own

@@ -1,5 +1,9 @@
 """Networks to learn online, and an independent account of the gradient they should get: back-propagation through time
-on the graph that the algorithms' definition cuts."""
+on the graph that the algorithms' definition cuts.
+
+What a network reads of the last step and hands to a weight goes through ``self.past``: the identity, which the
+reference replaces by ``detach``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.online import ElementWise, OnlineAlgorithm, declare_state, init_all_states, states_of, traced
+from memopt_cli.online import (
+    Batching,
+    ElementWise,
+    OnlineAlgorithm,
+    Vmap,
+    declare_state,
+    init_all_states,
+    states_of,
+    traced,
+    vmap_new_states,
+)
 from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_, spike
+from memopt_cli.online.operations import trace_kind
 
 DECAY = math.exp(-1 / 5)
 """Of a potential in a step of 1 ms, at a time constant of 5 ms."""
 STEPS, BATCH, INPUTS, HIDDEN, CLASSES = 8, 5, 6, 7, 3
+
+
+def uncut(tensor: Tensor) -> Tensor:
+    """What the last step left is not constant where it enters a weight."""
+    return tensor
 
 
 class Recurrent(nn.Module):
@@ -24,15 +44,14 @@ class Recurrent(nn.Module):
 
     def __init__(self, cell: nn.Module, shown: Callable[[nn.Module], Tensor], inputs: int = INPUTS) -> None:
         super().__init__()
-        self.cell, self.shown = cell, shown
+        self.cell, self.shown, self.past = cell, shown, uncut
         self.syn = traced(nn.Linear(inputs + HIDDEN, HIDDEN))
         with torch.no_grad():
             kaiming_normal_(self.syn.weight).mul_(2)
-        self.syn.recurrent_from = inputs
         self.out = LeakyRateReadout(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        spikes: Tensor = self.cell(self.syn(torch.cat([x, self.shown(self.cell)], dim=-1)))
+        spikes: Tensor = self.cell(self.syn(torch.cat([x, self.past(self.shown(self.cell))], dim=-1)))
         return self.out(spikes)
 
 
@@ -45,19 +64,18 @@ class Layered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = LIF(HIDDEN), LIF(HIDDEN)
+        self.first, self.second, self.past = LIF(HIDDEN), LIF(HIDDEN), uncut
         self.below = traced(nn.Linear(INPUTS + HIDDEN, HIDDEN))
         self.between = traced(nn.Linear(HIDDEN, HIDDEN))
         self.within = traced(nn.Linear(HIDDEN, HIDDEN, bias=False))
-        self.below.recurrent_from, self.between.recurrent_from, self.within.recurrent_from = INPUTS, HIDDEN, 0
         self.out = nn.Linear(HIDDEN, CLASSES)
         with torch.no_grad():
             for layer in (self.below, self.between, self.within):
                 layer.weight.mul_(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        spikes = self.first(self.below(torch.cat([x, self.first.get_spike()], dim=-1)))
-        spikes = self.second(torch.tanh(self.between(spikes)) * 2 + self.within(self.second.get_spike()))
+        spikes = self.first(self.below(torch.cat([x, self.past(self.first.get_spike())], dim=-1)))
+        spikes = self.second(torch.tanh(self.between(spikes)) * 2 + self.within(self.past(self.second.get_spike())))
         return self.out(spikes)
 
 
@@ -146,6 +164,27 @@ def learn(algorithm: nn.Module, inputs: Sequence[Tensor] | Tensor, labels: Tenso
     return gradients(algorithm.model if isinstance(algorithm, OnlineAlgorithm) else algorithm.model.model)
 
 
+def manual(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> OnlineAlgorithm:
+    """An algorithm in batching mode, ready for inputs like ``x``, those of one step."""
+    init_all_states(model, x.shape[0])
+    algorithm = make(model, mode=Batching())
+    algorithm.compile_graph(x)
+    return algorithm
+
+
+def automatic(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> Vmap:
+    """The same by vmap."""
+    algorithm = make(model)
+
+    @vmap_new_states(axis_size=x.shape[0], state_tag="new")
+    def init() -> None:
+        init_all_states(model)
+        algorithm.compile_graph(x[0])
+
+    init()
+    return Vmap(algorithm, vmap_states="new")
+
+
 def through_time(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Gradients of plain back-propagation through time."""
     init_all_states(model, inputs.shape[1])
@@ -153,38 +192,47 @@ def through_time(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, 
     return gradients(model)
 
 
-def through_time_cut(model: nn.Module, inputs: Tensor, labels: Tensor, window: int = 1) -> dict[str, Tensor]:
+def cut_graph_gradients(
+    net: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    window: int = 1,
+    *,
+    within: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> dict[str, Tensor]:
     """Gradients on the cut graph, one window's loss at a time.
 
-    Before the window, what enters a traced weight is constant.  In a window of one step, what the step before left
-    and enters a traced weight is constant (columns from ``recurrent_from`` on); in a longer one nothing is.  States
-    that no traced weight reaches are constants at the window's start.
+    Before the window, what enters a weight is constant, and so are parameters that carry no trace and states that no
+    traced weight reaches.  ``within`` a window, by default a single step, what the step before left and enters a weight
+    is constant; in those of several steps (:func:`uncut`) it is not.
     """
     for start in range(0, len(inputs), window):
-        init_all_states(model, inputs.shape[1])
-        with _cut(model, lambda z, layer: z.detach()):
+        init_all_states(net, inputs.shape[1])
+        with _before_the_window(net):
             for x in inputs[:start]:
-                model(x)
-        for state in states_of(model).values():
+                net(x)
+        for state in states_of(net).values():
             if isinstance(state.module, LeakyRateReadout):
                 state.value = state.value.detach()
-        with _cut(model, _without_recurrence if window == 1 else lambda z, layer: z):
-            losses = [F.cross_entropy(model(x), labels) for x in inputs[start : start + window]]
+        net.past = within
+        losses = [F.cross_entropy(net(x), labels) for x in inputs[start : start + window]]
         torch.stack(losses).sum().backward()
-    return gradients(model)
-
-
-def _without_recurrence(z: Tensor, layer: nn.Module) -> Tensor:
-    first = layer.recurrent_from
-    return torch.cat([z[..., :first], z[..., first:].detach()], dim=-1)
+        net.past = uncut
+    return gradients(net)
 
 
 @contextmanager
-def _cut(model: nn.Module, change: Callable[[Tensor, nn.Module], Tensor]) -> Iterator[None]:
-    layers = [m for m in model.modules() if hasattr(m, "recurrent_from")]
-    hooks = [m.register_forward_pre_hook(lambda layer, args: (change(args[0], layer),)) for m in layers]
+def _before_the_window(net: nn.Module) -> Iterator[None]:
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: (args[0].detach(),)) for layer in layers]
+    untraced = [m for m in net.modules() if not trace_kind(m)]
+    parameters = {m: dict(m._parameters) for m in untraced}
+    for module in untraced:
+        module._parameters |= {n: None if p is None else p.detach() for n, p in module._parameters.items()}
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for module, own in parameters.items():
+            module._parameters |= own

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 
 import pytest
-import snntorch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,16 +15,14 @@ from memopt_cli.online import (
     Batching,
     HybridTrace,
     OnlineAlgorithm,
-    Vmap,
     declare_state,
     environ,
     init_all_states,
     traced,
     untraced,
-    vmap_new_states,
 )
 from memopt_cli.online.algorithm import decay_and_rank
-from memopt_cli.online.neurons import LIF, ExplicitState, LeakyRateReadout, kaiming_normal_, spike
+from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
 from sample_models import spiking_vgg
 from tests.online.networks import (
     BATCH,
@@ -35,85 +32,28 @@ from tests.online.networks import (
     INPUTS,
     Adaptive,
     ConvNet,
-    Layered,
-    LearntLeak,
     Recurrent,
+    automatic,
     cosine,
+    cut_graph_gradients,
     gradients,
     learn,
     lif_net,
+    manual,
     relative,
     sequence,
     through_time,
-    through_time_cut,
 )
 from tests.zoo.watching import silent
 
 EXACT = 1e-12
 
 
-def manual(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> OnlineAlgorithm:
-    """An algorithm in batching mode, ready for inputs like ``x``, those of one step."""
-    init_all_states(model, x.shape[0])
-    algorithm = make(model, mode=Batching())
-    algorithm.compile_graph(x)
-    return algorithm
-
-
-def automatic(make: Callable[..., OnlineAlgorithm], model: nn.Module, x: Tensor) -> Vmap:
-    """The same by vmap."""
-    algorithm = make(model)
-
-    @vmap_new_states(axis_size=x.shape[0], state_tag="new")
-    def init() -> None:
-        init_all_states(model)
-        algorithm.compile_graph(x[0])
-
-    init()
-    return Vmap(algorithm, vmap_states="new")
-
-
 def es(model: nn.Module, **settings: object) -> ES_D_RTRL:
     return ES_D_RTRL(model, 0.9, **settings)
 
 
-def leaky() -> Recurrent:
-    cell = ExplicitState(snntorch.Leaky(0.8, spike_grad=spike), {"mem": HIDDEN})
-    return Recurrent(cell, lambda c: c.mem)
-
-
-CELLS: dict[str, Callable[[], nn.Module]] = {
-    "lif": lif_net,
-    "two states": lambda: Recurrent(Adaptive(HIDDEN), Adaptive.get_spike),
-    "snnTorch's Leaky": leaky,
-    "learnt leak": lambda: Recurrent(LearntLeak(), lambda c: c.v),
-    "two layers": Layered,
-}
-
-
-@pytest.fixture(params=CELLS)
-def net(request: pytest.FixtureRequest) -> nn.Module:
-    torch.manual_seed(1)
-    return CELLS[request.param]().double()
-
-
-# ------------------------------------------------------------------ D-RTRL is exact on the cut graph
-
-
-@pytest.mark.slow
-def test_d_rtrl_is_back_propagation_through_time_on_the_cut_graph(net: nn.Module) -> None:
-    inputs, labels = sequence()
-    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
-    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [2, 4])
-def test_windows_differentiate_every_path_within(net: nn.Module, window: int) -> None:
-    inputs, labels = sequence()
-    multi = manual(lambda m, **k: D_RTRL(m, vjp_method="multi-step", **k), net, inputs[0])
-    found = learn(multi, inputs.split(window), labels)
-    assert relative(found, through_time_cut(net, inputs, labels, window)) <= EXACT
+# ------------------------------------------------------------------ D-RTRL is exact on the cut graph (see tests/peers)
 
 
 @pytest.mark.slow
@@ -172,7 +112,9 @@ def test_a_plain_parameter_of_a_cell_sees_one_step_at_a_time() -> None:
     net = Recurrent(Threshold(), lambda c: c.v).double()
     inputs, labels = sequence()
     found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
-    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT  # the threshold acts within its step alone
+    assert (
+        relative(found, cut_graph_gradients(net, inputs, labels)) <= EXACT
+    )  # the threshold acts within its step alone
 
 
 def test_a_neuron_that_keeps_its_potential_in_an_attribute_is_a_cell_once_declared() -> None:
@@ -181,7 +123,7 @@ def test_a_neuron_that_keeps_its_potential_in_an_attribute_is_a_cell_once_declar
     net = Recurrent(neuron, lambda c: c.mem).double()
     inputs, labels = sequence()
     found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
-    assert relative(found, through_time_cut(net, inputs, labels)) <= EXACT
+    assert relative(found, cut_graph_gradients(net, inputs, labels)) <= EXACT
 
 
 def test_losses_may_be_summed_before_one_backward() -> None:
@@ -189,7 +131,7 @@ def test_losses_may_be_summed_before_one_backward() -> None:
     inputs, labels = sequence()
     algorithm = manual(D_RTRL, net, inputs[0])
     torch.stack([F.cross_entropy(algorithm(x), labels) for x in inputs]).sum().backward()
-    assert relative(gradients(net), through_time_cut(net, inputs, labels)) <= EXACT
+    assert relative(gradients(net), cut_graph_gradients(net, inputs, labels)) <= EXACT
 
 
 # ------------------------------------------------------------------ ES-D-RTRL
@@ -236,15 +178,14 @@ def test_es_d_rtrl_is_its_equations(correction: str, divisor: Callable[[int], fl
     assert relative(found, es_by_hand(net, inputs, labels, 0.9, divisor)) <= EXACT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("correction", "ratio"), [("reference", 1 / 9), ("exact", 1.0), ("none", 0.1)])
-def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(net: nn.Module, correction: str, ratio: float) -> None:
+@pytest.mark.parametrize(("correction", "ratio"), [("reference", 1 / 9), ("none", 0.1)])
+def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(correction: str, ratio: float) -> None:
+    net = lif_net().double()
     inputs, labels = sequence()
     exact = learn(manual(D_RTRL, net, inputs[0]), inputs[:1], labels)
     found = learn(manual(lambda m, **k: es(m, correction=correction, **k), net, inputs[0]), inputs[:1], labels)
-    for name in exact:
-        if any(name.startswith(f"{path}.") for path in manual(es, net, inputs[0])._compiled().weights):
-            torch.testing.assert_close(found[name], ratio * exact[name], rtol=EXACT, atol=0)
+    for name in ("syn.weight", "syn.bias"):
+        torch.testing.assert_close(found[name], ratio * exact[name], rtol=EXACT, atol=0)
 
 
 @pytest.mark.slow
@@ -308,13 +249,11 @@ def test_what_is_no_decay_and_no_rank(given: object) -> None:
 # ------------------------------------------------------------------ batching
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("make", "dtype", "tolerance"), [(es, torch.float64, EXACT), (D_RTRL, torch.float32, 1e-5)])
 def test_manual_and_automatic_batching_agree(
-    net: nn.Module, make: Callable[..., OnlineAlgorithm], dtype: torch.dtype, tolerance: float
+    make: Callable[..., OnlineAlgorithm], dtype: torch.dtype, tolerance: float
 ) -> None:
-    net, (inputs, labels) = net.to(dtype), sequence()
+    net, (inputs, labels) = lif_net().to(dtype), sequence()
     inputs = inputs.to(dtype)
     expected = learn(manual(make, net, inputs[0]), inputs, labels)
     assert relative(learn(automatic(make, net, inputs[0]), inputs, labels), expected) <= tolerance
@@ -474,7 +413,7 @@ def test_a_hybrid_of_full_traces_is_d_rtrl() -> None:
 def test_a_frozen_weight_gets_no_gradient_and_its_bias_does() -> None:
     net = lif_net().double()
     inputs, labels = sequence()
-    expected = through_time_cut(net, inputs, labels)
+    expected = cut_graph_gradients(net, inputs, labels)
     net.syn.weight.requires_grad_(False)
     del expected["syn.weight"]
     assert relative(learn(manual(D_RTRL, net, inputs[0]), inputs, labels), expected) <= EXACT

@@ -11,18 +11,11 @@ from torch import Tensor, nn
 
 from memopt_cli import online
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, OnlineAlgorithm, init_all_states, traced
-from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, relative, sequence, through_time
+from memopt_cli.online import D_RTRL, ES_D_RTRL, OnlineAlgorithm, init_all_states, traced
+from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, manual, relative, sequence, through_time
 
 EXACT = 1e-12
 FAST_SIGMOID = snntorch.surrogate.fast_sigmoid()
-
-
-def ready(net: nn.Module, x: Tensor, make: Callable[..., OnlineAlgorithm] = D_RTRL) -> OnlineAlgorithm:
-    init_all_states(net, len(x))
-    algorithm = make(net, mode=Batching())
-    algorithm.compile_graph(x)
-    return algorithm
 
 
 def soft(v: Tensor, s: Tensor) -> Tensor:
@@ -60,7 +53,7 @@ def test_neurons_are_learnt_exactly_whatever_makes_their_spikes(spk_reset: str, 
     inputs, labels = sequence()
     neuron = online.LIF(HIDDEN, V_th=0.8, spk_reset=spk_reset, spk_fun=spk_fun)
     net = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), neuron, nn.Linear(HIDDEN, CLASSES)).double()
-    found = learn(ready(net, inputs[0]), inputs, labels)
+    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
     exact = 1e-6 if spk_fun is FAST_SIGMOID else EXACT  # snnTorch's compute in float32
     assert relative(found, through_time(net, inputs, labels)) <= exact
 
@@ -90,8 +83,8 @@ def test_neurons_get_a_projection_in_their_next_step(make: Callable[..., OnlineA
     net = Projected().double()
     direct = Direct().double()
     direct.load_state_dict(net.state_dict())
-    expected = learn(ready(direct, inputs[0], make), inputs, labels)
-    assert relative(learn(ready(net, inputs[0], make), inputs, labels), expected) == 0
+    expected = learn(manual(make, direct, inputs[0]), inputs, labels)
+    assert relative(learn(manual(make, net, inputs[0]), inputs, labels), expected) == 0
 
 
 def test_projections_add_up() -> None:

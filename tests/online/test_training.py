@@ -15,23 +15,28 @@ from memopt_cli.online import (
     D_RTRL,
     ES_D_RTRL,
     LIF,
-    Batching,
     LeakyRateReadout,
-    Vmap,
+    OnlineAlgorithm,
     init_all_states,
     traced,
-    vmap_new_states,
 )
 from memopt_cli.online.training import CompiledStep, accumulate_online, accumulate_through_time
 from memopt_cli.trace import StorageLog
-from tests.online.networks import BATCH, INPUTS, gradients, lif_net, relative, sequence, through_time
+from tests.online.networks import (
+    BATCH,
+    INPUTS,
+    automatic,
+    gradients,
+    lif_net,
+    manual,
+    relative,
+    sequence,
+    through_time,
+)
 
 
-def batched(net: nn.Module, x: Tensor) -> ES_D_RTRL:
-    init_all_states(net, len(x))
-    algorithm = ES_D_RTRL(net, 0.9, mode=Batching())
-    algorithm.compile_graph(x)
-    return algorithm
+def batched(net: nn.Module, x: Tensor) -> OnlineAlgorithm:
+    return manual(lambda model, **mode: ES_D_RTRL(model, 0.9, **mode), net, x)
 
 
 def test_through_time_is_back_propagation_through_time() -> None:
@@ -53,10 +58,7 @@ def test_a_sequence_of_no_steps_is_refused(accumulate: object) -> None:
 
 def test_two_generations_of_a_trace_are_held_at_most() -> None:
     wide = nn.Sequential(traced(nn.Linear(64, 256)), LIF(256))
-    init_all_states(wide, 32)
-    algorithm = D_RTRL(wide, mode=Batching())
-    algorithm.compile_graph(torch.zeros(32, 64))
-    algorithm.reset_state(32)
+    algorithm = manual(D_RTRL, wide, torch.zeros(32, 64))
     (trace,) = (t for name, t in algorithm.get_etrace_of(wide[0].weight).items() if name.endswith("weight"))
     trace_bytes = trace.nbytes
     del trace
@@ -103,34 +105,24 @@ def test_ten_epochs_of_the_reference_network_learn_as_back_propagation_through_t
     assert manual <= min(2.6, through + 0.15)
 
 
+def put_back(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, value in buffers.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, value)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("automatic", [False, True])
-def test_a_compiled_step_is_the_step(automatic: bool) -> None:
+@pytest.mark.parametrize("in_lanes", [False, True])
+def test_a_compiled_step_is_the_step(in_lanes: bool) -> None:
     net = lif_net()
     inputs, labels = sequence()
     inputs = inputs.float()
-    model: nn.Module = batched(net, inputs[0])
-    if automatic:
-        algorithm = D_RTRL(net)
-
-        @vmap_new_states(BATCH)
-        def init() -> None:
-            if algorithm.traces:
-                algorithm.reset_state()
-            init_all_states(net)
-            algorithm.compile_graph(inputs[0, 0])
-
-        init()
-        model = Vmap(algorithm)
+    model: nn.Module = automatic(D_RTRL, net, inputs[0]) if in_lanes else batched(net, inputs[0])
     values = {name: b.clone() for name, b in model.named_buffers()}
     expected_loss = accumulate_online(model, inputs, labels, F.cross_entropy)
     expected = gradients(net)
     after = {name: b.clone() for name, b in model.named_buffers()}
-    model.load_state_dict(values, strict=False)
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, value)
-
+    put_back(model, values)
     step = CompiledStep(model, F.cross_entropy, inputs[0], labels, backend="aot_eager")
     losses = torch.stack([step(x, labels) for x in inputs])
     torch.testing.assert_close(losses.mean(), expected_loss)
@@ -147,9 +139,7 @@ def test_compiled_neurons_behind_a_matrix_product() -> None:
     init_all_states(net, 4)
     values, inputs = dict(net.named_buffers()), torch.rand(3, 4, 5)
     expected = [net(x) for x in inputs]
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(net.get_submodule(path), attribute, value)
+    put_back(net, values)
     compiled = torch.compile(net)
     for x, output in zip(inputs, expected, strict=True):
         torch.testing.assert_close(compiled(x), output)

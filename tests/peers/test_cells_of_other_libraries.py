@@ -12,8 +12,20 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.online import D_RTRL, Batching, ExplicitState, Vmap, init_all_states, traced, vmap_new_states
-from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, gradients, learn, relative, sequence, through_time
+from memopt_cli.online import D_RTRL, ExplicitState, Vmap, init_all_states, traced, vmap_new_states
+from tests.online.networks import (
+    BATCH,
+    CLASSES,
+    HIDDEN,
+    INPUTS,
+    automatic,
+    gradients,
+    learn,
+    manual,
+    relative,
+    sequence,
+    through_time,
+)
 
 EXACT = 1e-12
 
@@ -88,15 +100,9 @@ def net(request: pytest.FixtureRequest) -> nn.Module:
     return with_cell(request.param, Double()).double()
 
 
-def for_lanes(net: nn.Module, online: D_RTRL | None = None) -> Vmap:
-    @vmap_new_states(axis_size=BATCH)
-    def init() -> None:
-        init_all_states(net)
-        if online is not None:
-            online.compile_graph(sequence()[0][0, 0])
-
-    init()
-    return Vmap(net if online is None else online)
+def for_lanes(net: nn.Module) -> Vmap:
+    vmap_new_states(axis_size=BATCH)(lambda: init_all_states(net))()
+    return Vmap(net)
 
 
 def as_a_batch_and_in_lanes(net: nn.Module, inputs: Tensor) -> tuple[float, float]:
@@ -124,11 +130,8 @@ def test_vmap_runs_cells_as_they_come_in_float32(name: str) -> None:
 def test_d_rtrl_is_exact_and_the_same_in_lanes(net: nn.Module) -> None:
     inputs, labels = sequence()
     expected = through_time(net, inputs, labels)  # nothing recurs through weights: nothing is cut
-    init_all_states(net, BATCH)
-    algorithm = D_RTRL(net, mode=Batching())
-    algorithm.compile_graph(inputs[0])
-    assert relative(learn(algorithm, inputs, labels), expected) <= EXACT
-    assert relative(learn(for_lanes(net, D_RTRL(net)), inputs, labels), expected) <= EXACT
+    for make in (manual, automatic):
+        assert relative(learn(make(D_RTRL, net, inputs[0]), inputs, labels), expected) <= EXACT
 
 
 class OfTheBatch(Function):

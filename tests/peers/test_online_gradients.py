@@ -3,6 +3,7 @@ test, over compositions of cells."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,6 @@ from memopt_cli.online import (
     D_RTRL,
     ES_D_RTRL,
     LIF,
-    Batching,
     ElementWise,
     OnlineAlgorithm,
     OverTime,
@@ -34,11 +34,24 @@ from tests.online.compositions import (
     Scaled,
     Synapse,
     SynapseAndNeuron,
-    cut_graph_gradients,
-    uncut,
     weight,
 )
-from tests.online.networks import BATCH, CLASSES, DECAY, HIDDEN, INPUTS, learn, relative, sequence, through_time
+from tests.online.networks import (
+    BATCH,
+    CLASSES,
+    DECAY,
+    HIDDEN,
+    INPUTS,
+    automatic,
+    cut_graph_gradients,
+    learn,
+    manual,
+    relative,
+    sequence,
+    through_time,
+    uncut,
+)
+from tests.zoo.models import GIVEN
 
 EXACT = 1e-12
 
@@ -50,10 +63,11 @@ def net(request: pytest.FixtureRequest) -> Network:
 
 
 def online(net: nn.Module, **settings: object) -> OnlineAlgorithm:
-    init_all_states(net, BATCH)
-    algorithm = D_RTRL(net, mode=Batching(), **settings)
-    algorithm.compile_graph(sequence()[0][0])
-    return algorithm
+    return manual(functools.partial(D_RTRL, **settings), net, sequence()[0][0])
+
+
+def es(net: nn.Module, x: Tensor) -> OnlineAlgorithm:
+    return manual(lambda model, **mode: ES_D_RTRL(model, 0.9, **mode), net, x)
 
 
 @pytest.mark.slow
@@ -83,29 +97,19 @@ def test_windows_differentiate_every_path_within(net: Network, window: int) -> N
 @pytest.mark.slow
 def test_automatic_batching_gives_the_same(net: Network) -> None:
     inputs, labels = sequence()
-    expected, algorithm = learn(online(net), inputs, labels), D_RTRL(net)
-
-    @vmap_new_states(axis_size=BATCH)
-    def init() -> None:
-        init_all_states(net)
-        algorithm.compile_graph(inputs[0, 0])
-
-    init()
+    expected, algorithm = learn(online(net), inputs, labels), automatic(D_RTRL, net, inputs[0])
     if isinstance(net, KeptInAnAttribute):
         with pytest.raises(MemoptError, match=r"model\.neu\.last was written"):
-            Vmap(algorithm)(inputs[0])
+            algorithm(inputs[0])
     else:
-        assert relative(learn(Vmap(algorithm), inputs, labels), expected) <= EXACT
+        assert relative(learn(algorithm, inputs, labels), expected) <= EXACT
 
 
 @pytest.mark.slow
 def test_the_first_gradient_of_es_d_rtrl_is_that_of_d_rtrl(net: Network) -> None:
     inputs, labels = sequence()
     expected = learn(online(net), inputs[:1], labels)
-    algorithm = ES_D_RTRL(net, 0.9, mode=Batching())
-    init_all_states(net, BATCH)
-    algorithm.compile_graph(inputs[0])
-    torch.testing.assert_close(learn(algorithm, inputs[:1], labels), expected, rtol=0, atol=EXACT)
+    torch.testing.assert_close(learn(es(net, inputs[0]), inputs[:1], labels), expected, rtol=0, atol=EXACT)
 
 
 def test_es_d_rtrl_filters_a_synapse_and_its_neuron_together() -> None:
@@ -125,22 +129,15 @@ def test_es_d_rtrl_filters_a_synapse_and_its_neuron_together() -> None:
         e_x = decay * e_x + x
         of_g, of_v = decay * 0.7 * of_g + (1 - decay), decay * (0.7 * of_g + leak * of_v) + (1 - decay)
         expected += (learning * of_v / (1 - decay ** (t + 1))).t() @ e_x
-    init_all_states(net, BATCH)
-    algorithm = ES_D_RTRL(net, decay, mode=Batching())
-    algorithm.compile_graph(inputs[0])
-    found = learn(algorithm, inputs, labels)["w.weight"]
+    found = learn(es(net, inputs[0]), inputs, labels)["w.weight"]
     assert relative({"w": found}, {"w": expected}) <= EXACT
 
 
 # ------------------------------------------------------------------ what traces cannot follow
 
 
-class Normalized(Network):
+class Normalized(Network, syn=Synapse, between=GIVEN, neu=lambda: LIF(HIDDEN)):
     """Between synapse and neuron stands what mixes neurons."""
-
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.syn, self.between, self.neu = Synapse(), between, LIF(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.neu(self.between(self.syn(self.w(x)))))
@@ -160,12 +157,10 @@ def test_what_mixes_neurons_between_two_cells_is_refused_and_a_weight_there_is_n
     assert online(norm).untraced == {}
 
 
-class Skipping(Network):
+class Skipping(
+    Network, first=lambda: LIF(HIDDEN), second=lambda: LIF(HIDDEN), between=lambda: nn.Linear(HIDDEN, HIDDEN)
+):
     """Spikes reach the next neurons both as they are and through a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.between = LIF(HIDDEN), LIF(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.first(self.w(x))
@@ -184,12 +179,10 @@ def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
 
 
-class Inhibited(Network):
+class Inhibited(
+    Network, below=lambda: LIF(HIDDEN), above=lambda: LIF(HIDDEN), joint=lambda: weight(2 * HIDDEN, HIDDEN)
+):
     """What the last step left comes back as it is and, beside this step's spikes, through a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.above, self.joint = LIF(HIDDEN), LIF(HIDDEN), weight(2 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.below(self.w(x) - 0.3 * torch.relu(self.above.v))
@@ -219,7 +212,7 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     inputs, labels = sequence()
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
     with pytest.raises(MemoptError, match="the output of w is read by a cell with other parameters") as raised:
-        ES_D_RTRL(net, 0.9, mode=Batching()).compile_graph(inputs[0])
+        es(net, inputs[0])
     assert "Use D_RTRL" in str(raised.value.hint)
 
 
@@ -463,7 +456,7 @@ def test_a_state_that_enters_a_weight_and_is_read_past_it_in_some_steps_is_refus
 ) -> None:
     net = EntersAlways(scaled).double()
     inputs, labels = sequence()
-    algorithm = lanes(net, inputs[0, 0]) if in_lanes else online(net)
+    algorithm = automatic(D_RTRL, net, inputs[0]) if in_lanes else online(net)
     learn(algorithm, inputs, labels)  # all steps are as the first one
     net.reads_it = True
     with pytest.raises(
@@ -473,25 +466,11 @@ def test_a_state_that_enters_a_weight_and_is_read_past_it_in_some_steps_is_refus
     assert "Let every step take the same path" in str(raised.value.hint)
 
 
-def lanes(net: nn.Module, x: Tensor) -> Vmap:
-    algorithm = D_RTRL(net)
-
-    @vmap_new_states(axis_size=BATCH)
-    def init() -> None:
-        init_all_states(net)
-        algorithm.compile_graph(x)
-
-    init()
-    return Vmap(algorithm)
-
-
-@pytest.mark.parametrize("make", [D_RTRL, lambda net, **k: ES_D_RTRL(net, 0.9, **k)], ids=["D_RTRL", "ES_D_RTRL"])
+@pytest.mark.parametrize("make", [es, functools.partial(manual, D_RTRL)], ids=["ES_D_RTRL", "D_RTRL"])
 def test_states_without_their_traces_are_not_begun_anew(make: Callable[..., OnlineAlgorithm]) -> None:
     net = SynapseAndNeuron().double()
     inputs, labels = sequence()
-    init_all_states(net, BATCH)
-    algorithm = make(net, mode=Batching())
-    algorithm.compile_graph(inputs[0])
+    algorithm = make(net, inputs[0])
     first = learn(algorithm, inputs, labels)
     for change in (lambda: init_all_states(net, BATCH), lambda: net.syn.g[2:].zero_()):
         algorithm.reset_state(BATCH)

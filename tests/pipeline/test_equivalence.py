@@ -35,10 +35,10 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonJudgement
+from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextJudgement
+from memopt_cli.report.text import TextReport
 from tests.zoo.models import GIVEN, Parts
 from tests.zoo.prepared import prepared_here
 
@@ -1062,7 +1062,7 @@ def different() -> Equivalence:
 @pytest.mark.slow
 def test_the_report_in_words(different: Equivalence) -> None:
     text = io.StringIO()
-    TextJudgement().verified(different, text)
+    TextReport().show(different, text)
     lines = text.getvalue().splitlines()
     assert lines[0] == "- does not train as - does"
     assert lines[1].startswith("in step 1 of 3 gradient of blocks.")
@@ -1073,21 +1073,21 @@ def test_the_report_in_words(different: Equivalence) -> None:
 
 def test_the_report_of_what_is_the_same() -> None:
     text = io.StringIO()
-    TextJudgement().verified(verified(*pair(dropping), steps=1), text)
+    TextReport().show(verified(*pair(dropping), steps=1), text)
     assert text.getvalue().startswith("- trains as - does: one step, ")
     assert "the same to the bit" in text.getvalue()
 
 
 def test_the_report_for_programs(different: Equivalence) -> None:
     text = io.StringIO()
-    JsonJudgement().verified(different, text)
+    JsonReport().show(different, text)
     data = json.loads(text.getvalue())
     assert (data["passed"], data["alike"], data["cause"]["module"]) == (False, "not", "blocks.1.inner.0")
 
 
 def test_the_report_for_junit(different: Equivalence) -> None:
     text = io.StringIO()
-    JunitReport().verified(different, text)
+    JunitReport().show(different, text)
     (suite,) = ET.fromstring(text.getvalue())
     assert suite.get("name") == "memopt verify"
     failed = {case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None}
@@ -1097,9 +1097,9 @@ def test_the_report_for_junit(different: Equivalence) -> None:
 
 def test_the_report_for_github(different: Equivalence, tmp_path: Any) -> None:
     text, page = io.StringIO(), tmp_path / "page.md"
-    GithubReport(str(page)).verified(different, text)
+    GithubReport(str(page)).show(different, text)
     assert text.getvalue().startswith("::error title=memopt%3A -::- does not train as - does")
     assert "| tensor | differs by |" in page.read_text()
     markdown = io.StringIO()
-    MarkdownReport().verified(different, markdown)
+    MarkdownReport().show(different, markdown)
     assert markdown.getvalue() == page.read_text()

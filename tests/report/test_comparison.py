@@ -29,10 +29,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.comparison import growth, headline, module_rows, reasons
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.json import JsonJudgement
+from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
-from memopt_cli.report.text import TextJudgement
+from memopt_cli.report.text import TextReport
 from memopt_cli.text.documents import printable
 from tests.zoo.records import a_header
 
@@ -91,7 +91,7 @@ def a_comparison(*limits: str, peak: float = 14.0, **fields: Any) -> Comparison:
 
 def shown(report: Any, found: Comparison) -> str:
     stream = io.StringIO()
-    report.compared(found, stream)
+    report.show(found, stream)
     return stream.getvalue()
 
 
@@ -132,12 +132,12 @@ def test_a_gain_is_to_be_kept() -> None:
 
 
 def test_text() -> None:
-    lines = shown(TextJudgement(), a_comparison("peak:0")).splitlines()
+    lines = shown(TextReport(), a_comparison("peak:0")).splitlines()
     assert lines[0].startswith("regression: ")
     rows = [line.split() for line in lines]
     assert ["tensor", "peak", "12.0", "MiB", "14.0", "MiB", "+2.0", "MiB,", "+16.7", "%"] in rows
     assert ["step", "1.00", "s", "2.00", "s", "+1.00", "s,", "+100.0", "%"] in rows
-    assert "body.wide (was old.wide)" in shown(TextJudgement(), a_comparison())
+    assert "body.wide (was old.wide)" in shown(TextReport(), a_comparison())
     assert not any(row[:1] == ["gradients"] for row in rows)  # nothing before and now
 
 
@@ -150,7 +150,7 @@ def test_a_module_whose_bytes_are_of_another_kind_now_has_no_sign() -> None:
 
 
 def test_json_is_the_record() -> None:
-    data = json.loads(shown(JsonJudgement(), a_comparison("peak:0")))
+    data = json.loads(shown(JsonReport(), a_comparison("peak:0")))
     assert data["regression"] is True
     assert data["renames"] == [{"before": "old", "after": "body", "modules": 1}]
 
@@ -194,14 +194,12 @@ def test_markdown_makes_nothing_of_a_name(name: str) -> None:
     assert f"no {seen} here" in texts
 
 
-@pytest.mark.parametrize(
-    "report", [TextJudgement(), MarkdownReport(), GithubReport(None), JunitReport(), JsonJudgement()]
-)
+@pytest.mark.parametrize("report", [TextReport(), MarkdownReport(), GithubReport(None), JunitReport(), JsonReport()])
 def test_a_ci_system_obeys_no_name(report: Any) -> None:
     evil = "\n::error::x\r::error::y ##vso[z] ##[w]"
     found = a_comparison("peak:0", renames=(Rename(before=evil, after="b", modules=1),))
     stream = io.StringIO(newline="")
-    report.compared(replace(found, after=replace(found.after, model=evil)), stream)
+    report.show(replace(found, after=replace(found.after, model=evil)), stream)
     report.refused(evil, stream)
     obeyed = [line for line in re.split("[\r\n]", stream.getvalue()) if line.lstrip().startswith("::")]
     assert len(obeyed) == (2 if isinstance(report, GithubReport) else 0)
@@ -223,7 +221,7 @@ def test_github_annotations_are_one_line_each() -> None:
 def test_a_summary_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     stream, page = io.StringIO(), tmp_path / "nowhere" / "page.md"
     with pytest.raises(WriteError, match=f"summary page {page} cannot be written: No such file"):
-        GithubReport(str(page)).compared(a_comparison("peak:0"), stream)
+        GithubReport(str(page)).show(a_comparison("peak:0"), stream)
     assert stream.getvalue().startswith("::error")  # the annotations are out
 
 
@@ -256,7 +254,7 @@ def test_a_regression_of_shorter_inputs_names_their_length() -> None:
     told = list(reasons(found.shorter[1]))
     assert told[0] == "plan: 4 segments dropped (a, b, c, …)"
     assert not any("model file" in reason or "measured elsewhere" in reason for reason in told)
-    text = shown(TextJudgement(), found)
+    text = shown(TextReport(), found)
     assert text.splitlines()[0] == said
     assert "\nS=64\n" in text
     assert "\nS=16\n" not in text
@@ -270,7 +268,7 @@ def test_a_regression_of_shorter_inputs_names_their_length() -> None:
         ("peak:5% at S=16", 0),
         ("peak:5% at S=64", 1),
     ]
-    assert json.loads(shown(JsonJudgement(), found))["regression"] is True
+    assert json.loads(shown(JsonReport(), found))["regression"] is True
 
 
 def test_without_a_regression_every_length_is_told() -> None:

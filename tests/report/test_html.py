@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import html
-import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -55,6 +51,8 @@ from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeline_figure
 from tests.zoo import records
 from tests.zoo.records import a_breakdown, a_header, a_module, a_row, verified
+
+pytest.importorskip("plotly")
 
 MIB = 2**20
 EVIL = "<img src=x onerror='document.title=1'>\"</script><script>document.title=1</script>%{x}"
@@ -318,9 +316,13 @@ class Strict(HTMLParser):
             self.texts.append(data)
 
 
+def text_of(page: str) -> str:
+    """What a reader sees, with one space between words."""
+    return " ".join(" ".join(Strict(page).texts).split())
+
+
 @pytest.fixture(scope="module", params=["profile", "optimize"])
 def page(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip("plotly")
     return profile_page(a_profile()) if request.param == "profile" else optimize_page(a_result())
 
 
@@ -339,7 +341,6 @@ def test_it_is_valid_and_asks_for_nothing(page: str) -> None:
 
 
 def test_the_file_s_own_name_is_spelled_out() -> None:
-    pytest.importorskip("plotly")
     header = replace(HEADER, model="\x1b[31m\u202e.pt")
     page = profile_page(replace(a_profile(), header=header, notes=("\x9b31m",)))
     assert "\\x1b[31m\\u202e.pt" in page
@@ -354,7 +355,6 @@ def test_names_from_the_file_are_text(page: str) -> None:
 
 
 def test_the_data_is_the_record() -> None:
-    pytest.importorskip("plotly")
     before, after, *_ = figures_of(optimize_page(a_result())).values()
     for figure, trace in ((before, a_trace(scale=3)), (after, a_trace())):
         line = timeline(trace)
@@ -365,23 +365,14 @@ def test_the_data_is_the_record() -> None:
 
 
 def test_the_plan_is_on_the_module_tree() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(Strict(optimize_page(a_result())).texts)
-    assert "conv   Conv<2> segment 4 chunks, axis 1 packed: bit 48.0 MiB → 16.0 MiB" in text
+    text = text_of(optimize_page(a_result()))
+    assert "conv Conv<2> segment 4 chunks, axis 1 packed: bit 48.0 MiB → 16.0 MiB" in text
     assert "117.0 MiB → 69.0 MiB" in text
     assert "0.59× of the original" in text
     assert "1.00 s → 1.25 s" in text
 
 
-def test_the_page_has_the_details_that_the_text_keeps_for_v() -> None:
-    pytest.importorskip("plotly")
-    result = a_result()
-    result.summary.details = [f"A detail of {EVIL}."]
-    assert f"A detail of {EVIL}." in " ".join(Strict(optimize_page(result)).texts)
-
-
 def test_modules_have_their_times_where_they_were_timed() -> None:
-    pytest.importorskip("plotly")
     result = a_result()
     assert result.steps is not None
     traces = [
@@ -389,14 +380,13 @@ def test_modules_have_their_times_where_they_were_timed() -> None:
         for times, trace in ((1, result.steps.original), (2, result.steps.optimized))
     ]
     steps = RecordedSteps(original=traces[0], optimized=traces[1])
-    text = " ".join(Strict(optimize_page(replace(result, steps=steps))).texts)
+    text = text_of(optimize_page(replace(result, steps=steps)))
     assert "packed: bit 48.0 MiB → 16.0 MiB, 500.0 ms → 1.00 s" in text
     assert "module by module, with the time of its operators" in text
 
 
 def test_the_time_of_a_step_is_a_table_of_its_own() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(Strict(profile_page(a_profile())).texts)
+    text = text_of(profile_page(a_profile()))
     assert "part time of it backward 1.20 s 80%" in text
     assert f"of {EVIL} 300.0 ms 20%" in text
 
@@ -416,8 +406,7 @@ def by_length() -> OptimizeResult:
 
 
 def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest() -> None:
-    pytest.importorskip("plotly")
-    text = " ".join(" ".join(Strict(optimize_page(by_length())).texts).split())
+    text = text_of(optimize_page(by_length()))
     assert "all else on this page is of S=256" in text
     assert "S from to share of steps allocated peak tensor peak step ratio plan" in text
     assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no segments" in text
@@ -427,7 +416,6 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
 
 
 def test_a_profile_under_a_plan_by_length_shows_what_acts_at_its_own() -> None:
-    pytest.importorskip("plotly")
     plan = by_length().summary.plan
     assert plan is not None
     for size, is_there in ((64, False), (256, True)):
@@ -462,12 +450,11 @@ def searched() -> FastestTraining:
 
 
 def test_the_pairs_of_a_search() -> None:
-    pytest.importorskip("plotly")
     page = fastest_page(searched())
     (figure,) = figures_of(page).values()
     assert figure["data"][1]["x"] == [1 / 16, 1 / 20]
     assert figure["data"][1]["marker"]["symbol"] == ["circle", "star"]
-    text = " ".join(" ".join(Strict(page).texts).split())
+    text = text_of(page)
     assert "1.25 times those of the original's best (batch 16)" in text
     assert "95.0 MiB limit: 100.0 MiB" in text
     assert "16 none 90.0 MiB 1.00 s" in text
@@ -491,23 +478,22 @@ def test_a_faster_pair_that_fails_verification_is_said() -> None:
     assert any(line.startswith("A plan of 95.0 MiB is not applied: verification failed") for line in remarks(found))
 
 
-def test_a_plan_that_is_not_applied_is_said() -> None:
-    pytest.importorskip("plotly")
+def test_a_plan_that_is_not_applied_and_the_details_of_v_are_said() -> None:
     result = a_result()
     result.summary.plan, result.summary.dropped = Plan(), [a_dropped_plan()]
-    text = " ".join(" ".join(Strict(optimize_page(result)).texts).split())
+    result.summary.details = ["A detail."]
+    text = text_of(optimize_page(result))
     assert "A plan of 95.0 MiB is not applied: verification failed: fc.weight differs by 0.5" in text
     assert "level applied none" in text
+    assert "A detail." in text
 
 
 def test_without_recorded_steps_the_rest_is_there() -> None:
-    pytest.importorskip("plotly")
     (figure,) = figures_of(optimize_page(replace(a_result(), steps=None))).values()
     assert figure["data"][1]["text"] == ["level 0", "level 1", "level 2"]
 
 
 def test_a_plan_that_changes_nothing_has_one_step_to_show() -> None:
-    pytest.importorskip("plotly")
     result = a_result()
     result.summary.plan = Plan()
     assert len(figures_of(optimize_page(result))) == 3
@@ -522,170 +508,56 @@ def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 # ---------------------------------------------------------------------------------------------- in a browser
 
-
-class Chromium:
-    """A headless browser, driven over the DevTools protocol through a pair of pipes."""
-
-    def __init__(self, program: str, folder: Path) -> None:
-        commands, self._write = os.pipe()
-        self._read, answers = os.pipe()
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, answers)]  # clear of 3 and 4
-
-        def connect() -> None:
-            for end, number in zip(ends, (3, 4), strict=True):
-                os.dup2(end, number)
-
-        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe")
-        self._process = subprocess.Popen(
-            [program, *flags, f"--user-data-dir={folder}"],
-            preexec_fn=connect,
-            close_fds=False,
-            stderr=subprocess.DEVNULL,
-        )
-        for end in (commands, answers, *ends):
-            os.close(end)
-        self._numbers = itertools.count(1)
-        self._buffer = b""
-        self._session = ""
-        self.events: list[dict[str, Any]] = []
-
-    def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
-        """Show a file in a new tab, and wait until its figures are drawn."""
-        target = self.call("Target.createTarget", url="about:blank", session="")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True, session="")["sessionId"]
-        self.events.clear()
-        for domain in ("Runtime", "Log", "Network", "Page"):
-            self.call(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
-        self.call("Page.navigate", url=path.as_uri())
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self.events.append(self._receive())
-        self.value("ready.then(() => true)")
-
-    def value(self, expression: str) -> Any:
-        """What a script expression gives in the page; promises are awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def until(self, expression: str) -> Any:
-        """Its value once that is true; as it is after many looks if it never becomes so."""
-        look = f"let looks = 0; const look = () => {{ const found = {expression}; "
-        again = "found || ++looks > 500 ? done(found) : setTimeout(look, 20); }; look();"
-        return self.value(f"new Promise(done => {{ {look}{again} }})")
-
-    def hover(self, x: float, y: float) -> None:
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 3, y=y)
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def call(self, method: str, *, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; what else happens is in :attr:`events`."""
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": parameters}
-        if session is None:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return dict(answer["result"])
-            self.events.append(answer)
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            received = os.read(self._read, 1 << 16)
-            assert received, "the browser ended"
-            self._buffer += received
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return dict(json.loads(message))
-
-    def close(self) -> None:
-        self.call("Browser.close", session="")
-        self._process.wait(30)
-        os.close(self._write)
-        os.close(self._read)
-
-    def complaints(self) -> list[dict[str, Any]]:
-        """Errors and warnings of the console, exceptions, and requests to anywhere but the file."""
-        loud = ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening")
-        return [
-            event
-            for event in self.events
-            if event["method"] in loud
-            or (event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in ("error", "warning"))
-            or (
-                event["method"] == "Network.requestWillBeSent"
-                and not event["params"]["request"]["url"].startswith(("file:", "data:", "blob:"))
-            )
-        ]
+WATCH = """<head><script>
+const said = [];
+console.error = console.warn = (...parts) => said.push(parts.join(" "));
+addEventListener("error", event => said.push(event.message));
+addEventListener("securitypolicyviolation", event => said.push(`${event.violatedDirective} ${event.blockedURI}`));
+</script>"""
+LOOK = """<script>
+const brightness = (element, part) =>
+  getComputedStyle(element)[part].match(/[0-9]+/g).slice(0, 3).reduce((sum, n) => sum + Number(n), 0);
+const seen = {};
+ready.then(async () => {
+  const [first, activations] = [document.getElementById("figure-0"), "button[data-category=activations]"];
+  seen.paths = [...document.querySelectorAll(".plot")].map(plot => plot.querySelectorAll("path").length);
+  seen.paper = brightness(document.body, "backgroundColor");
+  seen.ink = brightness(document.querySelector(".xtick text"), "fill");
+  seen.overflow = document.documentElement.scrollWidth - innerWidth;
+  Plotly.Fx.hover(first, [{ curveNumber: first.data.length - 1, pointNumber: 3 }]);
+  seen.hover = [...first.querySelectorAll(".hoverlayer text")].map(node => node.textContent).join("|");
+  document.querySelector(activations).click();
+  seen.visible = first.data.find(trace => trace.name === "activations").visible;
+  document.documentElement.style.setProperty("--text", "rgb(1, 2, 3)");
+  dark.dispatchEvent(new Event("change"));
+  await new Promise(done => setTimeout(done, 500));
+  seen.ink_of_another_theme = brightness(document.querySelector(".xtick text"), "fill");
+}).catch(error => said.push(String(error)))
+  .then(() => { document.documentElement.dataset.seen = JSON.stringify({ ...seen, said }); });
+</script></body>"""
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+def browser() -> str:
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no chromium here")
-    chromium = Chromium(program, tmp_path_factory.mktemp("profile"))
-    yield chromium
-    chromium.close()
+    return program or pytest.skip("no chromium here")
 
 
-@pytest.fixture(scope="module")
-def saved(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-HOVER = "[...document.querySelectorAll('#{} .hoverlayer text')].map(node => node.textContent).join('|')"
-BOX = "(box => [box.x, box.y, box.width, box.height])(document.querySelector('{}').getBoundingClientRect())"
-
-
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_a_browser_has_nothing_to_complain(browser: Chromium, saved: Path, width: int, dark: bool) -> None:
-    browser.open(saved, width=width, dark=dark)
-    assert browser.complaints() == []
-    assert browser.value("document.documentElement.scrollWidth") <= width
-    assert "memopt" in browser.value("document.title")
-    drawn = browser.value("[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('path').length)")
-    assert all(drawn)
-    background = browser.value("getComputedStyle(document.body).backgroundColor")
-    light = sum(map(int, re.findall(r"\d+", background))) > 384
-    assert light is not dark
-    ink = browser.value("getComputedStyle(document.querySelector('.xtick text')).fill")
-    assert (sum(map(int, re.findall(r"\d+", ink)[:3])) > 384) is dark
-
-
-@pytest.fixture(scope="module")
-def optimized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("plotly")
-    path = tmp_path_factory.mktemp("page") / "optimized.html"
-    path.write_text(optimize_page(a_result()), encoding="utf-8")
-    return path
-
-
-def test_hovering_in_a_browser(browser: Chromium, optimized: Path) -> None:
-    browser.open(optimized)
-    x, y, width, height = browser.value(BOX.format("#figure-0 .nsewdrag"))
-    browser.hover(x + width * 3.2 / 5, y + height / 2)  # a fifth for each instant from -1 to 3
-    shown = browser.until(HOVER.format("figure-0"))
-    assert "aten::convolution_backward" in shown
-    assert "body.conv" in shown
-    assert "30.0 MiB" in shown
-
-
-def test_the_theme_follows_and_categories_are_hidden(browser: Chromium, optimized: Path) -> None:
-    browser.open(optimized)
-    ink = "getComputedStyle(document.querySelector('.xtick text')).fill"
-    before = browser.value(ink)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    assert browser.until(f"{ink} !== '{before}'")
-    browser.value("document.querySelector('button[data-category=activations]').click()")
-    visible = "Object.fromEntries(document.getElementById('figure-0').data.map(t => [t.name, t.visible]))"
-    assert browser.value(visible)["activations"] is False
-    assert browser.complaints() == []
+@pytest.mark.parametrize(("width", "flags"), [(1280, []), (500, ["--force-dark-mode"])], ids=["light", "dark, narrow"])
+def test_what_a_browser_makes_of_it(browser: str, page: str, width: int, flags: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text(page.replace("<head>", WATCH).replace("</body>", LOOK), encoding="utf-8")
+    shown = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", *flags]
+    command = [browser, *shown, f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run([*command, report.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+    found = re.search(r' data-seen="([^"]*)"', done.stdout)
+    assert found
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["said"] == []
+    assert seen["overflow"] <= 0
+    assert all(seen["paths"])
+    assert (seen["paper"] < 384) == (seen["ink"] > 384) == bool(flags)
+    assert "aten::convolution_backward" in seen["hover"]
+    assert "body.conv" in seen["hover"]
+    assert seen["visible"] is False
+    assert seen["ink_of_another_theme"] == 1 + 2 + 3

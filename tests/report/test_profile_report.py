@@ -95,7 +95,7 @@ def a_profile() -> StepProfile:
 
 def shown(found: StepProfile) -> list[str]:
     stream = io.StringIO()
-    TextReport().profiled(found, stream)
+    TextReport().show(found, stream)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -192,6 +192,6 @@ def test_the_phases_are_to_scale() -> None:
 
 def test_programs_get_everything() -> None:
     stream = io.StringIO()
-    JsonReport().profiled(a_profile(), stream)
+    JsonReport().show(a_profile(), stream)
     data = json.loads(stream.getvalue())
     assert from_data(StepProfile, data) == a_profile()

@@ -56,7 +56,7 @@ FOUND = BatchRecommendation(
 
 def shown(found: BatchRecommendation) -> list[str]:
     stream = io.StringIO()
-    TextReport().recommended(found, stream)
+    TextReport().show(found, stream)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 

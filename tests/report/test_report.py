@@ -131,7 +131,7 @@ def result(
 
 def shown(report: Report, result: OptimizeResult) -> str:
     stream = io.StringIO()
-    report.optimized(result, stream)
+    report.show(result, stream)
     return on_command_line(stream.getvalue())
 
 
@@ -274,7 +274,7 @@ class Terminal(io.StringIO):
 
 def on_a_terminal(summary: MemOptSummary) -> str:
     stream = Terminal()
-    TextReport().optimized(result(summary), stream)
+    TextReport().show(result(summary), stream)
     return stream.getvalue()
 
 
@@ -463,7 +463,7 @@ def test_json_is_one_document_of_the_records(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(("report", "expected"), [(TextReport(), "wrote a\nwrote b\n"), (JsonReport(), None)])
 def test_files_of_apply(report: Report, expected: str | None) -> None:
     stream = io.StringIO()
-    report.applied(ApplyResult(files=("a", "b")), stream)
+    report.show(ApplyResult(files=("a", "b")), stream)
     if expected is None:
         assert json.loads(stream.getvalue()) == {
             "files": ["a", "b"],

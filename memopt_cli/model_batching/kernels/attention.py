@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
-from memopt_cli.model_batching.kernels.linear import linear
+from memopt_cli.model_batching.kernels.linear import Kernels, linear
 from memopt_cli.runtime.private_torch import cross_attention, feed_forward, self_attention
 
 
@@ -98,11 +97,7 @@ def _added(mask: Tensor, q: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, -torch.inf)
 
 
-def _attention_refusal(module: nn.MultiheadAttention) -> str:
-    return "bias_k, bias_v or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else ""
-
-
-KERNELS: Kernels = {nn.MultiheadAttention: ModuleKernel(_attention, _attention_refusal)}
+KERNELS: Kernels = {nn.MultiheadAttention: _attention}
 
 
 # ---------------------------------------------------------------------------------------------- transformer layers

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
+Kernels = dict[type[nn.Module], Callable[..., Any]]
+"""Type of a module -> a function of the stacked module, whose parameters are (models, …), and of inputs (models, …)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,4 +53,4 @@ def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     return torch.where(is_padding, found.detach(), found)
 
 
-KERNELS: Kernels = {nn.Linear: ModuleKernel(_linear), nn.Embedding: ModuleKernel(_embedding)}
+KERNELS: Kernels = {nn.Linear: _linear, nn.Embedding: _embedding}

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels import attention, linear, recurrent
-from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
+from memopt_cli.model_batching.kernels.linear import Kernels
 from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors
 
 _ELEMENTWISE = (
@@ -21,14 +21,21 @@ _ELEMENTWISE = (
 )
 
 KERNELS: Kernels = {
-    **dict.fromkeys(_ELEMENTWISE, ModuleKernel(lambda module, x: module(x))),
+    **dict.fromkeys(_ELEMENTWISE, lambda module, x: module(x)),
     # Not in place: a write into a view of a product makes its gradient a copy of the whole.
-    nn.ReLU: ModuleKernel(lambda module, x: F.relu(x)),
+    nn.ReLU: lambda module, x: F.relu(x),
     **linear.KERNELS,
     **recurrent.KERNELS,
     **attention.KERNELS,
 }
 """The kernel of each type of module that has one; a module of another type runs under ``vmap``."""
+
+
+def kernel_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the kernel of ``module``; ``None`` if there is none, or none for its settings."""
+    if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+        return None
+    return KERNELS.get(type(module))
 
 
 def run_custom(module: AbstractBatchModule, *inputs: Any) -> Any:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt_cli.model_batching.kernels.interface import Kernels, ModuleKernel
-from memopt_cli.model_batching.kernels.linear import linear, product_with
+from memopt_cli.model_batching.kernels.linear import Kernels, linear, product_with
 
 State = tuple[Tensor, ...]
 """Hidden state of one direction of a layer: h, and c for an LSTM; each (models, images, size)."""
@@ -137,6 +136,6 @@ def _cell(module: Any, x: Tensor, hx: Any = None) -> Any:
 
 
 KERNELS: Kernels = {
-    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), ModuleKernel(_recurrent)),
-    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), ModuleKernel(_cell)),
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), _recurrent),
+    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), _cell),
 }

@@ -25,9 +25,9 @@ from torch import Tensor, fx, nn
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
 from memopt_cli.model_batching.kernels.functions import Call, operation_of, shape_query
-from memopt_cli.model_batching.kernels.modules import KERNELS, mapped, run_custom
+from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
-from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.routes.interface import Refused, Route
 from memopt_cli.model_batching.stacked import slots_of
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -43,19 +43,18 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
 
-class FusedRoute:
+class FusedRoute(Route):
     """A route that runs the fused graph of a stacked model."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
-        _refuse_hooks(tree)
+        for path, module in named_parts(tree):
+            if has_hooks(module):
+                raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
         self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         return self._module(*args, **kwargs)
-
-    def reset(self) -> None:
-        """Do nothing: a model that keeps state in attributes is refused."""
 
 
 class FusedModule(nn.Module):
@@ -89,12 +88,6 @@ def _key(skeleton: Any) -> Any:
     except TypeError as error:
         raise Refused(f"an argument that is not a tensor cannot be part of a graph: {error}") from error
     return key
-
-
-def _refuse_hooks(tree: nn.Module) -> None:
-    for path, module in named_parts(tree):
-        if has_hooks(module):
-            raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
 
 
 # ---------------------------------------------------------------------------------------------- tracing
@@ -278,11 +271,11 @@ class _Fusion:
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
         # A head that runs through its loss runs plainly: the loss is that of all models, and comes after the route.
-        kernel = KERNELS.get(nn.Linear if config is not None else type(module))
-        if kernel is None or kernel.unless(module):
+        kernel = KERNELS[nn.Linear] if config is not None else kernel_of(module)
+        if kernel is None:
             refuse_segments(module, path)
             return mapped(module)
-        return functools.partial(kernel.run, module)
+        return functools.partial(kernel, module)
 
     def _flags(self, value: Any) -> Any:
         """Return ``value`` with each node replaced by whether it is batched, and each constant by ``None``."""

@@ -18,4 +18,4 @@ class Route(Protocol):
         """Return the outputs of all models for ``args`` and ``kwargs``; all tensors are (models, …)."""
 
     def reset(self) -> None:
-        """Forget what modules have kept in attributes since the route was made."""
+        """Forget what modules have kept in attributes since the route was made; most routes refuse such a model."""

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors, refuse_segments
+from memopt_cli.model_batching.routes.interface import Route
 from memopt_cli.model_batching.stacked import placeholder_copy, shared_names, slots_of
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
-class VmapRoute:
+class VmapRoute(Route):
     """All models in one call under ``vmap``; each draws random numbers of its own."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
@@ -37,6 +38,3 @@ class VmapRoute:
             refuse_kept_tensors(self._model)
             self._ran = True
         return output
-
-    def reset(self) -> None:
-        """Do nothing: a model that keeps state in attributes is refused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -134,12 +134,11 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         yield from _estimate_tiles(summary.estimates.planned)
     if isinstance(after, Measurement):
         base = before if isinstance(before, Measurement) else None
-        peaks = (base.allocated_peak_bytes if base else None, after.allocated_peak_bytes)
-        yield "allocated peak", _change(*map(_bytes_or_dash, peaks)), _ratio(*peaks)
+        before_bytes, before_s = (base.allocated_peak_bytes, base.step_s) if base else (None, None)
+        yield "allocated peak", *_compared(before_bytes, after.allocated_peak_bytes, format_bytes)
         if after.elsewhere_bytes:
             yield "waiting elsewhere", format_bytes(after.elsewhere_bytes), "at most, until backward"
-        times = (base.step_s if base else None, after.step_s)
-        yield "step", _change(*map(_seconds_or_dash, times)), _ratio(*times)
+        yield "step", *_compared(before_s, after.step_s, format_seconds)
     if summary.verification:
         applied = str(summary.applied_level) if summary.is_applied else "none"
         yield "level applied", applied, f"{summary.requested_level} asked for"
@@ -170,20 +169,12 @@ def _verified(found: Verification) -> Tile:
     return "verification", value, remark
 
 
-def _change(before: str, after: str) -> str:
-    return after if before == after else f"{before} → {after}"
-
-
-def _bytes_or_dash(size: float | None) -> str:
-    return "does not run" if size is None else format_bytes(size)
-
-
-def _seconds_or_dash(seconds: float | None) -> str:
-    return "does not run" if seconds is None else format_seconds(seconds)
-
-
-def _ratio(before: float | None, after: float | None) -> str:
-    return f"{after / before:.2f}× of the original" if before and after else ""
+def _compared(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
+    """Return both numbers as text, and the ratio of ``after`` to ``before``."""
+    if before is None:
+        return f"does not run → {in_words(after)}", ""
+    value = in_words(after) if in_words(before) == in_words(after) else f"{in_words(before)} → {in_words(after)}"
+    return value, f"{after / before:.2f}× of the original" if before and after else ""
 
 
 @dataclass(slots=True)

@@ -456,7 +456,7 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: 
         (note,) = found.notes
         assert note.startswith(said)
         stream = io.StringIO()
-        TextReport().recorded(found, stream)
+        TextReport().show(found, stream)
         assert note in " ".join(stream.getvalue().split())
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_fit_is_told_at_once(recorded: StepTrace, explained: Callabl
     found = explained(recorded.resident_bytes // 2)
     assert found.instant.op == -1
     text = io.StringIO()
-    TextReport().explained(found, text)
+    TextReport().show(found, text)
     assert "memory runs out before the first operator runs" in text.getvalue()
     assert not found.suggestions
     assert found.refused[0].startswith(
@@ -151,7 +151,7 @@ def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..
     found = explained(2 * needed_bytes(recorded))
     assert (found.instant, found.suggestions, found.refused) == (None, (), ())
     text = io.StringIO()
-    TextReport().explained(found, text)
+    TextReport().show(found, text)
     assert text.getvalue().startswith("the step fits: it needs about")
 
 
@@ -181,7 +181,7 @@ def test_a_snapshot_alone_says_who_held_what(tmp_path: Path) -> None:
     found = explain(ExplainRequest(source=None, snapshot_path=snapshot(tmp_path)), progress=Progress())
     assert (found.limit_bytes, found.asked_bytes) == (810, 64)
     text = io.StringIO()
-    TextReport().explained(found, text)
+    TextReport().show(found, text)
     assert "/me/train.py:4  700 B" in text.getvalue()
 
 
@@ -239,7 +239,7 @@ def test_a_snapshot_in_which_nothing_ran_out_says_nothing_of_the_limit(
 
 def test_a_step_that_fits_was_raised_nowhere(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     text = io.StringIO()
-    TextReport().explained(explained(2 * needed_bytes(recorded)), text)
+    TextReport().show(explained(2 * needed_bytes(recorded)), text)
     assert "raised at" not in text.getvalue()
 
 
@@ -325,7 +325,7 @@ def test_a_plan_is_called_by_what_it_does(plan: Plan, text: str) -> None:
 
 def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:
     text = io.StringIO()
-    JsonReport().explained(explained(needed_bytes(recorded) - LESS), text)
+    JsonReport().show(explained(needed_bytes(recorded) - LESS), text)
     data = json.loads(text.getvalue())
     assert data["suggestions"][0]["change"] in ("plan", "micro-batches", "autocast")
     assert data["instant"]["module"]

@@ -127,7 +127,7 @@ def shown(**fields: Any) -> list[str]:
             **fields,
         }
     )
-    TextReport().applied(ApplyResult(files=("net.memopt.pt",), confirmation=found), stream)
+    TextReport().show(ApplyResult(files=("net.memopt.pt",), confirmation=found), stream)
     return stream.getvalue().splitlines()
 
 
