@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.private_torch import stands_for_zeros, unseen
+from memopt_cli.runtime.private_torch import is_of_transform, stands_for_zeros, unseen
 
 _ELEMENTS: Final = 64
 """About how many elements of a tensor are compared."""
@@ -76,7 +76,9 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 def glance(tensor: Tensor) -> bytes | None:
     """Return the bytes at three places of ``tensor``, at next to no cost; ``None`` if it does not lie on the CPU."""
-    if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or not tensor.is_contiguous():
+    if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
+        return None
+    if not tensor.is_contiguous():
         return None
     start, size = tensor.data_ptr(), tensor.nbytes
     if start == 0 or size == 0 or tensor.dtype not in _DTYPES:
