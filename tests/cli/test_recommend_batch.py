@@ -361,7 +361,7 @@ def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
 def test_a_search_whose_answer_is_the_global_batch_says_why_it_tried_no_plan(
     memopt: Callable[..., Any], six_blocks: str
 ) -> None:
-    done = memopt("recommend-batch", six_blocks, "-i", "2x64x16", "--memory", "1GiB", "--search", "--global-batch", "2")
+    done = memopt("recommend-batch", six_blocks, "-i", "1x64x16", "--memory", "1GiB", "--search", "--global-batch", "1")
     assert "samples/s; no plan was tried, as no batch may be larger than the global one" in done.out
 
 

@@ -50,9 +50,10 @@ _MOST_STEPS = 20
 """Seconds of all timed steps together, and their number, after which short steps are timed no more."""
 _BEYOND_DOUBT = 3
 """Slowdown in the first pair, divided by the allowed one, beyond which no further pair is timed."""
-_NEAR, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 6, 3
-"""Relative distance to the allowed slowdown at which more pairs are taken, and their number, of short and long steps.
-On a busy machine, three pairs gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+_NEAR, _NEAR_PAIRS, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 5, 12, 3
+"""Relative distance to the allowed slowdown at which at least five pairs are taken, and the most pairs of short and
+long steps where the error leaves it open on which side of the limit a plan is.  On a busy machine, three pairs gave
+1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
 _LONG_S = 1.0
 """Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
 slows plans down by 20 to 45 %."""
@@ -183,7 +184,8 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: flo
     if most_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    return abs(slowdown - most_slowdown) < max(_NEAR * most_slowdown, error)
+    least = _NEAR * most_slowdown if len(pairs) < _NEAR_PAIRS else 0.0
+    return abs(slowdown - most_slowdown) < max(least, error)
 
 
 def _clocks() -> tuple[float, float]:

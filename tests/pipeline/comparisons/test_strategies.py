@@ -29,7 +29,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.records.progress import Progress
-from memopt_cli.report.strategies import peak_table, verdicts
+from memopt_cli.report.strategies import tables, verdicts
 from sample_models.lif_rnn import LIFRNN
 from tests.zoo.records import plan_file
 
@@ -133,7 +133,7 @@ class TestInProcess:
         assert bptt.slope_bytes is None
         assert "; T=8: " in bptt.remark
         assert len(online.points) == 3
-        table = peak_table(found)
+        (table,) = tables(found)
         assert list(table.columns[1].cells)[1:3] == ["–"] * 2
         assert "growth not known, as only T=4 was measured" in next(verdicts(found))
 

@@ -121,6 +121,13 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert asked == [600]
 
 
+def test_a_plan_at_the_very_limit_is_taken_only_where_there_is_no_other() -> None:
+    for plans, expected in (({600: 1.32, 700: 1.29}, [700]), ({600: 1.32}, [600])):
+        found, asked = climb({1: plans}, measured)
+        found.rows()
+        assert asked == expected
+
+
 def test_every_level_is_measured_if_asked_for() -> None:
     found, asked = climb({1: {800: 1.1}, 2: {600: 1.2}}, measured, measure_all=True)
     assert [row.outcome for row in found.rows()] == [measured(800), measured(600)]
@@ -141,7 +148,7 @@ def test_no_level_stands_above_one_that_was_measured_to_need_less(
     third: int, second: int, first: int, plans: list[int], repeats: list[int | None]
 ) -> None:
     peaks = {600: third, 700: second, 800: first}
-    found, asked = climb({1: {800: 1.1}, 2: {700: 1.2}, 3: {600: 1.3}}, lambda peak: measured(peaks[peak], 1.1))
+    found, asked = climb({1: {800: 1.1}, 2: {700: 1.2}, 3: {600: 1.29}}, lambda peak: measured(peaks[peak], 1.1))
     rows = found.rows()
     assert [int(row.plan.segments[0].path[1:]) for row in rows] == plans
     assert [row.repeats for row in rows] == repeats
@@ -152,7 +159,7 @@ def test_no_level_stands_above_one_that_was_measured_to_need_less(
 
 
 def test_what_is_not_worth_its_time_is_not_applied_as_a_lower_level() -> None:
-    found, _ = climb({1: {600: 1.3}, 2: {}}, lambda peak: measured(peak, 2.0), measure_all=True)
+    found, _ = climb({1: {600: 1.29}, 2: {}}, lambda peak: measured(peak, 2.0), measure_all=True)
     rows = found.rows()
     assert found.applied == rows[1]
     assert [row.plan for row in rows] == [Plan(), Plan()]
@@ -178,18 +185,18 @@ def test_where_the_last_cannot_run_the_one_below_is_measured() -> None:
 
 
 def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -> None:
-    found, asked = climb({1: {600: 1.3, 700: 1.2, 800: 1.05}}, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
+    found, asked = climb({1: {600: 1.29, 700: 1.2, 800: 1.05}}, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1))
     (row,) = found.rows()
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
     (dropped,) = found.search.found.dropped
-    assert dropped.plan == priced(600, 1.3).plan
+    assert dropped.plan == priced(600, 1.29).plan
     assert dropped.why == TooSlow(slowdown=1.7, most=1.33)
     assert dropped.found == "600 B of 1000 B"
 
 
 def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just_miss_the_limit() -> None:
-    plans = {600: 1.32, 610: 1.3, 620: 1.28, 630: 1.26, 640: 1.24, 650: 1.2, 660: 1.15, 900: 1.04}
+    plans = {600: 1.295, 610: 1.29, 620: 1.28, 630: 1.26, 640: 1.23, 650: 1.2, 660: 1.15, 900: 1.04}
     found, asked = climb({1: plans}, lambda peak: measured(peak, 1.34 if peak < 900 else 1.05))
     (row,) = found.rows()
     assert row.outcome == measured(900, 1.05)
@@ -198,7 +205,7 @@ def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just
 
 @pytest.mark.parametrize("measure_all", [False, True])
 def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(measure_all: bool) -> None:
-    plans = {1: {900: 1.01}, 2: {600: 1.3, 700: 1.2}, 3: {590: 1.31}}
+    plans = {1: {900: 1.01}, 2: {600: 1.28, 700: 1.2}, 3: {590: 1.29}}
     found, asked = climb(plans, lambda peak: measured(peak, 1.7 if peak < 800 else 1.1), measure_all=measure_all)
     rows = found.rows()
     assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
@@ -210,7 +217,7 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
 @pytest.mark.parametrize(
     "plans",
     [
-        {1: {900: 1.001}, 2: {600: 1.3, 850: 1.045, 880: 1.007}},  # of which three are measured
+        {1: {900: 1.001}, 2: {600: 1.29, 850: 1.045, 880: 1.007}},  # of which three are measured
         {1: {990: 1.1}, 2: {985: 1.2}},
         {1: {900: 0.9}, 2: {600: 1.2}},  # however fast it was to be
     ],
@@ -236,7 +243,7 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
 
 
 def test_another_plan_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {1: {600: 1.3}}
+    plans = {1: {600: 1.29}}
     found, asked = climb(plans, lambda peak: measured(peak, 1.5 if peak == 600 else 1.2))
     monkeypatch.setattr(found.search.probes, "prolong", lambda: plans[1].update({700: 1.15}))
     (row,) = found.rows()
@@ -245,7 +252,7 @@ def test_another_plan_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_every_plan_takes_too_long_the_original_stays() -> None:
-    found, asked = climb({1: {600: 1.3, 700: 1.2, 800: 1.1, 900: 1.01}}, lambda peak: measured(peak, 3.0))
+    found, asked = climb({1: {600: 1.29, 700: 1.2, 800: 1.1, 900: 1.01}}, lambda peak: measured(peak, 3.0))
     (row,) = found.rows()
     assert row.plan == Plan()
     assert row.outcome == measured(ORIGINAL)
@@ -258,7 +265,7 @@ def test_where_every_plan_takes_too_long_the_original_stays() -> None:
     [((1.31, 1.33, 5.0), 1.33), ((1.2, 1.334, 1.4), 1.33), ((1.3, 1.36, 1.4), 1.36), ((1.0, 1.336, 1.4), 1.34)],
 )
 def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[float, ...], shown: float) -> None:
-    found, _ = climb({1: {600: 1.3}}, lambda peak: measured(peak, *step_times_s))
+    found, _ = climb({1: {600: 1.29}}, lambda peak: measured(peak, *step_times_s))
     is_applied = bool(found.rows()[-1].plan.segments)
     assert measured(600, *step_times_s).slowdown(measured(ORIGINAL)) == shown
     assert is_applied is (shown <= 1.33)
@@ -267,7 +274,7 @@ def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[flo
 
 
 def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> None:
-    found, asked = climb({1: {600: 1.3, 700: 1.25}}, lambda peak: measured(peak, 2.0 if peak == 600 else 1.2))
+    found, asked = climb({1: {600: 1.29, 700: 1.25}}, lambda peak: measured(peak, 2.0 if peak == 600 else 1.2))
     (row,) = found.rows()
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (700, measured(700, 1.2))
     assert asked == [600, 700]
