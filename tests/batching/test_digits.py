@@ -22,6 +22,7 @@ print(json.dumps([[s.batch, s.peak_bytes, s.limit_bytes, s.loss] for s in steps]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak cannot be restarted")
+@pytest.mark.exhaustive
 def test_memory_stays_below_a_limit_that_is_lowered_half_way() -> None:
     pytest.importorskip("sklearn")
     done = subprocess.run(

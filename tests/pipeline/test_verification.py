@@ -450,7 +450,7 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
     one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
     found = verified(one, replace(EXACT, compile=how))

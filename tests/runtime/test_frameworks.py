@@ -356,7 +356,7 @@ def _jelly_net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("stepped", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_saved_model_of_spikingjelly_through_the_command_line(
     stepped: bool, memopt: Callable[..., Any], in_process: None
 ) -> None:

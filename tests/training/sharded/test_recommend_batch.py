@@ -90,7 +90,7 @@ def test_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not even batch 1 of each rank fits into 64.0 KiB (--memory 64KiB) on 4 ranks" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_function_that_no_subprocess_finds_is_run_here() -> None:
     found = recommend_ranks(
         models.shorter, FLAGS[1], ranks=2, parallelize=lambda model, mesh: models.shard(model, mesh), memory=MEMORY
@@ -115,6 +115,7 @@ def test_a_plan_is_beside_the_original() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process", "here")
+@pytest.mark.exhaustive
 def test_the_last_rank_may_need_more() -> None:
     """Of a function that treats it otherwise: what fits on the first is not enough."""
     found = recommend_ranks(models.shorter, FLAGS[1], ranks=2, parallelize=wrong.last_gathers_all, memory="1.3MiB")
@@ -126,6 +127,7 @@ def test_the_last_rank_may_need_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process", "here")
+@pytest.mark.exhaustive
 def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = BatchProbes.count
 
