@@ -1,23 +1,27 @@
 """Compiled steps within a budget: the answer of ``memopt optimize --compile`` beside PyTorch's own memory budgets.
 
-    python benchmarks/compiled.py [MODEL ...] [--backend inductor] [--budgets 90,80,65,50,40] [--quick]
+    python benchmarks/compiled.py [MODEL ...] [--backend inductor] [--budgets 65,50] [--theirs 0.1,0.2] [--minutes 12]
+    python benchmarks/compiled.py --quick
 
 Models: gpt, bert and resnet, and with a dropout of 0.1 gpt_dropout, bert_dropout and resnet_dropout.  PyTorch's peer is
-the fastest of ``activation_memory_budget`` 0.1, 0.2 ... 1.0 that fits and is right: compared with the model compiled
+the fastest ``activation_memory_budget`` of ``--theirs`` that fits and is right: compared with the model compiled
 without a budget, as memopt compares its own candidates.  Both are measured three times in turns, each time in a process
 of its own; a peak above the budget in any of them is a violation.
 
-Each row is printed as soon as it is known.  ``--quick`` takes one model and two budgets, few of PyTorch's, and a
-backend that needs no C++ compiler; it keeps nothing in ``benchmarks/RESULTS.md``.
+Each row is printed as soon as it is known; those that would not end within ``--minutes`` are named.  ``--quick`` takes
+one model and two budgets, few of PyTorch's, and a backend that needs no C++ compiler; it keeps nothing in
+``benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +30,6 @@ from torch import nn
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.inputs.spec_text import parse_tensor
-from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import Measured, MeasureJob
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
@@ -52,9 +55,10 @@ from sample_models.gpt import GPT, Block
 from sample_models.resnet import ResNet
 
 DROPOUT = 0.1
-BUDGETS = "90,80,65,50,40"
-THEIRS = tuple(tenth / 10 for tenth in range(1, 11))
-TIMEOUT_S = 600.0
+BUDGETS = "65,50,80,40,90"
+"""In percent, the most telling first: each is asked of every model before the next one is."""
+THEIRS = "0.2,0.5,0.8"
+TIMEOUT_S = 120.0
 TURNS = 3
 HEADER = ["model", "budget", "PyTorch's", "peak", "step", "memopt's", "peak", "step", "to PyTorch's", "violations"]
 
@@ -150,10 +154,7 @@ class Bench:
     def compiling(self, plan: Plan) -> Prepared:
         """Return the model as it is measured with ``plan``."""
         if plan not in self._compiling:
-            folder = Folder()
-            self.folders.callback(folder.remove)
-            subject = replace(self.prepared.subject, compiler_cache=folder.path)
-            self._compiling[plan] = replace(self.prepared, subject=subject)
+            self._compiling[plan] = self.prepared.with_compiler_cache(self.folders)
         return self._compiling[plan]
 
     def measured(self, plan: Plan) -> Measurement | None:
@@ -253,20 +254,33 @@ def rows_of(bench: Bench, settings: StepSettings, share: float, theirs: Sequence
 # ---------------------------------------------------------------------------------------------- the command
 
 
-def run(names: Sequence[str], options: argparse.Namespace, theirs: Sequence[float]) -> list[list[str]]:
-    """Print a row for each of the models ``names`` at each budget, and return them."""
-    settings = StepSettings(device=options.device)
+def run(
+    names: Sequence[str], options: argparse.Namespace, theirs: Sequence[float]
+) -> tuple[list[list[str]], list[str]]:
+    """Print a row for each of the models ``names`` at each budget; return them, and those that are not run in time.
+
+    No row begins that would end too late if it took as long as the longest one so far.
+    """
+    settings, ends = StepSettings(device=options.device), time.monotonic() + 60 * options.minutes
     rows: list[list[str]] = []
+    left: list[str] = []
+    longest_s = 0.0
     print(" | ".join(HEADER), flush=True)
-    for name in names:
-        asked = request_of(name, options.backend, settings)
-        opening = Opening(source=asked.source, spec=asked.spec, settings=settings, timeout_s=TIMEOUT_S)
-        with contextlib.ExitStack() as folders:
-            bench = Bench(name, options.backend, prepare(opening, progress=Progress(), ask=None), folders)
-            for share in options.budgets.split(","):
-                rows.append(rows_of(bench, settings, float(share) / 100, theirs))
-                print(" | ".join(rows[-1]), flush=True)
-    return rows
+    with contextlib.ExitStack() as folders:
+        benches: dict[str, Bench] = {}
+        for share, name in itertools.product(options.budgets.split(","), names):
+            begun = time.monotonic()
+            if begun + longest_s > ends:
+                left.append(f"{name} {share} %")
+                continue
+            if name not in benches:
+                asked = request_of(name, options.backend, settings)
+                opening = Opening(source=asked.source, spec=asked.spec, settings=settings, timeout_s=TIMEOUT_S)
+                benches[name] = Bench(name, options.backend, prepare(opening, progress=Progress(), ask=None), folders)
+            rows.append(rows_of(benches[name], settings, float(share) / 100, theirs))
+            longest_s = max(longest_s, time.monotonic() - begun)
+            print(" | ".join(rows[-1]), flush=True)
+    return rows, left
 
 
 def main() -> None:
@@ -275,16 +289,20 @@ def main() -> None:
     parser.add_argument("models", nargs="*")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--budgets", default=BUDGETS)
+    parser.add_argument("--theirs", default=THEIRS)
+    parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    names, theirs = options.models or [name for name in INPUTS if name != QUICK], THEIRS
+    names = options.models or [name for name in INPUTS if name != QUICK]
     if options.quick:
-        names, theirs = options.models[:1] or [QUICK], (0.3, 0.6)
+        names, options.theirs = options.models[:1] or [QUICK], "0.3,0.6"
         options.backend, options.budgets = "aot_eager_decomp_partition", "80,50"
-    rows = run(names, options, theirs)
+    rows, left = run(names, options, [float(share) for share in options.theirs.split(",")])
     violated = sum(int(row[-1]) for row in rows)
-    text = f"Budgets are shares of the eager peak. Violations: {violated} of {len(rows)}.\n\n{table(HEADER, rows)}"
+    text = f"Budgets are shares of the eager peak; PyTorch's are {options.theirs}. "
+    text += f"Violations: {violated} of {len(rows)}.\n\n{table(HEADER, rows)}"
+    text += f"\n\nNot run within {options.minutes:g} minutes: {', '.join(left)}." if left else ""
     print(text, flush=True)
     if not options.quick:
         write_section(f"Compiled steps, {options.backend}", this_command(), text)

@@ -124,8 +124,8 @@ def optimize(
     search_time:
         Seconds after which the best so far is taken.
     compile:
-        A backend of ``torch.compile``: with a budget, the fastest step that it makes is looked for as well, and where
-        that is the answer, the model is compiled when it is called.
+        A backend of ``torch.compile``: steps that it makes are looked for as well, and where one of them is the answer,
+        the model is compiled when it is called.
     offload:
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
         the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
@@ -193,6 +193,7 @@ def frontier(
     target: Named | Sequence[Named] = (),
     allow_inexact: bool = False,
     search_time: float | None = None,
+    compile: str | None = None,
     offload: str = "none",
     loss: Loss | None = None,
     optimizer: Optimizer = None,
@@ -216,6 +217,7 @@ def frontier(
         settings=step.settings,
         search=search_of(level, max_slowdown, target, allow_inexact, offload),
         goal=SearchGoal(frontier=True),
+        backend=None if compile is None else text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),
         recommend_batch=False,
     )
@@ -284,6 +286,7 @@ def recommend_batch(
     allow_inexact: bool = False,
     search_time: float | None = None,
     longest_step: float = LONGEST_STEP_S,
+    compile: str | None = None,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
@@ -300,9 +303,9 @@ def recommend_batch(
     Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
     drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
     if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
-    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  ``for_device``: estimate the largest
-    batch on a GPU that is not here, as ``--for``; nothing is run.  Other arguments and errors are those of
-    :func:`optimize`.
+    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  ``compile``: a backend of ``torch.compile``,
+    for the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU that is not here, as
+    ``--for``; nothing is run.  Other arguments and errors are those of :func:`optimize`.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -323,6 +326,7 @@ def recommend_batch(
         search_limit_s=accepted_if_given("search_time", search_time),
         longest_step_s=accepted("longest_step", longest_step),
         card=card,
+        backend=None if compile is None else text("compile", compile),
     )
     chosen = None if plan is None else the_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:

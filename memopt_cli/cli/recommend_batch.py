@@ -48,6 +48,7 @@ def recommend_batch(
     strategy: str | None = None,
     search: PairSearchOptions,
     fake: bool = False,
+    compile: str | None = None,
     step: StepOptions,
     spread: RangeOptions,
     timeout: float = 600.0,
@@ -86,6 +87,7 @@ def recommend_batch(
         longest_step_s=longest_step,
         card=card,
         fake=fake,
+        backend=compile,
         layouts=spread.layouts(),
     )
     files = ReportFiles(html=html, snapshot=None, force=force)

@@ -352,6 +352,7 @@ class ProbeJob(StepJob[BatchProbe]):
     """A question for the allocated peak at another batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:probe"
+    compiles: ClassVar[bool] = True
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
@@ -467,6 +468,11 @@ Mode = Literal["training", "eval", "as it came"]
 which each was saved."""
 
 
+Compiling = Literal["as they are", "drawing alike", "keeping all"]
+"""The way in which compiled parts are compiled: as they are; to draw the random numbers of uncompiled ones; or to keep
+all that backward needs, whatever PyTorch's memory budget is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowJob(StepJob[Followed]):
     """A question for the results of consecutive steps with an optimizer."""
@@ -483,5 +489,4 @@ class FollowJob(StepJob[Followed]):
     mode: Mode = "training"
     detached: bool = False
     """Whether hidden state is detached from its graph between steps, as training loops do for models that keep it."""
-    draws_alike: bool = False
-    """Whether compiled parts draw the same random numbers as uncompiled ones."""
+    compiled: Compiling = "as they are"

@@ -161,6 +161,12 @@ class _Sides:
         assert not isinstance(other, Followed)
         return other
 
+    def budgeted(self, job: FollowJob) -> tuple[Followed, Followed] | None:
+        """Take the steps of the candidate without PyTorch's memory budget, and as it is; ``None`` if one fails."""
+        found = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
+        one, other = (side if isinstance(side, Followed) and not side.failed else None for side in found)
+        return None if one is None or other is None else (one, other)
+
     def comparable(self, one: Followed, other: Followed) -> tuple[Followed, Followed]:
         """Return both sides under the same names.  Raises :class:`StepError` if they are not of one model."""
         return with_others(*by_the_same_names(one, other), self.unsteady)
@@ -289,11 +295,11 @@ class _Judge:
         It is followed again with those that it would draw without: then it agrees, or forward alone does.  Where its
         backward recomputes with others, whoever is told that it draws others would dismiss wrong gradients.
         """
-        alike = self.sides.both(replace(job, draws_alike=True))
+        alike = self.sides.both(replace(job, compiled="drawing alike"))
         if not isinstance(alike, tuple) or not (alike[0].draws or alike[1].draws):
             return None
         if self._agree(alike, tolerance):
-            return Cause(text=RANDOM_COMPILED)
+            return Cause(text=RANDOM_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else RANDOM_COMPILED)
         apart = first_gap(*alike, self._allowed(alike, tolerance))
         assert apart is not None, "they do not agree"
         if not _is_backward_alone(apart.gaps):
@@ -301,6 +307,15 @@ class _Judge:
         calm = self.sides.both(replace(job, mode="eval"))
         is_drawn = isinstance(calm, tuple) and self._agree(calm, tolerance)
         return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
+
+    def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
+        """Tell whether a compiled candidate, whose ``gaps`` go with other random numbers, has wrong gradients as well.
+
+        Its random numbers are operators that PyTorch recomputes within a memory budget; those of eager mode are kept.
+        """
+        own = None if _is_backward_alone(gaps) else self.sides.budgeted(job)
+        apart = None if own is None else first_gap(*own, self._allowed(own, tolerance))
+        return _is_backward_alone(gaps if apart is None else apart.gaps)
 
     def _agree(self, both: tuple[Followed, Followed], tolerance: float) -> bool:
         return first_gap(*both, self._allowed(both, tolerance)) is None

@@ -18,6 +18,7 @@ from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor, is_factory
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device
+from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
@@ -98,6 +99,15 @@ class Prepared:
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
         facts = replace(self.facts, batch=batch, spec=spec)
         return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
+
+    def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
+        """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
+
+        So neither the code of a step nor the time to compile it depends on what was compiled before.
+        """
+        folder = Folder()
+        folders.callback(folder.remove)
+        return replace(self, subject=replace(self.subject, compiler_cache=folder.path))
 
     def sized(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""

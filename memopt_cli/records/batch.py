@@ -202,6 +202,8 @@ class BatchRequest(StepRequest):
     """Layouts, of each of which one rank is predicted; empty for a single device."""
     search_limit_s: float | None = None
     """Seconds after which that search tries no more pairs; ``None`` for no limit."""
+    backend: str | None = None
+    """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
     output: str | None = None
     """Path of the batch configuration; ``None`` to write none, or with a ``search`` one beside the model."""
     force: bool = False
@@ -226,8 +228,28 @@ class BatchRequest(StepRequest):
         """
         return self.settings if self.global_batch is None else replace(self.settings, micro_batches=2)
 
+    @property
+    def uncompiled(self) -> str:
+        """Option for which steps run, or are predicted, without a compiler; empty if none was given."""
+        given = {
+            "`--search`": self.search,
+            "`--strategy`": self.strategies or None,
+            "`--replicas`": self.replicas,
+            "`--lengths`": self.lengths_path,
+            "`--dim` with a range": self.dim_range,
+            "`--ranks`": self.layouts or None,
+            "`--for`": self.card,
+            "`--fake`": self.fake or None,
+        }
+        return next((option for option, value in given.items() if value is not None), "")
+
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        if self.backend is not None and self.uncompiled:
+            raise OptionError(
+                f"`--compile` measures compiled steps, but {self.uncompiled} measures or predicts others",
+                hint="Leave one of them out.",
+            )
         if not self.runs:
             self._check_without_runs()
         if self.layouts:
@@ -356,3 +378,5 @@ class BatchRecommendation:
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""
     """Name of the device that is not here, for which it is an estimate; empty for the one here."""
+    backend: str = ""
+    """Backend of ``torch.compile`` that was asked for; empty if the step is compiled only where the plan says so."""

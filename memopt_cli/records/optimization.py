@@ -115,11 +115,6 @@ class OptimizeRequest(StepRequest):
             self._check_without_runs()
 
     def _check_compiled(self) -> None:
-        if self.goal.needs_frontier:
-            raise OptionError(
-                "`--compile` looks for a single step, and shows no frontier",
-                hint="Leave out `--frontier` and `--pick`; with `--budget` it looks for the fastest step that fits.",
-            )
         if not self.runs:
             raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out `--compile`.")
         if self.dim_range is not None:
@@ -128,7 +123,8 @@ class OptimizeRequest(StepRequest):
             )
         if self.confirm_batch:
             raise OptionError(
-                "batches are measured and predicted without a compiler", hint="Leave out `--recommend-batch`."
+                "`--recommend-batch` predicts batches without a compiler",
+                hint="Leave it out: `memopt recommend-batch --compile` measures them.",
             )
 
     def _check_range(self, varied: DimRange) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Final, Literal
 
 from memopt_cli.errors import UsageError
 
@@ -114,11 +114,16 @@ class PlanRange:
         return Plan(segments=self.segments, packed=self.packed, place=self.place)
 
 
+BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Backends of ``torch.compile`` that divide a graph by PyTorch's partitioner, which alone reads the memory budget."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilePlan:
     """The settings with which ``torch.compile`` compiles the model as a whole.
 
-    Raises :class:`UsageError` for a memory budget that is no share, and for a mode of another backend than inductor.
+    Raises :class:`UsageError` for a memory budget that is no share, or that the backend does not read, and for a mode
+    of another backend than inductor.
     """
 
     backend: str
@@ -133,6 +138,11 @@ class CompilePlan:
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
             raise UsageError(f"the activation_memory_budget is {budget:g}; it must be from 0 to 1")
+        if budget is not None and self.backend not in BUDGETED:
+            raise UsageError(
+                f"the backend {self.backend} does not read activation_memory_budget",
+                hint=f"Leave it out, or take {BUDGETED[0]}.",
+            )
         if self.mode is not None and self.backend != "inductor":
             raise UsageError(f"the backend {self.backend} has no modes", hint="Leave mode out, or take inductor.")
 

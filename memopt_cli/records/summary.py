@@ -52,9 +52,10 @@ class ParetoPoint:
     """One plan of the frontier, between least time and least memory."""
 
     plan: Plan
-    predicted_allocated_peak_bytes: int
-    predicted_slowdown: float
-    """Step time divided by that of the original, by the cost model."""
+    predicted_allocated_peak_bytes: int | None = None
+    """Peak of a dry run with the workspaces of kernels in the original; ``None`` for a plan that compiles the model."""
+    predicted_slowdown: float | None = None
+    """Step time divided by that of the original, by the cost model; ``None`` for a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
     """Step time of the original as timed beside this plan; ``None`` where it does not run."""
@@ -72,6 +73,18 @@ class ParetoPoint:
         if self.slowdown is None or not isinstance(self.outcome, Measurement):
             return None
         return self.slowdown + self.outcome.slowdown_error
+
+    def row(self, level: int, *, dry_runs: int = 0, search_s: float = 0.0) -> LevelRow:
+        """Return the point, once it is picked, as the row of ``level``."""
+        return LevelRow(
+            level=level,
+            plan=self.plan,
+            outcome=self.outcome,
+            predicted_allocated_peak_bytes=self.predicted_allocated_peak_bytes,
+            predicted_slowdown=self.predicted_slowdown,
+            dry_runs=dry_runs,
+            search_s=search_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +217,14 @@ class MemOptSummary:
         return self.plan is not None and not self.plan.is_empty and not failed
 
     @property
+    def is_to_choose(self) -> bool:
+        """Whether plans of the frontier are shown, and none is applied."""
+        return bool(self.frontier) and self.verification is None
+
+    @property
     def decisive(self) -> Dropped | None:
         """Plan that came nearest to being applied; ``None`` where one is applied, or none was found."""
-        is_to_choose = bool(self.frontier) and self.verification is None
-        return None if self.is_applied or is_to_choose else decisive(self.dropped)
+        return None if self.is_applied or self.is_to_choose else decisive(self.dropped)
 
     @property
     def unchanged(self) -> str:

@@ -106,11 +106,11 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
         yield level_table(summary)
     elif summary.is_applied and not summary.ranges and not summary.compiled and len(summary.levels) > 1:
         yield plan_table(summary)
-    if summary.compiled:
+    if summary.compiled and not summary.is_to_choose:
         yield compiled_table(summary)
     if summary.ranges:
         yield ranges(summary)
-    if summary.frontier and (verbose or summary.verification is None):
+    if summary.frontier and (verbose or summary.is_to_choose):
         yield frontier(summary)
 
 
@@ -235,7 +235,8 @@ def frontier(summary: MemOptSummary) -> Table:
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
-        predicted = format_bytes(point.predicted_allocated_peak_bytes)
+        peak = point.predicted_allocated_peak_bytes
+        predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] * shows_elsewhere
         table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, in_words(point.plan), plot)
     return table
@@ -327,6 +328,8 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if found is not None and summary.is_applied:
         yield from inexact(found)
     yield from _parts_left_out(summary)
+    if summary.is_to_choose:  # else their table says so
+        yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     yield from busy(found.waited for found in _measured(summary))
     yield from summary.notes
 
@@ -350,7 +353,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     yield f"{written} in {format_seconds(summary.spent_s)}"
     if summary.advice:
         yield _batch(summary.advice)
-    if summary.frontier and summary.verification is None:
+    if summary.is_to_choose:
         is_kept = any(path.endswith(".frontier.json") for path in result.files)
         again = "" if is_kept else ", which searches again"
         yield f"nothing is applied; choose a plan with `--budget`, or with `--pick N`{again}"

@@ -38,7 +38,7 @@ def headline(found: BatchRecommendation) -> Iterator[str]:
 
 def _fits(found: BatchRecommendation, main: BatchRow) -> str:
     """Return ``batch 40 fits at S=128, the largest that does; it was run``, or that it is an estimate."""
-    where = _case(main)
+    where = _case(main) + (f", compiled by {found.backend}" if found.backend else "")
     if not main.planned and any(row.planned for row in found.rows):
         where += ", without the plan"
     copies = f"{format_copies(main.replicas.fastest)} × " if main.replicas is not None else ""
@@ -50,7 +50,7 @@ def _fits(found: BatchRecommendation, main: BatchRow) -> str:
     largest, estimated = main.outcome.recommended_batch, main.outcome.estimated_batch
     if estimated > largest:
         run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
-        return f"about {copies}batch {estimated} fits{where}, as dry runs predict; {run}"
+        return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
     end = "the largest of those run" if found.interrupted else "the largest that does; it was run"
     return f"{copies}batch {largest} fits{where}, {end}"
 
@@ -173,6 +173,8 @@ def settings(found: BatchRecommendation) -> Iterator[str]:
     device = "cuda" if found.card else found.step.device
     if _main(found).planned and found.plan:
         yield f"memopt_cli.apply_plan(model, {found.plan!r})  # before it trains"
+    if found.backend:
+        yield f"model.compile(backend={found.backend!r})  # before it trains"
     fastest = _fastest(_main(found))
     if fastest is not None and found.objective == "max":
         yield f"# {fastest}"

@@ -772,19 +772,10 @@ class _WithinBudget:
 
 
 def within_budget(backend: str, mode: str | None, budget: float) -> Any:
-    """Return the ``backend`` for ``torch.compile`` that compiles under a memory ``budget``, whatever the process says.
-
-    Raises :class:`ValueError` for a backend that leaves the division into forward and backward to others.
-    """
-    if backend not in _PARTITION:
-        raise ValueError(f"the backend {backend} does not look at activation_memory_budget")
+    """Return ``backend`` as one that compiles under a memory ``budget``, whatever the process says."""
     if backend == "inductor":
         return _WithinBudget(torch._TorchCompileInductorWrapper(mode, None, None), budget)
     return _WithinBudget(torch._TorchCompileWrapper(backend, None, None, None), budget)
-
-
-_PARTITION: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Names of the backends that divide a graph by PyTorch's partitioner, which alone reads the memory budget."""
 
 
 @contextlib.contextmanager
@@ -806,6 +797,15 @@ def compiled_to_draw_alike() -> Iterator[None]:
     import torch._inductor.config
 
     with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_to_keep_all() -> Iterator[None]:
+    """Have what is compiled in the block keep for backward as much as without a memory budget."""
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
         yield
 
 

@@ -159,6 +159,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
     "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND"),
+    "recommend_batch.compile": Option(
+        "Find the batch whose step fits as torch.compile makes it: inductor, aot_eager, …", STEP, "BACKEND"
+    ),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
     "ranks": Option(
@@ -205,7 +208,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimize.compile": Option(
-        "Also look for a better step that torch.compile makes, as for --budget or --level: inductor, aot_eager, …",
+        "Also look for steps that torch.compile makes, for --level, --budget or --frontier: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
     ),

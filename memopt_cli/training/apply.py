@@ -32,7 +32,13 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
-from memopt_cli.training.compiling import compile_model, compiled_as, require_uncompiled, stop_compiling
+from memopt_cli.training.compiling import (
+    compile_model,
+    compiled_as,
+    compiles_by_plan,
+    require_uncompiled,
+    stop_compiling,
+)
 from memopt_cli.training.own_checkpoints import resume, suspend
 from memopt_cli.training.wrappers import unwrapped
 
@@ -96,6 +102,8 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             undo.callback(stop_compiling, model)
         if plan.in_backward and optimizer is not None:
             _run_in_backward(optimizer, model)
+        if plan.compile is None and not compiles_by_plan(model):  # settings that torch.load or a copy took over
+            stop_compiling(model)
         undo.pop_all()
 
 

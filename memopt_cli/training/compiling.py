@@ -21,7 +21,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     compiler skips PyTorch's files until it meets a function of another one.  Here that is in :func:`call_of_its_own`.
 
     A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that is not there, and
-    :class:`PlanError` for one that knows no memory budget.
+    :class:`PlanError` for a mode that inductor does not have.
     """
     require_backend(how.backend)
     backend: Any = how.backend
@@ -80,7 +80,13 @@ def compile_again(model: nn.Module) -> None:
         compile_model(model, how)
 
 
+def compiles_by_plan(model: nn.Module) -> bool:
+    """Tell whether a plan compiles ``model`` when it is called: neither a file nor a copy has the compiled call."""
+    return getattr(vars(model).get(COMPILED_CALL), "__module__", "") == __name__
+
+
 def stop_compiling(model: nn.Module) -> None:
-    """Undo what a plan's :func:`compile_model` did to ``model``; nothing if none did."""
-    if vars(model).pop(COMPILED_KEY, None) is not None:
-        vars(model).pop(COMPILED_CALL, None)
+    """Undo what a plan's :func:`compile_model` did to ``model``; leave a call that the user had compiled."""
+    if compiles_by_plan(model):
+        vars(model).pop(COMPILED_CALL)
+    vars(model).pop(COMPILED_KEY, None)

@@ -45,6 +45,8 @@ def test_every_flag_arrives(requests: list[BatchRequest]) -> None:
         "--allow-package a --allow-global c.D -q"
     )
     assert main(["recommend-batch", "model.pt", *flags.split()]) == 3
+    assert main(["recommend-batch", "model.pt", "--compile", "inductor"]) == 3
+    assert requests.pop().backend == "inductor"
     trust = Trust(packages=("a",), globals=("c.D",), code_paths=("train.py",))
     assert requests == [
         BatchRequest(

@@ -62,6 +62,7 @@ class FakePlanner:
         return next(p for p in reversed(self.plans) if p.slowdown <= most_slowdown + 1e-9)
 
     def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
+        self.levels.add(level)
         return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
 
 

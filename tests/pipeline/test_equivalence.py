@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -9,7 +10,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from xml.etree import ElementTree as ET
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
+from memopt_cli.measure.answers import followed as following
 from memopt_cli.measure.jobs import ORIGINAL, FollowJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -39,6 +41,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all
 from tests.zoo.models import GIVEN, Parts
 from tests.zoo.prepared import prepared_here
 
@@ -498,12 +501,30 @@ def test_the_cause_of_a_failure_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget", "text"), [(0.0, causes.RANDOM_IN_BACKWARD), (1.0, causes.RANDOM_COMPILED)])
+@pytest.mark.parametrize(
+    ("budget", "is_kept_alike", "text"),
+    [
+        (0.0, False, causes.RANDOM_IN_BACKWARD),
+        (0.0, True, causes.RANDOM_IN_BACKWARD),
+        (1.0, False, causes.RANDOM_COMPILED),
+    ],
+)
 def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numbers(
-    budget: float, text: str, monkeypatch: pytest.MonkeyPatch
+    budget: float, is_kept_alike: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pytorch#190758: under a memory budget, dropout has another mask in backward."""
+    """As pytorch#190758: under a memory budget, dropout has another mask in backward.
+
+    ``is_kept_alike``: not where it draws eager mode's numbers, as in Inductor, which recomputes other operators then.
+    """
     import torch._functorch.config as config
+
+    @contextlib.contextmanager
+    def kept_alike() -> Iterator[None]:
+        with compiled_to_draw_alike(), compiled_to_keep_all():
+            yield
+
+    if is_kept_alike:
+        monkeypatch.setitem(following._COMPILING, "drawing alike", kept_alike)  # type: ignore[arg-type]
 
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 6))

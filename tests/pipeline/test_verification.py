@@ -465,14 +465,10 @@ def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None
     assert "compiles it (wrong gradients: " in budget.difference
 
 
-@pytest.mark.parametrize(
-    ("differs", "budget", "passes"),
-    [("output", None, True), ("output", 0.5, False), ("gradient of body.0.weight", None, False)],
-)
-def test_other_random_numbers_excuse_what_differs_in_forward_alone(
-    differs: str, budget: float | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("budget", "passes"), [(None, True), (0.5, False)])
+def test_other_random_numbers_excuse_what_differs_without_a_memory_budget(
+    budget: float | None, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward may be wrong with the compiler's own random numbers, and right with those of eager mode."""
     told = Equivalence(
         reference="-",
         candidate="-",
@@ -482,7 +478,7 @@ def test_other_random_numbers_excuse_what_differs_in_forward_alone(
         compared=9,
         precision="stored",
         worst=0.5,
-        gaps=(TensorGap(name=differs, apart=0.5),),
+        gaps=(TensorGap(name="output", apart=0.5),),
         cause=Cause(text=RANDOM_COMPILED),
     )
     monkeypatch.setattr(verification, "compare_prepared", lambda *_: told)

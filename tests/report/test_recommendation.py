@@ -128,6 +128,12 @@ def test_a_batch_that_fits_under_the_plan_alone_is_pasted_with_it() -> None:
     assert apply not in shown(replace(FOUND, plan="p.plan.yaml"))
 
 
+def test_a_batch_of_a_compiled_step_is_pasted_with_what_compiles_it() -> None:
+    lines = shown(replace(FOUND, backend="inductor"))
+    assert lines[0] == "batch 40 fits, compiled by inductor, the largest that does; it was run"
+    assert "model.compile(backend='inductor')  # before it trains" in lines
+
+
 def test_plans_sizes_and_what_was_not_run() -> None:
     rows = (
         BatchRow(planned=False, dims={"S": 128}, outcome=replace(ADVICE, estimated_batch=55, limited_by="the time")),
@@ -140,7 +146,7 @@ def test_plans_sizes_and_what_was_not_run() -> None:
     )
     lines = shown(replace(FOUND, rows=rows))
     assert lines[0] == (
-        "about batch 55 fits at S=128, without the plan, as dry runs predict; the largest that was run is 40, limited "
+        "about batch 55 fits at S=128, without the plan, as predicted; the largest that was run is 40, limited "
         "by the time"
     )
     assert [" ".join(line.split()) for line in lines[5:9]] == [

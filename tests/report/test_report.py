@@ -12,6 +12,8 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
+    CompiledRow,
+    CompilePlan,
     Differs,
     Dropped,
     FingerprintCheck,
@@ -426,6 +428,20 @@ def test_a_frontier_has_its_notes(summary: MemOptSummary) -> None:
     text = shown(DETAILED, result(summary, files=()))
     assert "nothing is applied; choose a plan with --budget, or with --pick N, which searches again" in text
     assert "inputs are a [guess] from conv1" in text
+
+
+def test_a_frontier_has_compiled_steps_and_why_others_are_not_shown(summary: MemOptSummary) -> None:
+    how = CompilePlan(backend="inductor")
+    wrong = Plan(compile=replace(how, activation_memory_budget=0.5))
+    summary.compiled = [
+        CompiledRow(plan=Plan(compile=how), outcome=measured(400, 0.9)),
+        CompiledRow(plan=wrong, outcome=measured(300, 0.9), dropped="wrong gradients"),
+    ]
+    summary.frontier = [ParetoPoint(plan=row.plan, outcome=row.outcome) for row in summary.compiled[:1]]
+    summary.verification = None
+    lines = shown(TextReport(), result(summary, files=())).splitlines()
+    assert "not shown: compiled by inductor, memory budget 0.5: wrong gradients" in lines
+    assert [line.split()[:3] for line in lines if "compiled by inductor" in line][:1] == [["1", "400.0", "MiB"]]
 
 
 def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats(summary: MemOptSummary) -> None:

@@ -55,8 +55,15 @@ def test_every_name_has_a_test() -> None:
 def test_a_memory_budget_belongs_to_the_backend() -> None:
     assert p.within_budget("aot_eager", None, 0.5) == p.within_budget("aot_eager", None, 0.5)
     assert p.within_budget("aot_eager", None, 0.5) != p.within_budget("aot_eager", None, 0.2)
-    with pytest.raises(ValueError, match="eager does not look at"):
-        p.within_budget("eager", None, 0.5)
+
+
+def test_a_memory_budget_of_the_process_can_be_left_out() -> None:
+    import torch._functorch.config as config
+
+    with config.patch(activation_memory_budget=0.0):
+        with p.compiled_to_keep_all():
+            assert config.activation_memory_budget == 1.0
+        assert config.activation_memory_budget == 0.0
 
 
 def test_what_breaks_a_graph_is_listed() -> None:

@@ -92,7 +92,7 @@ def test_what_a_plan_compiles_it_leaves_uncompiled() -> None:
     [
         ({"backend": "nope"}, UsageError, "no backend 'nope' here"),
         ({"backend": "inductor", "mode": "fastest"}, PlanError, "Unrecognized mode=fastest"),
-        ({"backend": "eager", "budget": 0.5}, PlanError, "eager does not look at activation_memory_budget"),
+        ({"backend": "eager", "budget": 0.5}, UsageError, "eager does not read activation_memory_budget"),
         ({"backend": "eager", "mode": "default"}, UsageError, "eager has no modes"),
         ({"budget": 1.5}, UsageError, "activation_memory_budget is 1.5; it must be from 0 to 1"),
     ],
@@ -172,6 +172,19 @@ def test_a_saved_model_is_compiled_when_it_is_loaded(tmp_path: Path) -> None:
     copied = copy.deepcopy(loaded)
     assert memopt_cli.plan_of(copied) == plan
     assert not is_compiled(copied)
+
+
+def test_a_plan_on_a_copy_leaves_no_settings_of_the_plan_before() -> None:
+    copied, plan = copy.deepcopy(memopt_cli.apply_plan(made(), compiling())), compiling(None, "0").eager
+    with pytest.raises(PlanError):
+        memopt_cli.apply_plan(copied, compiling(None, "nowhere").eager)
+    assert memopt_cli.plan_of(copied) == compiling()
+    assert memopt_cli.plan_of(memopt_cli.apply_plan(copied, plan)) == plan
+    copied = copy.deepcopy(memopt_cli.apply_plan(made(), compiling()))
+    copied.compile(backend="eager")
+    assert is_compiled(memopt_cli.remove_plan(copied))
+    running = memopt_cli.apply_plan(memopt_cli.apply_plan(made(), compiling()), plan)
+    assert memopt_cli.plan_of(running) == compiling(None, "0")
 
 
 def test_a_file_compiles_by_nothing_but_settings(tmp_path: Path) -> None:

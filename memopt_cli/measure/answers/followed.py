@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Final
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.jobs import FollowJob, Mode
-from memopt_cli.records import Followed, StepPrint
+from memopt_cli.measure.jobs import Compiling, FollowJob, Mode
+from memopt_cli.records import Followed, Plan, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
-from memopt_cli.runtime.private_torch import compiled_to_draw_alike, is_compiled
+from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all, is_compiled
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.consecutive import consecutive
@@ -20,7 +22,7 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 def follow(bench: Bench, job: FollowJob) -> Followed:
     """Take consecutive steps under the plan of ``job``, which the file carried."""
-    apply_plan(bench.model, job.plan.of_model)
+    apply_plan(bench.model, (_unbudgeted(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
     step = bench.step()
     if step.scaler is not None:  # until it has found a scale, it skips updates
         try:
@@ -30,10 +32,21 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
             failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
             return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
     _enter_mode(bench, job.mode)  # the bench restores it
-    drawing = compiled_to_draw_alike() if job.draws_alike else contextlib.nullcontext()
-    with _cast(step, double=job.double) as taken, drawing:
+    with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
         return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
+
+
+_COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {
+    "as they are": contextlib.nullcontext,
+    "drawing alike": compiled_to_draw_alike,
+    "keeping all": compiled_to_keep_all,
+}
+
+
+def _unbudgeted(plan: Plan) -> Plan:
+    """Return ``plan`` without a memory budget of its own."""
+    return plan if plan.compile is None else replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
 
 
 def _enter_mode(bench: Bench, mode: Mode) -> None:

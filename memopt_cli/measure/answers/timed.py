@@ -223,7 +223,10 @@ def _shorter(bench: Bench, step: Step) -> float:
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     """Measure the allocated peak and the time of a step at the sizes of ``job``."""
     step = bench.step(job.batch, job.dims)
-    apply_plan(bench.model, job.plan, bench.optimizer)
+    if job.plan.compile is None:
+        apply_plan(bench.model, job.plan, bench.optimizer)
+    else:
+        compile_step(bench, job.plan, step)
     since = _clocks()
     with device_of(job.limit_bytes, bench.settings.device):
         peak_bytes, step_s = probed(bench, step)

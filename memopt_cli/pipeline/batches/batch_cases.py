@@ -97,8 +97,9 @@ class CaseSearch:
         ratio = 1.0
         for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
             self.prepared.progress.stage(f"finding the batch that fits{case.text}")
+            is_compiled = case.plan.compile is not None
             case.probes = BatchProbes(
-                session=session,
+                session=(lambda: self.prepared) if is_compiled else session,  # a process of its own for each batch
                 plan=case.plan,
                 progress=self.prepared.progress,
                 dims=case.dims,
@@ -173,9 +174,9 @@ class CaseSearch:
                 hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
             )
         if case.search.model.predict is None:
-            self.notes.append(
-                f"The step cannot run on tensors without data{case.text}, so peaks are extrapolated from runs alone."
-            )
+            why = "The step cannot run on tensors without data"
+            why = why if case.plan.compile is None else "Dry runs do not know compiled steps"
+            self.notes.append(f"{why}{case.text}, so peaks are extrapolated from runs alone.")
 
     @property
     def left(self) -> int:

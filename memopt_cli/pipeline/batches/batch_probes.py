@@ -78,7 +78,7 @@ def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
 class BatchProbes:
     """Runs and dry runs of one case, a plan and sizes of the inputs, at one batch after another."""
 
-    session: Callable[[], Session]
+    session: Callable[[], Session | Prepared]
     plan: Plan
     progress: Progress
     dims: dict[str, int] = field(default_factory=dict)
@@ -100,8 +100,11 @@ class BatchProbes:
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
-        """Return a search that starts at ``batch``, with dry runs where the model can be run without data."""
-        without_data = math.isfinite(self.predict(batch))
+        """Return a search that starts at ``batch``, with dry runs where the model can be run without data.
+
+        They do not know a compiled step.
+        """
+        without_data = self.plan.compile is None and math.isfinite(self.predict(batch))
         return BatchSearch(
             batch=batch,
             probe=self.probe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -27,6 +28,7 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRequest,
+    CompilePlan,
     DimRange,
     FileHeader,
     LengthBatching,
@@ -72,8 +74,10 @@ def recommend_prepared(
 ) -> BatchRecommendation:
     """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
     started = time.monotonic()
-    if plan is not None:
-        plan.required_eager("batches are measured and predicted without a compiler")
+    if plan is not None and request.uncompiled:
+        plan.required_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
+    if plan is not None and request.backend is not None:
+        plan.required_eager("`--compile` compiles it, too")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
@@ -97,7 +101,8 @@ def recommend_prepared(
     )
     job = _Job(request=request, prepared=prepared, longest=longest, search=search)
     try:
-        with Sessions(prepared, prepared.dry_data, notes) as session:
+        with contextlib.ExitStack() as folders, Sessions(prepared, prepared.dry_data, notes) as session:
+            search.prepared = prepared.with_compiler_cache(folders)
             found = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # the subprocess has ended by now
         if not job.proven:
@@ -128,7 +133,9 @@ class _Job:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
         sizes = [size | self.longest for size in sizes]
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
-        cases = [Case(planned=p is plan, plan=p, dims=dims) for p in plans for dims in sizes]
+        if self.request.backend is not None:
+            plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
+        cases = [Case(planned=at > 0, plan=p, dims=dims) for at, p in enumerate(plans) for dims in sizes]
         self.search.find(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
@@ -186,6 +193,7 @@ class _Job:
             step=self.prepared.subject.settings,
             plan=self.request.plan_path or "",
             card="" if self.request.card is None else self.request.card.name,
+            backend=self.request.backend or "",
         )
 
     def _main(self, cases: Sequence[Case]) -> Case:
@@ -328,6 +336,8 @@ def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
         if row.replicas is not None:
             data |= replicas_data(row.replicas)
     data |= {"batch_size": found.batch, "verified": found.verified}
+    if found.backend:
+        data["compile"] = found.backend
     if found.accumulation is not None:
         data["accumulation"] = to_data(found.accumulation)
     if found.lengths:

@@ -22,15 +22,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
-from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
 from memopt_cli.pipeline.equivalence import Known
 from memopt_cli.pipeline.memory.profiling import broken_notes
+from memopt_cli.pipeline.plans.goal import spread
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.prepare import Prepared, turned_off
 from memopt_cli.pipeline.verification import verified_compiled
 from memopt_cli.records import (
+    BUDGETED,
     CompiledRow,
     CompilePlan,
     Failure,
@@ -51,6 +52,8 @@ _REGIONS: Final = 2
 """The level of the search whose segments are tried: chunks and packing run outside of compiled code."""
 _MARGIN: Final = 50
 """Where segments did not fit, the next are to take less by that and by one such part of the budget."""
+_SHOWN: Final = 4
+"""The number of plans of the eager frontier, the original among them, that are tried as regions for a frontier."""
 _BUDGETS: Final = (0.5, 0.2, 0.8)
 """PyTorch's memory budgets that are tried: the first, then the second where that did not fit, else the third."""
 _CLOSE: Final = 1.1
@@ -94,9 +97,7 @@ class CompiledSearch(ABC):
         """Return the row of the best step that is right: a compiled one, or that of ``eager``; ``None`` for neither."""
         started = time.monotonic()
         with self._folders:
-            reference = self._with_cache()
-            for plan in self._candidates():
-                self._rows.append(self._tried(plan, reference))
+            self._try_candidates()
             if eager is not None and isinstance(eager.outcome, Measurement):
                 dropped = self._beyond(eager.outcome)
                 self._rows.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome, dropped=dropped))
@@ -112,6 +113,16 @@ class CompiledSearch(ABC):
             dry_runs=len(self.search.planner.dry_runs),
             search_s=time.monotonic() - started,
         )
+
+    def measure(self) -> None:
+        """Measure the candidates, and verify those that may be chosen from them."""
+        with self._folders:
+            self._try_candidates()
+
+    def _try_candidates(self) -> None:
+        reference = self._with_cache()
+        for plan in self._candidates():
+            self._rows.append(self._tried(plan, reference))
 
     # ------------------------------------------------------------------------------------------ the aim
 
@@ -176,8 +187,7 @@ class CompiledSearch(ABC):
                     return
                 times[plan] += (answer.measurement.step_s,)
         for plan in times:
-            if plan.compile is None:
-                self.measurements.retimed(plan, step_times_s=times[plan])
+            self.measurements.retimed(plan, step_times_s=times[plan])
         again = [(at, row, row.outcome) for at, row in enumerate(self._rows) if row.plan in times]
         for at, row, outcome in again:
             if isinstance(outcome, Measurement):
@@ -190,11 +200,8 @@ class CompiledSearch(ABC):
         yield from (f"{row.plan.compile.backend}: {row.dropped}." for row in self._rows if row.plan.compile)
 
     def _with_cache(self) -> Prepared:
-        """Return the model whose subprocesses share a folder of the compiler's, which no other candidate sees."""
-        folder = Folder()
-        self._folders.callback(folder.remove)
-        prepared = self.measurements.prepared
-        return replace(prepared, subject=replace(prepared.subject, compiler_cache=folder.path))
+        """Return the model with an empty cache of the compiler's, which no other candidate sees."""
+        return self.measurements.prepared.with_compiler_cache(self._folders)
 
     # ------------------------------------------------------------------------------------------ candidates
 
@@ -203,8 +210,10 @@ class CompiledSearch(ABC):
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
-        regions, budgets = self._regions(), self._budgets()
-        for source in (regions, budgets, regions, regions, self._both(), budgets):
+        regions, budgets, both = self._regions(), self._budgets(), self._both()
+        if self.backend not in BUDGETED:
+            budgets = both = iter(())
+        for source in (regions, budgets, regions, regions, both, budgets):
             if len(self._rows) < _MOST:
                 yield from self._untried(source)
 
@@ -217,14 +226,17 @@ class CompiledSearch(ABC):
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
             return
-        if plan.compile.activation_memory_budget is None or not self._budgets_are_wrong:
+        if plan.compile.activation_memory_budget is None or not any(map(self._shows_no_use, self._rows)):
             yield plan
 
-    @property
-    def _budgets_are_wrong(self) -> bool:
-        """Whether a memory budget was seen to change what the model computes, as it does with dropout."""
-        wrong = (row.plan.compile for row in self._rows if row.dropped.startswith(_WRONG))
-        return any(how is not None and how.activation_memory_budget is not None for how in wrong)
+    def _shows_no_use(self, row: CompiledRow) -> bool:
+        """Tell whether a memory budget in ``row`` changes what is computed, as with dropout, or leaves the peak."""
+        if row.plan.compile is None or row.plan.compile.activation_memory_budget is None:
+            return False
+        found, whole = self._outcome(row.plan), self._outcome(Plan(compile=CompilePlan(backend=self.backend)))
+        if row.dropped.startswith(_WRONG) or row.plan.segments or found is None or whole is None:
+            return row.dropped.startswith(_WRONG)
+        return found.allocated_peak_bytes == whole.allocated_peak_bytes
 
     @property
     def _level(self) -> int:
@@ -257,7 +269,7 @@ class CompiledSearch(ABC):
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
         prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MOST}")
-        answer = prepared.ask(MeasureJob(plan=plan))
+        answer = self.measurements.answer_in(prepared, plan)
         if is_first:
             self.search.found.notes += self._notes(answer)
         if not isinstance(answer, Measured):
@@ -396,6 +408,23 @@ class SmallestCompiled(CompiledSearch):
         """Return the regions of the lowest peak that are right."""
         regions = [(found.allocated_peak_bytes, row.plan) for row, found in self._right() if row.plan.segments]
         return min(regions, key=lambda pair: pair[0])[1] if regions else None
+
+
+@dataclass(slots=True, kw_only=True)
+class SpreadCompiled(SmallestCompiled):
+    """The search for steps to choose from on the frontier.  Step times are compared with that of the original."""
+
+    _beside: ClassVar[str] = FastestCompiled._beside
+
+    @property
+    def _yardstick(self) -> Plan:
+        return ORIGINAL
+
+    def _regions(self) -> Iterator[Plan]:
+        self._searching()
+        found = spread(self.search.planner.frontier(self._level, self.most_slowdown), _SHOWN)
+        for priced in reversed(found[1:]):
+            yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
 
 
 def _why(failure: Failure) -> str:

@@ -82,7 +82,7 @@ class GoalSearch:
         return math.inf if self.most_slowdown is None else self.most_slowdown
 
     @property
-    def _most_shown(self) -> float:
+    def most_shown(self) -> float:
         """The highest slowdown on the frontier."""
         return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
 
@@ -195,10 +195,10 @@ class GoalSearch:
 
     def worth_showing(self) -> list[Priced]:
         """Return plans of the frontier, from the original to the least peak, as many as may be measured."""
-        found = _apart(self._planner.frontier(self._level, self._most_shown))
+        found = _apart(self._planner.frontier(self._level, self.most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
-        return _spread(_apart([*found[:1], *both]), _MEASURED + 1)
+        return spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
         """Measure the plans in ``found`` and return them in that order; a note names those whose steps are too long."""
@@ -211,10 +211,10 @@ class GoalSearch:
             if point.slowdown is None or not self._is_too_slow(seemed, point):
                 points.append(point)
             else:
-                slow.append(f"{format_bytes(point.predicted_allocated_peak_bytes)} ({point.slowdown:.2f}×)")
+                slow.append(f"{format_bytes(priced.peak_bytes)} ({point.slowdown:.2f}×)")
         if slow:
             self.search.found.notes.append(
-                f"Not on the frontier, as their steps take more than {self._most_shown:g} times as long when measured: "
+                f"Not on the frontier, as their steps take more than {self.most_shown:g} times as long when measured: "
                 f"plans of {', '.join(slow)}. A higher `--max-slowdown` shows them."
             )
         return points
@@ -225,7 +225,7 @@ class GoalSearch:
         Without ``--max-slowdown``, only a plan that is too slow both times is hidden: nobody has asked for a limit.
         """
         found = [confirmed.upper] if self.most_slowdown is not None else [seemed.slowdown, confirmed.slowdown]
-        return all(slowdown is not None and slowdown > self._most_shown for slowdown in found)
+        return all(slowdown is not None and slowdown > self.most_shown for slowdown in found)
 
     def _point(self, priced: Priced) -> ParetoPoint:
         original = self.search.original.outcome
@@ -242,7 +242,7 @@ class GoalSearch:
         """Time ``point`` in turns with the original if its time is in doubt, so that a busy machine hides no plan."""
         if point.slowdown is None or point.plan.is_empty:
             return point
-        outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self._most_shown).outcome
+        outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self.most_shown).outcome
         if outcome == point.outcome:  # they could not be timed in turns
             return point
         beside = self.measurements.measure(ORIGINAL)
@@ -255,9 +255,8 @@ class GoalSearch:
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
         """Return the row of ``point``, a plan picked from the frontier."""
-        found = self._planner.dry_runs.known(point.plan.of_model)
-        assert found is not None, "it is of the frontier"
-        return self._row((self._lower(found) if point.plan.in_backward else found, point.outcome), started)
+        spent_s = time.monotonic() - started
+        return point.row(self._level, dry_runs=len(self._planner.dry_runs), search_s=spent_s)
 
     def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured
@@ -358,7 +357,7 @@ def _apart(found: Sequence[Priced]) -> list[Priced]:
     return kept
 
 
-def _spread(found: Sequence[Priced], most: int) -> list[Priced]:
+def spread(found: Sequence[Priced], most: int) -> list[Priced]:
     """Return at most ``most`` plans, evenly spread over ``found``, with the first and the last."""
     if len(found) <= most:
         return list(found)

@@ -14,7 +14,7 @@ from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled
+from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
@@ -153,15 +153,7 @@ class _Job:
         assert self.request.goal.pick is not None, "else nothing is read"
         point = shown.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
-        row = LevelRow(
-            level=shown.options.level,
-            plan=point.plan,
-            outcome=self.measurements.measure(point.plan),
-            predicted_allocated_peak_bytes=point.predicted_allocated_peak_bytes,
-            predicted_slowdown=point.predicted_slowdown,
-            dry_runs=0,
-            search_s=0.0,
-        )
+        row = replace(point, outcome=self.measurements.measure(point.plan)).row(shown.options.level)
         row = self.measurements.confirm(row)
         self.found.frontier = [self._as_timed(point, row) for point in shown.points]
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
@@ -247,7 +239,7 @@ class _Job:
             )
         self.prepared.progress.stage("searching the frontier" if shows else "searching within the budget")
         found = planned.worth_showing() if shows else []
-        if goal.pick is not None:
+        if goal.pick is not None and self.request.backend is None:  # else compiled steps are among them as well
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
             measured = search.original.outcome
@@ -255,7 +247,7 @@ class _Job:
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(self._within(planned, self.found.budget_bytes))
         if shows:
-            self.found.frontier = planned.frontier(found)
+            self.found.frontier = self._with_compiled(planned, planned.frontier(found))
         if goal.pick is not None:
             check_pick(goal.pick, len(self.found.frontier))
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
@@ -290,6 +282,29 @@ class _Job:
         found = best or eager
         assert found is not None, "else nothing fits"
         return found
+
+    def _with_compiled(self, planned: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
+        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, fastest first."""
+        if self.request.backend is None or self.found.interrupted:
+            return eager
+        if not self.found.compiled:  # else they were measured for the budget
+            compiled = SpreadCompiled(
+                backend=self.request.backend,
+                most_slowdown=planned.most_shown,
+                search=planned.search,
+                measurements=self.measurements,
+                verify=self.prover.verify,
+            )
+            compiled.measure()
+            self.prover.known |= compiled.verifications
+        original = self.measurements.known(ORIGINAL)
+        original_s = None if original is None else original.step_s
+        points = eager + [
+            ParetoPoint(plan=row.plan, outcome=row.outcome, original_step_s=original_s)
+            for row in self.found.compiled
+            if row.plan.compile is not None and not row.dropped
+        ]
+        return sorted(points, key=lambda point: point.slowdown or point.predicted_slowdown or math.inf)
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """Return a row for every level up to the one asked for."""

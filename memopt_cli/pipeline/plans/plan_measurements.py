@@ -71,8 +71,12 @@ class PlanMeasurements:
 
     def measure_in(self, session: Session, plan: Plan) -> Measurement | Failure:
         """Measure ``plan`` in ``session``."""
+        return measurement_in(self.answer_in(session, plan))
+
+    def answer_in(self, session: Session | Prepared, plan: Plan) -> Measured | Failure:
+        """Measure ``plan`` in ``session``, and keep the answer."""
         found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
-        return measurement_in(found)
+        return found
 
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
         """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
@@ -106,8 +110,11 @@ class PlanMeasurements:
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
 
-        With an optimizer in backward no gradients are left, so the same plan without it stands for ``plan``.
+        With an optimizer in backward no gradients are left, so the same plan without it stands for ``plan``.  A
+        compiler sums in another order, so the fingerprints of a compiled step say nothing.
         """
+        if plan.compile is not None:
+            return None
         original, planned = self._found.get(ORIGINAL), self._found.get(plan.of_model)
         if not isinstance(original, Measured) or not isinstance(planned, Measured):
             return None

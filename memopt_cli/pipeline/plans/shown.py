@@ -66,6 +66,12 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         return request
     check_pick(number, len(shown.points))
     _check_options(request.search.options, shown.options)
+    compilers = {point.plan.compile.backend for point in shown.points if point.plan.compile is not None}
+    if request.backend not in (None, *compilers):
+        raise UsageError(
+            f"`--pick` takes a plan that was shown, and {request.backend} compiles none of them",
+            hint="Leave `--compile` out, or add `--frontier` to search again.",
+        )
     is_exact = not any(segment.inexact for segment in shown.points[number - 1].plan.everywhere)
     if not is_exact and not request.search.options.allow_inexact:
         raise UsageError(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import NothingFitsError, StepError, UsageError
+from memopt_cli.errors import MemoptError, NothingFitsError, StepError, UsageError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, Subject
 from memopt_cli.measure.local import LocalSession
@@ -28,6 +28,7 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRequest,
+    CompilePlan,
     DimRange,
     InputSpec,
     ModelSource,
@@ -113,6 +114,35 @@ def test_with_subprocesses_the_answer_fits_and_a_twentieth_more_does_not(tmp_pat
     assert_largest(advice.recommended_batch, location, "4x1x16x16", 5 * MIB)
     assert advice.estimated_batch == advice.recommended_batch
     assert advice.limited_by == "`--memory 5MiB`"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process", "fresh_compiler")
+def test_the_largest_batch_of_a_compiled_step_is_found_by_runs_alone(tmp_path: Path) -> None:
+    location, how = saved(tmp_path / "net.pt", conv_net()), CompilePlan(backend="aot_eager")
+    found = recommended(location, "4x1x16x16", memory=5 * MIB, backend="aot_eager")
+    advice, plan = only(found), Plan(compile=how)
+    assert (found.backend, found.dry_runs) == ("aot_eager", 0)
+    assert any(note.startswith("Dry runs do not know compiled steps") for note in found.notes)
+    assert peak_of(location, "4x1x16x16", advice.recommended_batch, plan) <= 5 * MIB
+    assert peak_of(location, "4x1x16x16", math.ceil(1.05 * advice.recommended_batch), plan) > 5 * MIB
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"backend": "nope"}, "torch.compile has no backend 'nope' here"),
+        ({"backend": "eager", "plan": "compiled"}, "the plan compiles the model .*, and `--compile` compiles it, too"),
+        ({"fake": True, "plan": "compiled"}, "the plan compiles the model .*, and `--fake` measures or predicts"),
+    ],
+)
+def test_what_is_not_measured_compiled_is_refused(asked: dict[str, Any], refusal: str, tmp_path: Path) -> None:
+    location = saved(tmp_path / "net.pt", nn.Linear(8, 8))
+    if asked.pop("plan", None):
+        asked["plan_path"] = plan_file(tmp_path, Plan(compile=CompilePlan(backend="eager")))
+    with pytest.raises(MemoptError, match=refusal):
+        recommended(location, "4x8", memory=5 * MIB, **asked)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from memopt_cli.errors import NothingFitsError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.plans import compiled
-from memopt_cli.pipeline.plans.compiled import CompiledSearch, FastestCompiled, SmallestCompiled
+from memopt_cli.pipeline.plans.compiled import CompiledSearch, FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.records import (
     Budget,
@@ -56,9 +56,11 @@ BACKEND = "aot_eager_decomp_partition"
 Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
 
 
-def a_search(kind: type[CompiledSearch], most_slowdown: float = math.inf, **aim: Any) -> CompiledSearch:
+def a_search(
+    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, **aim: Any
+) -> CompiledSearch:
     return kind(
-        backend=BACKEND,
+        backend=backend,
         most_slowdown=most_slowdown,
         search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
         measurements=measurements_by(lambda plan: measured(1000) if plan.is_empty else None),
@@ -145,12 +147,23 @@ def test_a_model_that_fits_as_it_is_compiled_is_the_answer() -> None:
 
 
 def test_segments_are_chosen_by_the_peaks_before() -> None:
-    assert tried(by_segments(150), right) == ["0", "4", "0 in 0.5", "6", "4 in 0.5", "0 in 0.2"]
+    assert tried(by_segments(150, share=0.99), right) == ["0", "4", "0 in 0.5", "6", "4 in 0.5", "0 in 0.2"]
     assert tried(by_segments(-150), right)[:4] == ["0", "4", "0 in 0.5", "3"]
 
 
 def test_what_is_compiled_is_never_more_than_six() -> None:
     assert len(tried(by_segments(390, share=0.99), right)) == 6
+
+
+def test_backends_without_memory_budgets_are_asked_for_none() -> None:
+    search = a_search(FastestCompiled, backend="eager", budget_bytes=600)
+    answer(search, lambda plan: measured(by_segments(150)(plan)))
+    assert in_order(search)[:2] == ["0", "4"]
+    assert not any("in" in short for short in in_order(search))
+
+
+def test_a_budget_that_changes_nothing_is_the_last_one() -> None:
+    assert [short for short in tried(by_segments(150), right) if "in" in short] == ["0 in 0.5"]
 
 
 def test_a_wrong_budget_is_the_last_one() -> None:
@@ -230,6 +243,15 @@ def test_a_limit_counts_as_timed_in_turns() -> None:
     counts = {"6": 1.4}
     found, _ = smallest(by_time(0.05, 0.2), 1.3, again=lambda plan: counts.get(in_short(plan), 1.0))
     assert found == "3"
+
+
+# ---------------------------------------------------------------------------------------------- to choose from
+
+
+def test_for_a_frontier_segments_are_spread_from_the_smallest_to_the_fastest() -> None:
+    search = a_search(SpreadCompiled, 10.0)
+    answer(search, by_time(0.05, 0.2))
+    assert in_order(search) == ["0", "7", "0 in 0.5", "5", "2", "7 in 0.5"]
 
 
 # ---------------------------------------------------------------------------------------------- timed in turns
@@ -372,6 +394,26 @@ def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypa
     assert summary.levels[-1].plan == summary.plan
     assert summary.verification is not None
     assert summary.verification.passed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_MOST", 1)
+    asked = requested(tmp_path, 1.0, backend="eager")
+    asked = replace(asked, goal=SearchGoal(frontier=True), search=resolve({"level": 1}))
+    plain = Plan(compile=CompilePlan(backend="eager"))
+    points = optimized(asked).frontier
+    times = [point.slowdown for point in points]
+    assert times == sorted(times, key=lambda slowdown: slowdown or 0.0)
+    number = [point.plan for point in points].index(plain) + 1
+    assert sum(point.plan.compile is not None for point in points) == 1
+    picked = optimized(replace(asked, goal=SearchGoal(pick=number)))
+    assert picked.plan == plain
+    assert picked.levels[-1].plan == plain
+    assert picked.verification is not None
+    assert picked.verification.passed
+    assert is_compiled(memopt_cli.load(tmp_path / "net.memopt.pt"))
 
 
 @pytest.mark.exhaustive

@@ -124,6 +124,7 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({}, ("--pick", "2"), "--pick 2: plans on the frontier: 1"),
         ({"segment": {"chunks": 2, "inexact": True}}, (), "the plan of --pick 1 is not exact"),
         ({}, ("--level", "2"), "its level was 3, not 2"),
+        ({}, ("--compile", "eager"), "--pick takes a plan that was shown, and eager compiles none of them"),
         ({}, (), "were shown for another step: model net.pt → with hash "),
     ],
 )
