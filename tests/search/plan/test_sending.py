@@ -12,10 +12,10 @@ from memopt_cli.records import Plan, SearchOptions, SegmentPlan
 from memopt_cli.runtime import packing
 from memopt_cli.runtime.places import schedule
 from memopt_cli.search.plan import replay, sending
+from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.sending import (
     NEVER,
-    SEND_S,
     SentParcel,
     SentTensor,
     fewer_sent,
@@ -57,9 +57,9 @@ def test_copies_that_compute_covers_cost_the_step_no_wait_and_late_ones_what_is_
     elapsed = [float(second) for second in range(30)]
     parcel = SentParcel(complete=2, asked=20, gone=4, fetched=18)
     sent = [SentTensor(parcel, 1, 6)]
-    assert waits_s(sent, elapsed, 6.0, 6.0) == pytest.approx(SEND_S)
-    assert waits_s(sent, elapsed, 1.0, 6.0) == pytest.approx(3 + SEND_S)  # 6 s out, of which 3 are covered
-    assert waits_s(sent, elapsed, 6.0, 1.0) == pytest.approx(4 + SEND_S)  # 6 s back, of which 2 are covered
+    assert waits_s(sent, elapsed, 6.0, 6.0) == 0.0
+    assert waits_s(sent, elapsed, 1.0, 6.0) == pytest.approx(3)  # 6 s out, of which 3 are covered
+    assert waits_s(sent, elapsed, 6.0, 1.0) == pytest.approx(4)  # 6 s back, of which 2 are covered
 
 
 def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> None:
@@ -68,7 +68,7 @@ def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> Non
     second = SentParcel(complete=4, asked=18, gone=6, fetched=16)
     sent = [SentTensor(first, 1, 6), SentTensor(second, 3, 4)]
     # Out: the first ends at 7 and makes the step wait 3 s; the second ends at 11, and by then the step is at 9.
-    assert waits_s(sent, elapsed, 1.0, 100.0) == pytest.approx(3 + 2 + 2 * SEND_S)
+    assert waits_s(sent, elapsed, 1.0, 100.0) == pytest.approx(3 + 2)
 
 
 @pytest.mark.parametrize("subject", [chain, transformer])
@@ -77,6 +77,16 @@ def test_the_cost_model_follows_the_schedule(subject: object, base: Plan) -> Non
     found = subject()  # type: ignore[operator]
     for plan in variants(base, "disk"):
         assert abs(found.error(plan)) < 0.15, plan  # views that are saved are not told apart in a trace
+
+
+def test_waits_are_a_part_of_the_step_time() -> None:
+    subject, plan = transformer(), replace(segments(*BLOCKS), place="disk")
+    fast, slow = (
+        CostModel(replace(subject.trace, out_bytes_per_s=r, in_bytes_per_s=r)).predict(plan) for r in (FAST, SLOW)
+    )
+    assert fast.waits_s < 1e-4 < slow.waits_s
+    assert slow.step_s - slow.waits_s == pytest.approx(fast.step_s - fast.waits_s)
+    assert subject.model.predict(segments(*BLOCKS)).waits_s == 0.0
 
 
 def test_what_a_fast_disk_takes_beats_recomputation_and_what_a_slow_one_would_does_not() -> None:
