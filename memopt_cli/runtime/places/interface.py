@@ -63,6 +63,10 @@ class Place(ABC):
         """Return why tensors on ``device`` stay there; empty if they can be sent."""
 
     @abstractmethod
+    def room_bytes(self) -> int:
+        """Return the most bytes that may wait there now, where nothing of this process does yet."""
+
+    @abstractmethod
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
         """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
 

@@ -270,6 +270,7 @@ class CostModel:
             + SEND_S * len(replay.sent)
             + waited_s,
             waits_s=waited_s,
+            elsewhere_bytes=replay.sent_bytes,
         )
 
     def _waits_s(self, replay: Replay) -> float:

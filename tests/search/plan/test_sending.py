@@ -77,6 +77,8 @@ def test_the_cost_model_follows_the_schedule(subject: object, base: Plan) -> Non
     found = subject()  # type: ignore[operator]
     for plan in variants(base, "disk"):
         assert abs(found.error(plan)) < 0.15, plan  # views that are saved are not told apart in a trace
+        elsewhere_bytes = found.count(plan).elsewhere_bytes
+        assert found.model.predict(plan).elsewhere_bytes == pytest.approx(elsewhere_bytes, rel=0.15)
 
 
 def test_waits_are_a_part_of_the_step_time() -> None:
@@ -110,6 +112,22 @@ def test_nothing_is_sent_that_the_budget_does_not_need() -> None:
     found = plans.within(2, budget)
     assert found is not None
     assert all(subject.model.predict(plan).allocated_peak_bytes > 0.98 * budget for plan in fewer_sent(found.plan))
+
+
+@pytest.mark.parametrize("limit", ["host_memory", "room_bytes"])
+def test_no_more_is_sent_than_there_is_room_for(limit: str) -> None:
+    subject = transformer()
+    every = replace(segments(*BLOCKS), segments=tuple(SegmentPlan(path=path, place="disk") for path in BLOCKS))
+    room = subject.count(every).elsewhere_bytes // 2
+    limits = dict.fromkeys(["host_memory", "room_bytes"], 4 * room) | {limit: room}
+    trace = replace(subject.trace, out_bytes_per_s=FAST, in_bytes_per_s=FAST, room_bytes=limits["room_bytes"])
+    options = SearchOptions(level=2, host_memory=limits["host_memory"])
+    plans = Planner(trace, subject.original, subject.probes(), options, place="disk")
+    least = plans.least(2)
+    sending = [found for found in plans.dry_runs.up_to(2) if found.plan.sends]
+    assert max(found.counted.elsewhere_bytes for found in sending) > room // 2
+    assert all(found.counted.elsewhere_bytes <= room for found in sending)
+    assert planner(subject, FAST).least(2).peak_bytes < least.peak_bytes
 
 
 def test_only_the_level_that_is_asked_for_sends() -> None:
