@@ -297,7 +297,8 @@ def offloaded(bench: Bench, name: str, case: Case) -> None:
     """Add a row for each way to take the step of ``case`` that ``benchmarks/offload.py`` compares."""
     spec = InputSpec(tensors=tuple(map(parse_tensor, case.inputs)), source="here")
     settings = StepSettings(device=bench.device, precision="bf16")
-    for _, row in offload.rows_of(name, opened(f"benchmarks.gpu:{case.build.__name__}", spec, settings), rounds=STEPS):
+    ready = opened(f"benchmarks.gpu:{case.build.__name__}", spec, settings)
+    for _, row in offload.rows_of(name, ready, STEPS, offload.SEARCH_S):
         bench.row("offload", row)
 
 

@@ -1,6 +1,6 @@
 """Plans that send tensors away, beside plans that do not, and beside PyTorch's hooks that send everything.
 
-    python benchmarks/offload.py [MODEL ...] [--device cpu] [--rounds 5] [--threads 2] [--small]
+    python benchmarks/offload.py [MODEL ...] [--device cpu] [--rounds 5] [--threads 2] [--search-time 20] [--small]
 
 Models: gpt, resnet and spiking_vgg (``make samples``), and unet.  A step is taken plainly; with ``save_on_cpu``, which
 makes pinned copies, on the CPU other copies; with hooks that write everything to a file and read it again; and under
@@ -49,6 +49,7 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, synchronize
 
 MODELS = ("gpt", "resnet", "spiking_vgg", "unet")
+SEARCH_S = 20.0
 HEADER = ["", "way", "predicted", "counted", "step", "of plain", "waits simulated", "measured", "elsewhere"]
 
 
@@ -129,17 +130,21 @@ class Way:
         return [model, self.name, predicted, format_bytes(self.counted_bytes), *step, *waits, elsewhere]
 
 
-def ways_of(ready: Prepared) -> Iterator[Way]:
-    """Yield the ways to take the step of ``ready``, those with memopt's plans for half of its activation peak last."""
+def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
+    """Yield the ways to take the step of ``ready``, those with memopt's plans for half of its activation peak last.
+
+    ``search_s``: seconds for which each plan is searched.
+    """
     yield Way("plain")
     yield Way("`save_on_cpu`", hooks=lambda: save_on_cpu(pin_memory=True))
     yield Way("everything in a file", hooks=everything_in_file)
     device = ready.subject.settings.device
     place = "disk" if device == "cpu" else "host"
     ready = replace(ready, subject=replace(ready.subject, place=place))
-    with bench(ready.subject.source.location, ready) as one:
+    with bench(ready.subject.source.location, ready, search_s) as one:
         limit_bytes = (one.original.allocated_peak_bytes + one.original.resident_bytes) // 2
         for flag, allowed in (("", "device"), (f" --offload {place}", place)):
+            one.search.probes.prolong()
             search = GoalSearch(
                 search=replace(one.search, planner=one.planner(allowed)),
                 measurements=OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
@@ -195,9 +200,9 @@ def _peak(way: Way, step: Step) -> int:
     return found.peak_bytes - before_bytes + resident_bytes  # the models of the other ways are there, too
 
 
-def rows_of(model: str, ready: Prepared, rounds: int) -> Iterator[tuple[Way, list[str]]]:
+def rows_of(model: str, ready: Prepared, rounds: int, search_s: float) -> Iterator[tuple[Way, list[str]]]:
     """Yield each way to take the step of ``ready``, called ``model``, with its row."""
-    ways, device = list(ways_of(ready)), ready.subject.settings.device
+    ways, device = list(ways_of(ready, search_s)), ready.subject.settings.device
     take_turns(ways, ready.subject, rounds)
     for way in ways:
         yield way, way.row(model, ways[0].step_s, device)
@@ -210,6 +215,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--search-time", type=float, default=SEARCH_S)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -218,16 +224,17 @@ def main() -> None:
     with processes.kept(early=True):
         for name in names:
             ready = tiny(options.device) if options.small else prepared(name, options.device)
-            for way, row in rows_of(name, ready, options.rounds):
+            for way, row in rows_of(name, ready, options.rounds, options.search_time):
                 wrong += options.device == "cpu" and way.predicted_bytes not in (None, way.counted_bytes)
                 rows.append(row)
                 print(" | ".join(row), flush=True)
-    if not options.small:
-        text = (
-            f"{options.threads} threads, medians of {options.rounds} steps in turns. memopt's plans are those for half "
-            f"of the activation peak. Peaks that differ from the dry run's: {wrong}.\n\n"
-        )
-        write_section(f"Offload on {options.device}: {', '.join(names)}", this_command(), text + table(HEADER, rows))
+            if not options.small:
+                text = (
+                    f"{options.threads} threads, medians of {options.rounds} steps in turns. memopt's plans are those "
+                    f"for half of the activation peak. Peaks that differ from the dry run's: {wrong}.\n\n"
+                )
+                title = f"Offload on {options.device}: {', '.join(names)}"
+                write_section(title, this_command(), text + table(HEADER, rows))
     raise SystemExit(min(wrong, 1))
 
 

@@ -127,13 +127,19 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(name: str, ready: Prepared | None = None) -> Iterator[Bench]:
-    """Record a step of ``ready``, or of the model ``name``, of which dry runs are possible."""
+def bench(name: str, ready: Prepared | None = None, search_s: float | None = None) -> Iterator[Bench]:
+    """Record a step of ``ready``, or of the model ``name``, of which dry runs are possible for ``search_s`` seconds."""
     started = time.perf_counter()
     ready = ready or prepared(name)
     with Sessions(ready, "full size", notes=[]) as session:
         subject, asked = ready.subject, resolve(SearchOverrides(level=LEVEL))
-        request = OptimizeRequest(source=subject.source, spec=subject.spec, settings=subject.settings, search=asked)
+        request = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=asked,
+            search_limit_s=search_s,
+        )
         row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
         search = start_search(request, Findings.begun(request, ready), session, row)
         if not search.traced.has_dry_runs:
