@@ -65,7 +65,7 @@ def test_a_place_that_there_is_not(offload: object) -> None:
 
 @pytest.mark.parametrize("offload", ["disk", "none"])
 def test_a_limit_on_host_memory_that_nothing_is_sent_to(offload: str) -> None:
-    with pytest.raises(UsageError, match='host_memory="8GiB" limits .* nothing is sent there\nUse offload="host"'):
+    with pytest.raises(UsageError, match=r'host_memory="8GiB" limits .* nothing is sent there\nUse offload="host"'):
         optimized(offload=offload, host_memory="8GiB")
 
 
