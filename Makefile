@@ -88,7 +88,7 @@ baselines: $(SAMPLES)
 	  -o benchmarks/baselines/$(name).json --force &&) true
 
 bench: $(SAMPLES)
-	for case in plans compiled storage recommend_batch model_batching online lengths; do $(BIN)/python benchmarks/$$case.py || exit 1; done
+	for case in plans compiled offload storage recommend_batch model_batching online lengths; do $(BIN)/python benchmarks/$$case.py || exit 1; done
 
 # By a Python that has memopt's packages, without pip: six minutes on a GPU.  Tried on a CPU: DEVICE=cpu SMALL=1.
 gpu:

@@ -95,7 +95,7 @@ class Contestant:
 def make_step(subject: Subject) -> Step:
     """The step of a subject in this process."""
     model = place(load_model(subject.source).module, subject.settings)
-    args, kwargs = make_inputs(subject.spec, seed=subject.settings.seed, device="cpu", dtype=None)
+    args, kwargs = make_inputs(subject.spec, seed=subject.settings.seed, device=subject.settings.device, dtype=None)
     loss = user_function(subject.settings.loss, "--loss") if subject.settings.loss else None
     return Step(model=model, args=args, kwargs=kwargs, settings=subject.settings, loss=loss)
 

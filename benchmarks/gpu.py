@@ -4,8 +4,9 @@
 
 Steps of a ResNet-50, a ViT and a GPT in bf16, eager: plain, with ``torch.utils.checkpoint`` on every block, with a
 segment on every block, and under the plan that ``memopt optimize`` chooses, as predicted and as measured.  Then blocks
-of a few numbers, whose time is Python's; the tests that need a GPU; ``memopt selftest``; and in what time is left, the
-answer of ``memopt optimize --compile inductor --budget 60%`` on the GPT and the ResNet-50.
+of a few numbers, whose time is Python's; the ways of ``benchmarks/offload.py`` on a GPT of a billion parameters; the
+tests that need a GPU; ``memopt selftest``; and in what time is left, the answer of ``memopt optimize --compile inductor
+--budget 60%`` on the GPT and the ResNet-50.
 
 Each row is printed, and kept in ``build/gpu/rows.json``, as soon as it is known: where the time runs out, none is lost.
 ``--small`` shrinks the models, to try the script on a CPU.  Needs no network, and no package besides memopt's own.
@@ -29,11 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import offload
 from benchmarks.overhead import beside_pytorch
+from benchmarks.planning import opened
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.files.contents import read_plan
+from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.records import CompiledRow, Measurement, Plan, SegmentPlan, StepSettings, from_data
+from memopt_cli.records import CompiledRow, InputSpec, Measurement, Plan, SegmentPlan, StepSettings, from_data
 from memopt_cli.report.optimization import in_words
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import resident_bytes
@@ -99,6 +103,11 @@ def gpt_small() -> nn.Module:
     return _seeded(lambda: GPT(vocabulary=32000, context=1024, width=768, heads=12, blocks=12))
 
 
+def gpt_billion() -> nn.Module:
+    """Make a GPT of a billion parameters, in 20 blocks of width 2048, for 1024 tokens."""
+    return _seeded(lambda: GPT(vocabulary=32000, context=1024, width=2048, heads=16, blocks=20))
+
+
 def small_resnet() -> nn.Module:
     """Make a ResNet of four blocks."""
     return _seeded(lambda: ResNet((1, 1, 1, 1), 16))
@@ -142,6 +151,8 @@ SMALL = {
     "small ViT, 4 images": _of_images(small_vit, nn.TransformerEncoderLayer, 4, 32),
     "small GPT, 2 x 64 tokens": _of_tokens(small_gpt, 2, 64, 100),
 }
+BILLION = "GPT of a billion, 8 x 1024 tokens", _of_tokens(gpt_billion, 8, 1024, 32000)
+TINY = "small GPT, 16 x 64 tokens", _of_tokens(small_gpt, 16, 64, 100)
 HEADER = ["step, bf16", "way", "allocated peak", "step", "of the plain step", "predicted peak", "predicted step"]
 COMPILED_HEADER = ["step, bf16", "budget", "plan", "allocated peak", "step", ""]
 
@@ -179,8 +190,11 @@ class Bench:
             return
         steps = table(HEADER, self.rows.get("steps", []))
         compiled = table(COMPILED_HEADER, self.rows.get("compiled", []))
+        offloaded = table(offload.HEADER, self.rows.get("offload", []))
         told = "\n\n".join(f"### {part}\n\n{text}" for part, text in self.texts.items())
-        write_section(f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{compiled}\n\n{told}")
+        write_section(
+            f"On {self.device.partition(':')[0]}", this_command(), f"{steps}\n\n{offloaded}\n\n{compiled}\n\n{told}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -279,6 +293,15 @@ def compiled(bench: Bench, name: str, case: Case, backend: str) -> None:
         bench.row("compiled", [name, format_bytes(summary["budget_bytes"]), in_words(row.plan), *measured, said])
 
 
+def offloaded(bench: Bench, name: str, case: Case) -> None:
+    """Add a row for each way to take the step of ``case`` that ``benchmarks/offload.py`` compares."""
+    spec = InputSpec(tensors=tuple(map(parse_tensor, case.inputs)), source="here")
+    settings = StepSettings(device=bench.device, precision="bf16")
+    ready = opened(f"benchmarks.gpu:{case.build.__name__}", spec, settings)
+    for _, row in offload.rows_of(name, ready, STEPS, offload.SEARCH_S):
+        bench.row("offload", row)
+
+
 def _step(model: nn.Module, case: Case, device: str) -> Step:
     inputs = tuple(tensor.to(device) for tensor in case.make())
     return Step(model=model.train(), args=inputs, kwargs={}, settings=StepSettings(device=device, precision="bf16"))
@@ -323,6 +346,7 @@ def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
     for name, case in (SMALL if small else LARGE).items():
         yield functools.partial(steps, bench, name, case)
     yield lambda: bench.text("Blocks of a few numbers", beside_pytorch(5 if small else 15, bench.device))
+    yield functools.partial(offloaded, bench, *(TINY if small else BILLION))
     tests = ["-m", "pytest", "-q", "-x", "tests/runtime/test_cuda.py"]
     yield lambda: bench.text("Tests on CUDA", _last_line(_run(tests, bench.left_s)))
     selftest = ["-m", "memopt_cli", "selftest", "--device", bench.device]

@@ -25,6 +25,7 @@ from memopt_cli.records import (
     ModelSource,
     ModuleTrace,
     OptimizeRequest,
+    PlaceName,
     Plan,
     Refused,
     SearchOptions,
@@ -49,12 +50,16 @@ SPIKINGJELLY, UNET = "spikingjelly_vgg", "unet"
 _LOSS = Path(__file__).with_name(f"{SPIKINGJELLY}.py")
 
 
-def prepared(name: str) -> Prepared:
-    """A sample model, or one of the benchmarks' own."""
-    settings = StepSettings(device="cpu", loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
+def prepared(name: str, device: str = "cpu") -> Prepared:
+    """Open the sample model ``name``, or one of the benchmarks' own."""
+    settings = StepSettings(device=device, loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
     folder = "benchmarks" if name in (SPIKINGJELLY, UNET) else "sample_models"
-    source = ModelSource(location=f"{folder}.{name}:build")
-    opening = Opening(source=source, spec=spec_of(name), settings=settings, timeout_s=TIMEOUT_S)
+    return opened(f"{folder}.{name}:build", spec_of(name), settings)
+
+
+def opened(location: str, spec: InputSpec, settings: StepSettings) -> Prepared:
+    """Open the model that the function at ``location`` makes, its Sequentials divided into runs of layers."""
+    opening = Opening(source=ModelSource(location=location), spec=spec, settings=settings, timeout_s=TIMEOUT_S)
     ready = prepare(opening, progress=Progress(), ask=None)
     return replace(ready, subject=replace(ready.subject, layer_runs=True))
 
@@ -87,9 +92,9 @@ class Bench:
     """Time that loading and recording took."""
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
-    def planner(self) -> Planner:
-        """A planner that knows nothing yet but the recorded step."""
-        return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL))
+    def planner(self, place: PlaceName = "device") -> Planner:
+        """Return a planner that knows nothing yet but the recorded step, and may send tensors to ``place``."""
+        return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL), place=place)
 
     def priced(self, plan: Plan) -> Priced | None:
         """A plan dry-run; ``None`` if it cannot run."""
@@ -122,13 +127,19 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(name: str) -> Iterator[Bench]:
-    """Load, and record a step of which dry runs are possible."""
+def bench(name: str, ready: Prepared | None = None, search_s: float | None = None) -> Iterator[Bench]:
+    """Record a step of ``ready``, or of the model ``name``, of which dry runs are possible for ``search_s`` seconds."""
     started = time.perf_counter()
-    ready = prepared(name)
+    ready = ready or prepared(name)
     with Sessions(ready, "full size", notes=[]) as session:
         subject, asked = ready.subject, resolve(SearchOverrides(level=LEVEL))
-        request = OptimizeRequest(source=subject.source, spec=subject.spec, settings=subject.settings, search=asked)
+        request = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=asked,
+            search_limit_s=search_s,
+        )
         row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
         search = start_search(request, Findings.begun(request, ready), session, row)
         if not search.traced.has_dry_runs:

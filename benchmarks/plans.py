@@ -281,8 +281,8 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
             limits = one.budgets(planner, TEN)
             search = GoalSearch(
                 search=replace(one.search, planner=planner),
-                measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
-                in_backward=_no_optimizer(one),
+                measurements=OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
+                in_backward=no_optimizer(one),
             )
             own = [search.within(limit).plan for limit in limits]
             found = LongSearch(one, own).run(options.seconds)
@@ -302,8 +302,8 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _OneStepEach(PlanMeasurements):
-    """Steps that are not timed: of each plan one."""
+class OneStepEach(PlanMeasurements):
+    """Measurements of one step of each plan, which are not timed."""
 
     bench: Bench
 
@@ -314,10 +314,11 @@ class _OneStepEach(PlanMeasurements):
         return row
 
 
-def _no_optimizer(one: Bench) -> InBackwardPlans:
+def no_optimizer(one: Bench) -> InBackwardPlans:
+    """Return plans with the optimizer in backward for a step that has none."""
     return InBackwardPlans(
         count=one.probes.count,
-        measurements=_OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
+        measurements=OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
         fault=lambda _: None,
         most_slowdown=math.inf,
         drop=lambda dropped: None,

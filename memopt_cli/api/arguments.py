@@ -117,11 +117,18 @@ def search_of(
     target: Named | Sequence[Named],
     allow_inexact: bool,
     offload: str = "none",
+    host_memory: str | int | None = None,
 ) -> ResolvedSearch:
     """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
-    targets, inexact = names("target", target), bool(allow_inexact)
     return resolve(
-        SearchOverrides(level=level, targets=targets, allow_inexact=inexact, max_slowdown=max_slowdown, offload=offload)
+        SearchOverrides(
+            level=level,
+            targets=names("target", target),
+            allow_inexact=bool(allow_inexact),
+            max_slowdown=max_slowdown,
+            offload=offload,
+            host_memory=accepted_if_given("host_memory", host_memory),
+        )
     )
 
 

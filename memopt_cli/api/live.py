@@ -88,6 +88,7 @@ def optimize(
     search_time: float | None = None,
     compile: str | None = None,
     offload: str = "none",
+    host_memory: str | int | None = None,
     recommend_batch: bool = False,
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
@@ -129,6 +130,9 @@ def optimize(
     offload:
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
         the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
+    host_memory:
+        The most that plans may send to host memory, ``"64GiB"`` or bytes.  ``None``: half of what is free, which is the
+        most in any case.
     recommend_batch:
         Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
     for_device:
@@ -165,7 +169,7 @@ def optimize(
             source=_source(model),
             spec=None,
             settings=step.settings,
-            search=search_of(level, max_slowdown, target, allow_inexact, offload),
+            search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory),
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
@@ -195,6 +199,7 @@ def frontier(
     search_time: float | None = None,
     compile: str | None = None,
     offload: str = "none",
+    host_memory: str | int | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
     accumulate: int = 1,
@@ -215,7 +220,7 @@ def frontier(
         source=_source(model),
         spec=None,
         settings=step.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact, offload),
+        search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory),
         goal=SearchGoal(frontier=True),
         backend=None if compile is None else text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),

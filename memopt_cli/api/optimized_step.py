@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memopt_cli.api.arguments import budget_of
+from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.live.model import found_and_proven, once
 from memopt_cli.pipeline.live.step import prepared_step
@@ -18,11 +18,9 @@ from memopt_cli.records import (
     ModelSource,
     OptimizeRequest,
     SearchGoal,
-    SearchOverrides,
     StepSettings,
 )
 from memopt_cli.records.progress import logged
-from memopt_cli.search.plan.policy import resolve
 from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
@@ -39,6 +37,7 @@ def optimize_step(
     budget: str | float | None = None,
     max_slowdown: float | None = None,
     offload: str = "none",
+    host_memory: str | int | None = None,
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:
@@ -50,8 +49,8 @@ def optimize_step(
     ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
     fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
     (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
-    ``offload``: where plans may send stored tensors, as for :func:`memopt_cli.optimize`; the training script sets
-    ``memopt_cli.offload_folder``.
+    ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
+    :func:`memopt_cli.optimize`; the training script sets ``memopt_cli.offload_folder``.
     ``verbose``: log the course of the search.
 
     A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
@@ -64,7 +63,7 @@ def optimize_step(
         source=ModelSource(location=STEP),
         spec=None,
         settings=settings,
-        search=resolve(SearchOverrides(level=level, max_slowdown=max_slowdown, offload=offload)),
+        search=search_of(level, max_slowdown, (), False, offload, host_memory),
         goal=SearchGoal(budget=budget_of(budget)),
         recommend_batch=False,
     )

@@ -80,7 +80,7 @@ class SnapshotFacts:
     """Bytes by the line of code that made the tensors, most first; an empty name where no stack was recorded."""
 
 
-Change = Literal["plan", "optimizer in backward", "micro-batches", "autocast"]
+Change = Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,11 @@ class Prediction:
     module: str
     """Path of the module that runs when the peak is reached."""
     step_s: float
-    """Seconds of a step: the recorded operators, and those that the plan runs again."""
+    """Seconds of a step: the recorded operators, those that the plan runs again, and waits."""
+    waits_s: float = 0.0
+    """Seconds for which the step waits for tensors that are sent elsewhere, or fetched."""
+    elsewhere_bytes: int = 0
+    """Most bytes that wait elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

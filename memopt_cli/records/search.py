@@ -64,6 +64,8 @@ class SearchOptions:
     """Longest step of a level's plan, divided by that of the original; ``None`` for no limit."""
     offload: str = "none"
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
+    host_memory: int | None = None
+    """Most bytes that plans may send to host memory; ``None`` for what that place takes."""
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:
@@ -97,6 +99,7 @@ class SearchOverrides(TypedDict, total=False):
     max_slowdown: float | None
     """Infinity stands for no limit."""
     offload: str | None
+    host_memory: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

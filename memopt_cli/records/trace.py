@@ -170,6 +170,8 @@ class StepTrace:
     """Rate at which tensors go to the place where they may wait; 0 if it was not measured."""
     in_bytes_per_s: float = 0.0
     """Rate at which they come back; 0 if it was not measured."""
+    room_bytes: int | None = None
+    """Most bytes that may wait there; ``None`` if it was not asked."""
     segment_overhead: float = 1.0
     """Overhead of a segment, divided by that on the machine where the cost model's constants come from."""
 

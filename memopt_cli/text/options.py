@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Whole
+from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Size, Whole
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -278,6 +278,13 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "auto|none|host|disk[:FOLDER]",
         Offload(),
         default="none; without FOLDER that of temporary files",
+    ),
+    "host_memory": Option(
+        "Most that plans may send to host memory with --offload host.",
+        SEARCH,
+        "64GiB",
+        Size(),
+        default="half of what is free; never more",
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(

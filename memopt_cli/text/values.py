@@ -120,6 +120,22 @@ class Amount(Kind):
 
 
 @dataclass(frozen=True, slots=True)
+class Size(Amount):
+    """An amount of memory in bytes, and no share."""
+
+    def parse(self, text: str) -> int:
+        """Return the bytes of ``8GiB``; raise :class:`UsageError` for other text."""
+        return self.of(Amount.parse(self, text))
+
+    def of(self, given: object) -> int:
+        """Return the bytes that ``given`` is, or spells."""
+        found = Amount.of(self, given)
+        if isinstance(found, float):
+            raise ValueError("a size: 64GiB or 512MB")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Choice(Kind):
     """One of a few names."""
 

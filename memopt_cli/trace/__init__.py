@@ -3,10 +3,10 @@
 from memopt_cli.trace.clock import (
     Clock,
     OperatorTime,
-    link_bytes_per_s,
     packing_bytes_per_s,
     segment_overhead,
     time_operators,
+    with_link,
     with_seconds,
 )
 from memopt_cli.trace.contents import with_contents
@@ -34,7 +34,6 @@ __all__ = [
     "codecs_of",
     "count",
     "fake_mode",
-    "link_bytes_per_s",
     "listed_modules",
     "meter_on",
     "packing_bytes_per_s",
@@ -45,5 +44,6 @@ __all__ = [
     "segment_overhead",
     "time_operators",
     "with_contents",
+    "with_link",
     "with_seconds",
 ]

@@ -148,9 +148,14 @@ def packing_bytes_per_s(device: str) -> float:
     return mask.nbytes / statistics.quantiles(seconds, n=4)[0]  # what else a machine does makes calls longer
 
 
-def link_bytes_per_s(place: PlaceName, device: str) -> tuple[float, float]:
-    """Measure how fast tensors of ``device`` go to ``place``, and come back, in bytes a second; once in a process."""
-    return _rates(place_named(place), device)
+def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
+    """Return ``trace`` with the room of ``place``, and how fast tensors of ``device`` go there and come back.
+
+    The rates are measured once in a process.
+    """
+    there = place_named(place)
+    out_rate, in_rate = _rates(there, device)
+    return replace(trace, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, room_bytes=there.room_bytes())
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"-i B,3 -i y:Bx4@int64=0..9 --dim B=8 --level 4 --target Linear --target blocks.* --no-compress-x".split(),
         *"--temporal-split-factor 3 --max-split-rounds 5 --max-candidates-per-round 6 --device cuda:1".split(),
         *"--profile safe --prefer speed --checkpoint-budget memory --max-gc-wrapped-modules 7 --allow-inexact".split(),
-        *"--offload disk:/fast".split(),
+        *"--offload disk:/fast --host-memory 8GiB".split(),
         *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling".split(),
         *"--no-warmup-in-profile-workers --max-slowdown 1.5 --measure-levels --longest-step 3".split(),
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
@@ -92,6 +92,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
                 warmup_in_profile_workers=False,
                 max_slowdown=1.5,
                 offload="disk:/fast",
+                host_memory=8 << 30,
             )
         ),
         output="out.pt",

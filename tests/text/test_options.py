@@ -12,7 +12,7 @@ from typer.main import get_command
 from memopt_cli.cli.app import app
 from memopt_cli.errors import OptionError
 from memopt_cli.text.options import OPTIONS, accepted, accepted_if_given
-from memopt_cli.text.values import Amount, Kind, Real, Whole
+from memopt_cli.text.values import Amount, Kind, Real, Size, Whole
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -43,6 +43,8 @@ def test_a_value_becomes_a_plain_one() -> None:
         (Real(1, unlimited=True), "0.5", "a number of at least 1, or none"),
         (Real(0.1, 9, unit="seconds"), "0", "a number of seconds from 0.1 to 9"),
         (Amount(), "0MiB", "an amount that something fits into"),
+        (Size(), "0MiB", "an amount that something fits into"),
+        (Size(), "50%", "a size"),
     ],
 )
 def test_text_that_is_not_taken(kind: Kind, text: str, said: str) -> None:

@@ -194,8 +194,7 @@ def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     rate, overhead = trace.packing_bytes_per_s(device), trace.segment_overhead(device)
     rated = replace(traced.trace, packing_bytes_per_s=rate, segment_overhead=overhead)
     if bench.subject.place != "device":
-        out_rate, in_rate = trace.link_bytes_per_s(bench.subject.place, device)
-        rated = replace(rated, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate)
+        rated = trace.with_link(rated, bench.subject.place, device)
     recorded, no_seconds = trace.with_seconds(rated, times)
     return replace(traced, trace=recorded, unknown=(*traced.unknown, *([no_seconds] if no_seconds else [])))
 

@@ -256,6 +256,7 @@ class _Trial:
             return ()
         found = [
             *self._attempted("A plan", self._plan),
+            *self._attempted("A plan that sends tensors away", lambda: self._plan(sends=True)),
             *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
@@ -268,25 +269,41 @@ class _Trial:
         except MemoptError as error:
             self.refused.append(f"{name}: {error.message}.")
 
-    def _plan(self) -> Iterator[Suggestion]:
-        """Find the fastest plan within the limit, with an optimizer in backward where that helps."""
+    def _plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
+        """Find the fastest plan within the limit, with an optimizer in backward where that helps.
+
+        With ``sends``, plans may send tensors away, and one that recomputes alone is no further suggestion.
+        """
+        place = "disk" if self._prepared.subject.settings.device == "cpu" else "host"
         goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
-        found = self._search(self._prepared, goal)
+        found = self._search(self._prepared, goal, offload=place if sends else "none")
+        if sends and not found.plan.sends:
+            return
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
+        text, flags = _told(found.plan), f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"
+        if sends:
+            text += f", sending {format_bytes(measured.elsewhere_bytes)} to the {place}"
+            text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
+            flags += f" --offload {place}"
         yield Suggestion(
-            change="optimizer in backward" if found.plan.in_backward else "plan",
-            text=_told(found.plan),
-            command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"),
+            change="offload" if sends else "optimizer in backward" if found.plan.in_backward else "plan",
+            text=text,
+            command=self._typed("optimize", flags),
             plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measured.allocated_peak_bytes,
             seconds=measured.step_s,
         )
 
-    def _search(self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None) -> Findings:
-        """Search a plan.  Raises :class:`NothingFitsError` if it does not compute the same."""
+    def _search(
+        self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
+    ) -> Findings:
+        """Search a plan, which may ``offload`` tensors.
+
+        Raises :class:`NothingFitsError` if it does not compute the same.
+        """
         known = prepared.notes
         prepared = without_own_checkpoints(prepared, measures=False)
         self.notes += [note for note in prepared.notes if note not in (*known, *self.notes)]
@@ -295,7 +312,7 @@ class _Trial:
             source=subject.source,
             spec=subject.spec,
             settings=subject.settings,
-            search=resolve(SearchOverrides(level=_LEVEL, max_slowdown=max_slowdown)),
+            search=resolve(SearchOverrides(level=_LEVEL, max_slowdown=max_slowdown, offload=offload)),
             goal=goal,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import OptimizeRequest, Plan
+from memopt_cli.records import OptimizeRequest, PlaceName, Plan, SearchOptions, StepTrace
+from memopt_cli.text.units import exact_bytes, format_bytes
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 """File systems whose files lie in memory."""
@@ -22,7 +24,14 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
 
     Raises :class:`UsageError` for a place that takes nothing, or in which tensors would save no memory.
     """
-    place, folder = request.search.options.sends_to
+    options = request.search.options
+    place, folder = options.sends_to
+    if options.host_memory is not None and place in ("device", "disk"):
+        raise UsageError(
+            f"`--host-memory {exact_bytes(options.host_memory)}` limits what is sent to host memory, and "
+            "nothing is sent there",
+            hint="Use `--offload host`, or leave it out.",
+        )
     device, notes = prepared.subject.settings.device, prepared.notes
     if place is None:
         place = "host" if request.runs and device != "cpu" else "device"
@@ -52,6 +61,14 @@ def how_to_train(plan: Plan, folder: str | None) -> list[str]:
     if folder is None or not plan.sends:
         return []
     return [f"Set memopt_cli.offload_folder = {folder!r} in the training script: tensors wait in a file there."]
+
+
+def room_note(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
+    """Yield a sentence on the most bytes that plans may send to host memory, if ``place`` is that."""
+    limits = {"half of what is free": trace.room_bytes, "`--host-memory`": options.host_memory}
+    known = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
+    if place == "host" and known:
+        yield f"Plans may send up to {format_bytes(min(known))} to host memory: {known[min(known)]}."
 
 
 def _check(folder: str) -> None:

@@ -10,6 +10,7 @@ from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.sent import room_note
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
@@ -90,6 +91,8 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
             f"The original does not fit here; its peak of "
             f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
         )
+    place = sessions.prepared.subject.place
+    found.notes += room_note(options, traced.trace, place)
     probes = SearchProbes(sessions, limit_s=_limit_s(request, found, outcome))
     progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
     asked = planner_probes(probes, counted, progress, fake=fake, allow_inexact=allow_inexact)
@@ -99,7 +102,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
         first=counted,
         original=original.predicted(counted) if fake else original,
         probes=probes,
-        planner=Planner(traced.trace, counted, asked, options, place=sessions.prepared.subject.place),
+        planner=Planner(traced.trace, counted, asked, options, place=place),
         found=found,
         notes=len(found.notes),
     )

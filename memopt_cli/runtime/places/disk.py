@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import queue
+import shutil
 import sys
 import tempfile
 import threading
@@ -170,6 +171,9 @@ class Disk(Place):
         if not hasattr(os, "pwritev"):
             return f"{sys.platform} cannot write to several places of a file at a time"
         return "" if device.type == "cpu" else "only tensors in host memory are sent to the disk"
+
+    def room_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
         if not self._is_open():

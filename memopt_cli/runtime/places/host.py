@@ -46,7 +46,7 @@ class _Blocks:
     """The pinned memory of this process, of the sizes that were asked for."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._bytes = 0
         self._free: list[_Block] = []
         self._lock = threading.RLock()
@@ -59,10 +59,10 @@ class _Blocks:
                 block = min(fitting, key=lambda block: block.nbytes)
                 self._free.remove(block)
                 return block
-            while self._free and self._bytes + nbytes > self._most_bytes:
+            while self._free and self._bytes + nbytes > self.most_bytes:
                 self._bytes -= self._free.pop(0).nbytes
-            if self._bytes + nbytes > self._most_bytes:
-                raise MemoryError(f"more than {self._most_bytes} bytes of host memory would be pinned")
+            if self._bytes + nbytes > self.most_bytes:
+                raise MemoryError(f"more than {self.most_bytes} bytes of host memory would be pinned")
             block = _Block(nbytes)
             self._bytes += nbytes
             return block
@@ -83,6 +83,9 @@ class Host(Place):
         if device.type == "cpu":
             return "they are in host memory already"
         return "" if device.type == "cuda" else "memopt sends tensors of CUDA devices alone"
+
+    def room_bytes(self) -> int:
+        return self._blocks.most_bytes
 
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -62,6 +63,10 @@ class Place(ABC):
         """Return why tensors on ``device`` stay there; empty if they can be sent."""
 
     @abstractmethod
+    def room_bytes(self) -> int:
+        """Return the most bytes that may wait there now, where nothing of this process does yet."""
+
+    @abstractmethod
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
         """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
 
@@ -93,11 +98,13 @@ _said = set[str]()
 
 
 class Elsewhere:
-    """The bytes that wait elsewhere than on their device."""
+    """The bytes that wait elsewhere than on their device, and the time for which the step waits for them."""
 
     def __init__(self) -> None:
         self.now_bytes = 0
         self.most_bytes = 0
+        self.waited_s = 0.0
+        """Seconds for which threads of the step waited for copies, out and back; on a GPU, its streams wait instead."""
         self._lock = threading.RLock()  # a tensor may die, and be counted, at any time
 
     def add(self, nbytes: int) -> None:
@@ -106,8 +113,23 @@ class Elsewhere:
             self.now_bytes += nbytes
             self.most_bytes = max(self.most_bytes, self.now_bytes)
 
+    def add_wait(self, seconds: float) -> None:
+        """Add ``seconds`` for which a thread waited."""
+        with self._lock:
+            self.waited_s += seconds
+
 
 _count: Elsewhere = Elsewhere()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time of the block as one in which the step waits for a copy."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _count.add_wait(time.perf_counter() - started)
 
 
 @contextlib.contextmanager

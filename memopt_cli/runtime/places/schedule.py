@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memopt_cli.runtime.compressor import Packed, beside_the_model, is_dense
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once
+from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once, waiting
 from memopt_cli.runtime.private_torch import (
     holders_of,
     is_fake,
@@ -218,7 +218,9 @@ class _Item:
             ours = sum(memory_of(tensor) == storage for item in sent for tensor, _ in item._here)
             if holders_of(self._here[0][0]) > ours:
                 return
-            if self._sent.has_gone() and _address_of(self._here[0][0]) == self._address:
+            with waiting():
+                has_gone = self._sent.has_gone()
+            if has_gone and _address_of(self._here[0][0]) == self._address:
                 self._here = []
             else:
                 self._stay()
@@ -246,7 +248,8 @@ class _Item:
             flat = self._flat
             assert flat is not None
             assert self._sent is not None
-            self._sent.arrived()
+            with waiting():
+                self._sent.arrived()
             self._asked += 1
             if self._asked >= self.uses:
                 self._flat, self._asked = None, 0

@@ -34,7 +34,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.keeping import kept_calls
 from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
-from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, waits_s
+from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
 """Rate of packing where it was not measured: of the order of two copies of the tensor."""
@@ -259,6 +259,7 @@ class CostModel:
     def _replay(self, plan: Plan) -> Prediction:
         replay = Replay(self._original, self._blocks(plan), plan.packed, sends_outside=plan.place != "device")
         peak_bytes, op = replay.peak()
+        waited_s = self._waits_s(replay) if replay.sent else 0.0
         return Prediction(
             allocated_peak_bytes=peak_bytes,
             module=op.module,
@@ -266,7 +267,10 @@ class CostModel:
             + sum(map(self._added_s, replay.blocks))
             + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away))
             + _LOOK_S * replay.looked_at
-            + (self._waits_s(replay) if replay.sent else 0.0),
+            + SEND_S * len(replay.sent)
+            + waited_s,
+            waits_s=waited_s,
+            elsewhere_bytes=replay.sent_bytes,
         )
 
     def _waits_s(self, replay: Replay) -> float:

@@ -15,7 +15,7 @@ from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
 from memopt_cli.search.plan.questions import DryRuns, Priced, TimeIsUp
 from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces
-from memopt_cli.search.plan.sending import variants
+from memopt_cli.search.plan.sending import fewer_sent, variants
 from memopt_cli.text.units import format_bytes
 
 _FRONTIER_POINTS = 8
@@ -53,10 +53,12 @@ class Planner:
         place: PlaceName = "device",
     ) -> None:
         """Plan for ``trace``, within the ``options``; at their level, plans may send tensors to ``place``."""
+        limits = trace.room_bytes, options.host_memory
+        self._room_bytes = min((limit for limit in limits if limit is not None), default=math.inf)
         self._probes = probes
         self._options = options
         self._place = place
-        self.dry_runs = DryRuns(probes, original, sends_from=options.level)
+        self.dry_runs = DryRuns(probes, original, sends_from=options.level, room_bytes=self._room_bytes)
         """Plans counted so far."""
         self._new_spaces = functools.partial(SearchSpaces, trace, probes, self.dry_runs, options)
         self._spaces = self._new_spaces()
@@ -184,16 +186,17 @@ class Planner:
         """
         if not self._may_send(level) or self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
-        hopeful: list[tuple[float, int, Plan, SearchSpace]] = []
+        hopeful: dict[Plan, tuple[float, int, Plan, SearchSpace]] = {}
         for found in [found for found in self.dry_runs.up_to(level) if not found.plan.sends]:
             space = self._spaces.of(found.plan)
             off_bytes = found.peak_bytes - space.proposals.peak_of(found.plan)
-            for plan in variants(found.plan, self._place):
+            for sent in variants(found.plan, self._place):
+                plan = self._in_room(sent, space)
                 peak_bytes, slowdown = space.proposals.peak_of(plan) + off_bytes, space.proposals.slowdown(plan)
-                if slowdown <= most_slowdown:
-                    hopeful.append((slowdown if budget_bytes else 0.0, peak_bytes, plan, space))
+                if plan.sends and slowdown <= most_slowdown:
+                    hopeful[plan] = slowdown if budget_bytes else 0.0, peak_bytes, plan, space
         tried, bias = 0, 1 - _SENT_DOUBT
-        for slowdown, peak_bytes, plan, space in sorted(hopeful, key=lambda one: one[:2]):
+        for slowdown, peak_bytes, plan, space in sorted(hopeful.values(), key=lambda one: one[:2]):
             best = self.dry_runs.fastest(level, budget_bytes)
             if tried == _SENT or (best is not None and slowdown >= best.slowdown):
                 break
@@ -202,6 +205,12 @@ class Planner:
             tried += 1
             counted = self.dry_runs.count(plan, space.proposals)
             bias = counted.peak_bytes / peak_bytes if counted else bias
+
+    def _in_room(self, plan: Plan, space: SearchSpace) -> Plan:
+        """Return ``plan`` without the last tensors that it sends, as far as the place has no room for them."""
+        while plan.sends and space.proposals.predict(plan).elsewhere_bytes > self._room_bytes:
+            *_, plan = fewer_sent(plan)
+        return plan
 
     def _relax(self, level: int, budget_bytes: int) -> None:
         """Count the fastest plan without the parts that the cost model finds needless, as long as a dry run agrees.

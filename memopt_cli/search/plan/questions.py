@@ -40,10 +40,13 @@ class Priced:
 class DryRuns:
     """Plans that were counted, for all levels and budgets: what is found for one may be the answer for another."""
 
-    def __init__(self, probes: Probes, original: Counted, *, sends_from: int = 0) -> None:
-        """Begin with the ``original``; plans that send tensors away count as of level ``sends_from`` at least."""
+    def __init__(self, probes: Probes, original: Counted, *, sends_from: int = 0, room_bytes: float = math.inf) -> None:
+        """Begin with the ``original``; plans that send tensors away count as of level ``sends_from`` at least.
+
+        Those that send more than ``room_bytes`` cannot run.
+        """
         self._probes = probes
-        self._sends_from = sends_from
+        self._sends_from, self._room_bytes = sends_from, room_bytes
         first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
@@ -58,7 +61,9 @@ class DryRuns:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise TimeIsUp
-            if isinstance(counted, Counted):
+            if isinstance(counted, Counted) and counted.elsewhere_bytes > self._room_bytes:
+                self._found[plan] = None
+            elif isinstance(counted, Counted):
                 slowdown = proposals.slowdown(plan)
                 level = max(level_of(plan), self._sends_from if plan.sends else 0)
                 self._found[plan] = Priced(plan=plan, counted=counted, level=level, slowdown=slowdown)

@@ -354,6 +354,8 @@ class _Parcels:
         """Segment -> its parcel."""
         self.holding: dict[int, SentParcel] = {}
         """Storage -> the first parcel that it is in."""
+        self.copied: dict[int, int] = {}
+        """Input of the step -> its bytes; it is copied as well, although the caller holds it."""
         stored: list[tuple[int, int, int, SentParcel]] = []  # by operator; instant that asks for it, storage, parcel
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
@@ -364,7 +366,9 @@ class _Parcels:
         stored += [entry for group in groups for entry in group]
         for _, asked, index, parcel in sorted(stored, key=lambda entry: entry[0]):
             storage = original.trace.storages[index]
-            if storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
+            if storage.kind == "inputs" and storage.nbytes >= LEAST_SENT_BYTES:
+                self.copied[index] = storage.nbytes
+            elif storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
                 first = self.holding.setdefault(index, parcel)
                 first.asked = min(first.asked, asked)
         follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
@@ -416,6 +420,8 @@ class Replay:
         self._passes = _Passes(original, self._order)
         sends = sends_outside or any(block.segment.place != "device" for block in blocks)
         self._parcels = _Parcels(original, blocks, self._inner, self._order, sends_outside) if sends else None
+        self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
+        """Bytes that are sent away, those of tensors that are not given up among them."""
         self.operators: list[int | None] = [None] * self._order.length
         """Operator that runs at every instant, once :meth:`peak` is known; ``None`` where pieces are joined."""
 
@@ -474,6 +480,7 @@ class Replay:
 
     def _add_sent(self, parcel: SentParcel, begin: int, here: int, end: int, nbytes: int) -> None:
         """Enter a tensor of ``parcel``: stored at ``begin``, held by others until ``here``, needed until ``end``."""
+        self.sent_bytes += nbytes
         gone = None if parcel.gone is None else max(parcel.gone, here)
         if gone is None or gone >= parcel.fetched:
             self._ledger.live(begin, end, nbytes)

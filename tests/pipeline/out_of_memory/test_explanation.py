@@ -21,11 +21,12 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.pipeline.out_of_memory import explanation
-from memopt_cli.pipeline.out_of_memory.explanation import _told
+from memopt_cli.pipeline.out_of_memory.explanation import _told, _Trial
 from memopt_cli.records import (
     ExplainRequest,
     Explanation,
     InputSpec,
+    LevelRow,
     ModelSource,
     Plan,
     SegmentPlan,
@@ -38,6 +39,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 from tests.zoo.models import Parts
+from tests.zoo.records import measured
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -127,7 +129,7 @@ def test_what_is_suggested_fits_when_it_is_run_again(
     assert found.suggestions[0].change != "autocast"
     for said in found.suggestions:
         assert said.peak_bytes <= limit
-        if said.change == "plan":
+        if said.change in ("plan", "offload"):
             with LocalSession(Subject(source=source, spec=SPEC), 60.0) as session:
                 again = session.ask(MeasureJob(plan=said.plan))
             assert again.measurement.allocated_peak_bytes <= limit
@@ -250,6 +252,27 @@ def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: C
     assert f" --code-path . --dim B={BATCH} --memory " in commands["micro-batches"]
 
 
+@pytest.mark.parametrize("plan", [Plan(place="disk"), Plan(segments=(SegmentPlan(path="a"),))])
+def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = measured(900, 0.5, elsewhere_bytes=3 << 20)
+    row = LevelRow(level=4, plan=plan, outcome=outcome, dry_runs=1, search_s=0.0, predicted_slowdown=1.25)
+    asked = []
+
+    def search(*_: object, offload: str) -> object:
+        asked.append(offload)
+        return SimpleNamespace(plan=plan, rows=[row])
+
+    prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
+    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(trial, "_search", search)
+    found = list(trial._plan(sends=True))
+    assert asked == ["disk"]
+    assert [said.change for said in found] == ["offload"] * plan.sends
+    for said in found:
+        assert said.text.endswith(", sending 3.0 MiB to the disk at 1.25 times the step (predicted)")
+        assert said.command.endswith(f" --dim B={BATCH} --level 4 --budget 1MiB --offload disk")
+
+
 def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
     """Of a step that takes nearly nothing but inputs, of which half fit."""
     torch.save(nn.Sequential(nn.Linear(4096, 1), *more), folder / "wide.pt")
@@ -302,7 +325,7 @@ def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) 
     source = ModelSource(location=f"{script}:make_step")
     request = ExplainRequest(source=source, spec=SPEC, settings=StepSettings(), memory=900 << 10)
     found = explain(request, progress=Progress())
-    assert {said.change for said in found.suggestions} <= {"plan"}
+    assert {said.change for said in found.suggestions} <= {"plan", "offload"}
     assert [refused for refused in found.refused if "in its code" in refused]
 
 
@@ -327,5 +350,5 @@ def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., E
     text = io.StringIO()
     JsonReport().show(explained(needed_bytes(recorded) - LESS), text)
     data = json.loads(text.getvalue())
-    assert data["suggestions"][0]["change"] in ("plan", "micro-batches", "autocast")
+    assert data["suggestions"][0]["change"] in ("plan", "offload", "micro-batches", "autocast")
     assert data["instant"]["module"]

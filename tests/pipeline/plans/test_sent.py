@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.pipeline.plans import sent
-from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.records import Plan, SearchOptions, SegmentPlan, StepTrace
 from tests.zoo.models import Parts
 
 
@@ -61,6 +61,34 @@ def test_host_memory_is_where_tensors_of_the_cpu_are_already() -> None:
 def test_a_place_that_there_is_not(offload: object) -> None:
     with pytest.raises(OptionError, match=r"offload is .*"):
         optimized(offload=offload)
+
+
+@pytest.mark.parametrize("offload", ["disk", "none"])
+def test_a_limit_on_host_memory_that_nothing_is_sent_to(offload: str) -> None:
+    with pytest.raises(UsageError, match=r'host_memory="8GiB" limits .* nothing is sent there\nUse offload="host"'):
+        optimized(offload=offload, host_memory="8GiB")
+
+
+@pytest.mark.parametrize("memory", ["50%", 0.5, "much", 0, -1, True])
+def test_a_limit_on_host_memory_that_is_no_size(memory: object) -> None:
+    with pytest.raises((OptionError, UsageError)):
+        optimized(offload="host", host_memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "asked", "said"),
+    [
+        (4 << 30, None, "4.0 GiB to host memory: half of what is free"),
+        (4 << 30, 8 << 30, "4.0 GiB to host memory: half of what is free"),
+        (4 << 30, 1 << 30, "1.0 GiB to host memory: `--host-memory`"),
+        (None, 1 << 30, "1.0 GiB to host memory: `--host-memory`"),
+    ],
+)
+def test_the_limit_on_host_memory_is_named(room_bytes: int | None, asked: int | None, said: str) -> None:
+    trace = StepTrace(modules=(), tensor_peak_bytes=0, resident_bytes=0, batch=1, room_bytes=room_bytes)
+    (note,) = sent.room_note(SearchOptions(host_memory=asked), trace, "host")
+    assert said in note
+    assert not list(sent.room_note(SearchOptions(), trace, "disk"))
 
 
 def test_a_folder_that_there_is_not(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import signal
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -155,6 +157,13 @@ def test_the_peak_falls_and_is_the_same_on_a_slow_disk(name: str, monkeypatch: p
     assert sent < plain - 3 * TENSOR_BYTES
     slowed(monkeypatch, "pwritev", "preadv")
     assert peak(PLANS[name]) == sent
+
+
+def test_the_waits_of_a_step_are_added_up(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    instants = itertools.count()
+    monkeypatch.setattr(interface, "time", SimpleNamespace(perf_counter=lambda: next(instants)))
+    gradients(planned(SEGMENTS))
+    assert elsewhere.waited_s == 2 * 2, "two of four inputs go and come back: the caller holds one, the last stays"
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -12,10 +12,10 @@ from memopt_cli.records import Plan, SearchOptions, SegmentPlan
 from memopt_cli.runtime import packing
 from memopt_cli.runtime.places import schedule
 from memopt_cli.search.plan import replay, sending
+from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.sending import (
     NEVER,
-    SEND_S,
     SentParcel,
     SentTensor,
     fewer_sent,
@@ -57,9 +57,9 @@ def test_copies_that_compute_covers_cost_the_step_no_wait_and_late_ones_what_is_
     elapsed = [float(second) for second in range(30)]
     parcel = SentParcel(complete=2, asked=20, gone=4, fetched=18)
     sent = [SentTensor(parcel, 1, 6)]
-    assert waits_s(sent, elapsed, 6.0, 6.0) == pytest.approx(SEND_S)
-    assert waits_s(sent, elapsed, 1.0, 6.0) == pytest.approx(3 + SEND_S)  # 6 s out, of which 3 are covered
-    assert waits_s(sent, elapsed, 6.0, 1.0) == pytest.approx(4 + SEND_S)  # 6 s back, of which 2 are covered
+    assert waits_s(sent, elapsed, 6.0, 6.0) == 0.0
+    assert waits_s(sent, elapsed, 1.0, 6.0) == pytest.approx(3)  # 6 s out, of which 3 are covered
+    assert waits_s(sent, elapsed, 6.0, 1.0) == pytest.approx(4)  # 6 s back, of which 2 are covered
 
 
 def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> None:
@@ -68,7 +68,7 @@ def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> Non
     second = SentParcel(complete=4, asked=18, gone=6, fetched=16)
     sent = [SentTensor(first, 1, 6), SentTensor(second, 3, 4)]
     # Out: the first ends at 7 and makes the step wait 3 s; the second ends at 11, and by then the step is at 9.
-    assert waits_s(sent, elapsed, 1.0, 100.0) == pytest.approx(3 + 2 + 2 * SEND_S)
+    assert waits_s(sent, elapsed, 1.0, 100.0) == pytest.approx(3 + 2)
 
 
 @pytest.mark.parametrize("subject", [chain, transformer])
@@ -77,6 +77,18 @@ def test_the_cost_model_follows_the_schedule(subject: object, base: Plan) -> Non
     found = subject()  # type: ignore[operator]
     for plan in variants(base, "disk"):
         assert abs(found.error(plan)) < 0.15, plan  # views that are saved are not told apart in a trace
+        elsewhere_bytes = found.count(plan).elsewhere_bytes
+        assert found.model.predict(plan).elsewhere_bytes == pytest.approx(elsewhere_bytes, rel=0.15)
+
+
+def test_waits_are_a_part_of_the_step_time() -> None:
+    subject, plan = transformer(), replace(segments(*BLOCKS), place="disk")
+    fast, slow = (
+        CostModel(replace(subject.trace, out_bytes_per_s=r, in_bytes_per_s=r)).predict(plan) for r in (FAST, SLOW)
+    )
+    assert fast.waits_s < 1e-4 < slow.waits_s
+    assert slow.step_s - slow.waits_s == pytest.approx(fast.step_s - fast.waits_s)
+    assert subject.model.predict(segments(*BLOCKS)).waits_s == 0.0
 
 
 def test_what_a_fast_disk_takes_beats_recomputation_and_what_a_slow_one_would_does_not() -> None:
@@ -100,6 +112,22 @@ def test_nothing_is_sent_that_the_budget_does_not_need() -> None:
     found = plans.within(2, budget)
     assert found is not None
     assert all(subject.model.predict(plan).allocated_peak_bytes > 0.98 * budget for plan in fewer_sent(found.plan))
+
+
+@pytest.mark.parametrize("limit", ["host_memory", "room_bytes"])
+def test_no_more_is_sent_than_there_is_room_for(limit: str) -> None:
+    subject = transformer()
+    every = replace(segments(*BLOCKS), segments=tuple(SegmentPlan(path=path, place="disk") for path in BLOCKS))
+    room = subject.count(every).elsewhere_bytes // 2
+    limits = dict.fromkeys(["host_memory", "room_bytes"], 4 * room) | {limit: room}
+    trace = replace(subject.trace, out_bytes_per_s=FAST, in_bytes_per_s=FAST, room_bytes=limits["room_bytes"])
+    options = SearchOptions(level=2, host_memory=limits["host_memory"])
+    plans = Planner(trace, subject.original, subject.probes(), options, place="disk")
+    least = plans.least(2)
+    sending = [found for found in plans.dry_runs.up_to(2) if found.plan.sends]
+    assert max(found.counted.elsewhere_bytes for found in sending) > room // 2
+    assert all(found.counted.elsewhere_bytes <= room for found in sending)
+    assert planner(subject, FAST).least(2).peak_bytes < least.peak_bytes
 
 
 def test_only_the_level_that_is_asked_for_sends() -> None:
