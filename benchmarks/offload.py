@@ -41,7 +41,7 @@ from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Counted, InputSpec, Plan, StepSettings
+from memopt_cli.records import Counted, InputSpec, PlaceName, Plan, StepSettings
 from memopt_cli.report.optimization import in_words
 from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.text.units import format_bytes, format_seconds
@@ -75,7 +75,7 @@ def everything_in_file() -> Iterator[None]:
 
 
 def _raw(tensor: Tensor) -> Any:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def saved_bytes(step: Step) -> int:
@@ -139,11 +139,12 @@ def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
     yield Way("`save_on_cpu`", hooks=lambda: save_on_cpu(pin_memory=True))
     yield Way("everything in a file", hooks=everything_in_file)
     device = ready.subject.settings.device
-    place = "disk" if device == "cpu" else "host"
+    place: PlaceName = "disk" if device == "cpu" else "host"
     ready = replace(ready, subject=replace(ready.subject, place=place))
+    ways: tuple[tuple[str, PlaceName], ...] = (("", "device"), (f" --offload {place}", place))
     with bench(ready.subject.source.location, ready, search_s) as one:
         limit_bytes = (one.original.allocated_peak_bytes + one.original.resident_bytes) // 2
-        for flag, allowed in (("", "device"), (f" --offload {place}", place)):
+        for flag, allowed in ways:
             one.search.probes.prolong()
             search = GoalSearch(
                 search=replace(one.search, planner=one.planner(allowed)),
