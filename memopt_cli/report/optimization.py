@@ -73,7 +73,10 @@ def _in_bytes(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            return f"the model stays as it is, with a peak of {format_bytes(before.allocated_peak_bytes)}"
+            peak, budget = format_bytes(before.allocated_peak_bytes), summary.budget_bytes
+            if budget is not None and before.allocated_peak_bytes <= budget:
+                return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
+            return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"

@@ -214,7 +214,8 @@ def _print_all(
 def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | None) -> None:
     """Print ``lines``, the first one in bold, with the inputs of ``spec`` if nobody typed them now."""
     first, *others = lines
-    _print(console, first + (not_typed(spec) if spec is not None else ""), style="bold")
+    more = "" if spec is None else not_typed(spec)
+    _print(console, f"{first.removesuffix('.')}{more}" if more else first, style="bold")
     for line in others:
         _print(console, line)
 

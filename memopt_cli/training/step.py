@@ -350,7 +350,10 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
         if is_out_of_memory(error):
             raise
         raise StepError(
-            f"the loss failed: {first_line(error)}", hint="It is called with the model's output, and nothing else."
+            f"the loss failed: {first_line(error)}",
+            hint="It is called with the model's output alone. Targets lie beside it in the file, as many as there are "
+            "samples: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
+            "gets a random gradient, which takes the same memory.",
         ) from error
     check_finite(found, "the loss")
     return found

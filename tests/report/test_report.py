@@ -258,7 +258,7 @@ def test_a_batch_of_dry_runs_is_called_predicted(is_limited: bool, said: str, su
     ("budget", "said"),
     [
         (None, "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"),
-        (2**30, "the model stays as it is, with a peak of 617.9 MiB"),
+        (2**30, "the model stays as it is: its peak of 617.9 MiB is within the budget of 1.0 GiB"),
     ],
 )
 def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, said: str, summary: MemOptSummary) -> None:
