@@ -65,7 +65,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    if not is_plain or tensor.dtype not in _DTYPES or _has_no_values(tensor):
+    if not is_plain or is_of_transform(tensor) or tensor.dtype not in _DTYPES or _has_no_values(tensor):
         return None
     along = max(1, round(_ELEMENTS ** (1 / max(1, tensor.dim()))))
     with torch.no_grad(), unseen():

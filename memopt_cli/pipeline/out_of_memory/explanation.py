@@ -282,15 +282,15 @@ class _Trial:
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
-        text, flags = _told(found.plan), f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"
+        text, sent = _told(found.plan), ""
         if sends:
             text += f", sending {format_bytes(measured.elsewhere_bytes)} to the {place}"
             text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
-            flags += f" --offload {place}"
+            sent = f"--offload {place}"
         yield Suggestion(
             change="offload" if sends else "optimizer in backward" if found.plan.in_backward else "plan",
             text=text,
-            command=self._typed("optimize", flags),
+            command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}", sent),
             plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measured.allocated_peak_bytes,
@@ -416,7 +416,7 @@ class _Trial:
         found = self._typed("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
         return f"{found} && {self._typed('recommend-batch', f'{flags} --plan {quoted_path(str(plan))}')}"
 
-    def _typed(self, command: str, flags: str) -> str:
-        """Return a command of memopt on the step at hand."""
+    def _typed(self, command: str, *flags: str) -> str:
+        """Return a command of memopt on the step at hand; empty ``flags`` are left out."""
         location = quoted_path(self._prepared.subject.source.location)
-        return " ".join((f"memopt {command} {location}", *self._request.flags, flags))
+        return " ".join((f"memopt {command} {location}", *self._request.flags, *filter(None, flags)))
