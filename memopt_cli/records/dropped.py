@@ -31,11 +31,15 @@ class TooSlow:
     @property
     def because(self) -> str:
         error = f" ± {self.error:.2f}" if self.upper > self.slowdown else ""
-        return f"its step takes {self.slowdown:.2f}{error} times as long, and {self.most:g} is the limit"
+        takes = f"its step takes {self.slowdown:.2f}{error} times as long"
+        if self.slowdown <= self.most:
+            return f"{takes}, which may be more than the limit of {self.most:g}"
+        return f"{takes}, and {self.most:g} is the limit"
 
     @property
     def remedy(self) -> str:
-        return f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it."
+        allowed = f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it"
+        return f"{allowed}." if self.slowdown > self.most else f"On an idle machine it may be within it; {allowed}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
