@@ -126,7 +126,7 @@ class Climb:
             started, tried = time.monotonic(), len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
             found = search(level, 1 + _MARGIN * (self._limit - 1))
-            if found.plan.is_empty:
+            if found.plan.is_empty and math.isfinite(self._limit):  # without a limit it was the whole search
                 found = search(level, self._limit)
             row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
             if row.plan == below:
