@@ -39,7 +39,11 @@ class TooSlow:
     @property
     def remedy(self) -> str:
         allowed = f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it"
-        return f"{allowed}." if self.slowdown > self.most else f"On an idle machine it may be within it; {allowed}."
+        return (
+            f"{allowed}."
+            if self.slowdown > self.most
+            else f"On an idle machine it may stay within the limit; {allowed}."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

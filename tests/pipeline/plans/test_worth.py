@@ -23,7 +23,7 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
         assert (
             dropped.why.because == "its step takes 1.30 ± 0.04 times as long, which may be more than the limit of 1.33"
         )
-        assert dropped.why.remedy == "On an idle machine it may be within it; `--max-slowdown 1.5` allows it."
+        assert dropped.why.remedy == "On an idle machine it may stay within the limit; `--max-slowdown 1.5` allows it."
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:
