@@ -237,6 +237,8 @@ class Learned:
         """The place, among the saved tensors, of the one that is compared in every call; ``None`` if none is."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
+        self.is_differentiated_in_forward = False
+        """Whether the forward of a segment around it computes gradients through it, as its recomputation will."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
         return Learned()  # a copy of the module is another module

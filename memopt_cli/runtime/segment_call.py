@@ -30,7 +30,7 @@ from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
 from memopt_cli.runtime.running import is_checkpointed, is_transformed, running_chunk, segment_around, within_chunk
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import Dropped, SegmentRun, Unrepeatable, give
+from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, give
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
@@ -131,7 +131,7 @@ def _within_recomputation(
         around.hold_input(tensor)
     for tensor in matrices_of(module):
         around.hold_input(tensor)
-    with uncounted(), Dropped().hooks():
+    with uncounted(), Unused(drops=not learned.is_differentiated_in_forward).hooks():
         return first()
 
 

@@ -11,7 +11,7 @@ peak of a step: all of them are there at once again when forward runs for the se
 takes its _Saved with it.
 
 A call inside another one has its inputs saved by that one, and so makes them again with it.  A segment that runs inside
-the recomputation of another drops what it saves: nobody will ask for it.
+the recomputation of another drops what it saves: nobody asks for it, unless the other's forward computes gradients.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
 and state without the graphs that made them.  So a call goes when its graph goes.
@@ -36,7 +36,7 @@ from memopt_cli.runtime.lengths import at_length, present_length
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import forbids_hooks, is_of_transform, memory_of, next_node, not_compiled
-from memopt_cli.runtime.running import outermost_turn, recomputing, taking_turns
+from memopt_cli.runtime.running import outermost_turn, recomputing, segment_around, taking_turns
 from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
@@ -256,6 +256,8 @@ class SegmentRun:
         there, belong to the first run.
         """
         self._was_repeated = True
+        if segment_around() is not None:  # its forward calls torch.autograd.grad, say, and so will its recomputation
+            self._learned.is_differentiated_in_forward = True
         again = _Again(self._module, self._refs, self._samples, self._glance, runs_to_end=self._learned.runs_to_end)
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
@@ -391,12 +393,14 @@ class _Watch:
         return found
 
 
-class Dropped:
-    """Tensors that autograd saves in a segment inside the recomputation of another, for which nobody will ask."""
+class Unused:
+    """Tensors that autograd saves in a segment inside the recomputation of another, for which backward never asks."""
 
     is_of_segment, is_recomputation = True, True
 
-    def __init__(self) -> None:
+    def __init__(self, *, drops: bool) -> None:
+        """Prepare one call.  ``drops``: whether the tensors are dropped when it ends, and not with their graph."""
+        self._drops = drops
         self._refs: list[ref[_Saved]] = []
 
     @contextlib.contextmanager
@@ -406,7 +410,7 @@ class Dropped:
             with saved_tensors_hooks(self.hold, give):
                 yield
         finally:
-            for one in self._refs:
+            for one in self._refs if self._drops else ():
                 if (saved := one()) is not None:
                     saved.tensor = None
 

@@ -204,6 +204,14 @@ def test_hooks_on_an_input_are_not_called_by_a_recomputation(kind: type[nn.Modul
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("inner", [["1.hidden"], ["1.hidden", "1.hidden.0"]], ids=["one inside", "two inside"])
+def test_forces_through_segments_inside_a_segment(inner: list[str], judge: Judge) -> None:
+    """A recomputation differentiates through them again, and so needs what they save."""
+    forces = Forces(hidden=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(8, 8), forces, nn.Linear(8, 8))
+    judge(model, dict.fromkeys(["1", *inner], PLAIN), torch.randn(4, 8, requires_grad=True))
+
+
 # ---------------------------------------------------------------------------------------------- frozen in between
 
 
