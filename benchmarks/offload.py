@@ -50,7 +50,18 @@ from memopt_cli.training.step import Step, synchronize
 
 MODELS = ("gpt", "resnet", "spiking_vgg", "unet")
 SEARCH_S = 20.0
-HEADER = ["", "way", "predicted", "counted", "step", "of plain", "waits simulated", "measured", "elsewhere"]
+HEADER = [
+    "",
+    "way",
+    "predicted",
+    "counted",
+    "step",
+    "of plain",
+    "predicted",
+    "waits simulated",
+    "measured",
+    "elsewhere",
+]
 
 
 @contextlib.contextmanager
@@ -102,6 +113,8 @@ class Way:
     """Peak of a dry run; ``None`` if there was none."""
     simulated_s: float | None = None
     """Seconds for which the step waits, by the cost model; ``None`` if it was not asked."""
+    slowdown: float | None = None
+    """Step time by the cost model, divided by that of the plain step; ``None`` if it was not asked."""
     counted_bytes: int = 0
     elsewhere_bytes: int = 0
     times_s: list[float] = field(default_factory=list)
@@ -126,7 +139,8 @@ class Way:
             waits = [format_seconds(self.simulated_s), measured]
         predicted = "" if self.predicted_bytes is None else format_bytes(self.predicted_bytes)
         elsewhere = format_bytes(self.elsewhere_bytes) if self.elsewhere_bytes else ""
-        step = [format_seconds(self.step_s), f"{self.step_s / plain_s:.2f}x"]
+        expected = "" if self.slowdown is None else f"{self.slowdown:.2f}x"
+        step = [format_seconds(self.step_s), f"{self.step_s / plain_s:.2f}x", expected]
         return [model, self.name, predicted, format_bytes(self.counted_bytes), *step, *waits, elsewhere]
 
 
@@ -159,8 +173,14 @@ def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
             counted = one.probes.count(plan)
             assert isinstance(counted, Counted), "it was counted before"
             predicted = counted.tensor_peak_bytes if device == "cpu" else counted.allocated_peak_bytes
-            waits_s = one.model.predict(plan).waits_s
-            yield Way(f"memopt{flag}: {in_words(plan)}", plan, predicted_bytes=predicted, simulated_s=waits_s)
+            expected = one.model.predict(plan)
+            yield Way(
+                f"memopt{flag}: {in_words(plan)}",
+                plan,
+                predicted_bytes=predicted,
+                simulated_s=expected.waits_s,
+                slowdown=expected.step_s / one.model.step_s,
+            )
 
 
 def take_turns(ways: Sequence[Way], subject: Subject, rounds: int) -> None:

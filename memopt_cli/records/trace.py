@@ -170,6 +170,8 @@ class StepTrace:
     """Rate at which tensors go to the place where they may wait; 0 if it was not measured."""
     in_bytes_per_s: float = 0.0
     """Rate at which they come back; 0 if it was not measured."""
+    copying_s_per_byte: float = 0.0
+    """Seconds of the CPU that it takes to send a byte there and to fetch it, which a step on the CPU lacks."""
     room_bytes: int | None = None
     """Most bytes that may wait there; ``None`` if it was not asked."""
     segment_overhead: float = 1.0

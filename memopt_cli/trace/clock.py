@@ -151,21 +151,23 @@ def packing_bytes_per_s(device: str) -> float:
 def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
     """Return ``trace`` with the room of ``place``, and how fast tensors of ``device`` go there and come back.
 
-    The rates are measured once in a process.
+    The rates, and the work that copies are for the CPU, are measured once in a process.
     """
     there = place_named(place)
-    out_rate, in_rate = _rates(there, device)
-    return replace(trace, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, room_bytes=there.room_bytes())
+    out_rate, in_rate, copying_s = _rates(there, device)
+    rated = replace(trace, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, copying_s_per_byte=copying_s)
+    return replace(rated, room_bytes=there.room_bytes())
 
 
 @functools.cache
-def _rates(there: Place, device: str) -> tuple[float, float]:
+def _rates(there: Place, device: str) -> tuple[float, float, float]:
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
-    out_s, in_s, rounds = 0.0, 0.0, -1
+    out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _LINK_S or rounds < 1:
+        cpu_s = time.process_time()  # of all threads: the one that waits takes next to nothing
         sent = there.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
 
         def fetch(sent: Sent = sent) -> None:
             sent.fetch(tensor)
@@ -176,7 +178,9 @@ def _rates(there: Place, device: str) -> tuple[float, float]:
         rounds += 1
         if rounds:  # the first time, the file grows, or memory is pinned
             out_s, in_s = out_s + gone[1], in_s + back[1]
-    return rounds * _SENT_BYTES / out_s, rounds * _SENT_BYTES / in_s
+            copying_s += time.process_time() - cpu_s
+    sent_bytes = rounds * _SENT_BYTES
+    return sent_bytes / out_s, sent_bytes / in_s, copying_s / sent_bytes if device == "cpu" else 0.0
 
 
 @functools.cache

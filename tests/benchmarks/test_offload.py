@@ -50,7 +50,7 @@ def test_a_row_for_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ways = [
         Way("plain"),
         Way("file", hooks=everything_in_file),
-        Way("plan", SENT, predicted_bytes=predicted, simulated_s=0.0),
+        Way("plan", SENT, predicted_bytes=predicted, simulated_s=0.0, slowdown=1.0),
     ]
     take_turns(ways, None, rounds=2)  # type: ignore[arg-type]  # no subject is needed
     plain, file, plan = ways

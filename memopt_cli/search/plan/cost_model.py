@@ -268,6 +268,7 @@ class CostModel:
             + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away))
             + _LOOK_S * replay.looked_at
             + SEND_S * len(replay.sent)
+            + self.trace.copying_s_per_byte * sum(tensor.nbytes for tensor in replay.sent)
             + waited_s,
             waits_s=waited_s,
             elsewhere_bytes=replay.sent_bytes,

@@ -91,6 +91,14 @@ def test_waits_are_a_part_of_the_step_time() -> None:
     assert subject.model.predict(segments(*BLOCKS)).waits_s == 0.0
 
 
+def test_copies_of_the_cpu_take_time_from_the_step() -> None:
+    subject, plan = transformer(), replace(segments(*BLOCKS), place="disk")
+    busy, idle = (CostModel(replace(subject.trace, copying_s_per_byte=s)).predict(plan) for s in (1e-9, 0.0))
+    assert busy.waits_s == idle.waits_s
+    given_up_bytes = (busy.step_s - idle.step_s) / 1e-9
+    assert 0.5 < given_up_bytes / busy.elsewhere_bytes <= 1  # the last parcels stay
+
+
 def test_what_a_fast_disk_takes_beats_recomputation_and_what_a_slow_one_would_does_not() -> None:
     subject = transformer()
     budget = subject.original.allocated_peak_bytes * 2 // 3
