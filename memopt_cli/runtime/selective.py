@@ -104,8 +104,8 @@ class _Output:
     """The containers around the leaves; ``None`` for a single leaf."""
     given: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this output."""
-    drawn: tuple[torch.Generator, Tensor] | None
-    """The generator from which the call drew, and its position afterwards; ``None`` if it drew nothing."""
+    drawn: Tensor | None
+    """Position of the generator after the call; ``None`` if it drew nothing."""
     watched: list[tuple[Tensor, int]]
     """Tensors through which the memory can be written, and their versions when forward ended."""
 
@@ -162,7 +162,7 @@ class KeptOutputs:
         """Note that autograd saves a tensor now."""
         self._needed = len(self._outputs)
 
-    def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Any) -> None:
+    def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Tensor | None) -> None:
         """Keep ``result``, which the call ``key`` has returned."""
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -273,7 +273,9 @@ class _Recording(_Calls):
         call = self._kept_call(func)  # before it runs: one that fails, and is tried again, counts as well
         result = func(*args, **kwargs)
         if call:
-            kept.add(call, _given(args, kwargs), result, _position(func, kwargs, result))
+            generator = _generator(func, kwargs, result)
+            drawn = None if generator is None else position_of(generator)
+            kept.add(call, _given(args, kwargs), result, drawn)
         if not kept.is_empty:
             for leaf in _tensors_in(result):
                 kept.watch(leaf)
@@ -287,9 +289,11 @@ class _Replaying(_Calls):
         output = self._kept.take(call, _given(args, kwargs)) if call else None
         if output is None:
             return func(*args, **kwargs)
-        if output.drawn is not None:
-            put_at(*output.drawn)
-        return output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
+        result = output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
+        # Not the generator of forward: a recomputation has copies of those that modules and globals hold.
+        if output.drawn is not None and (generator := _generator(func, kwargs, result)) is not None:
+            put_at(generator, output.drawn)
+        return result
 
 
 def _pools_otherwise(func: Any, args: Any) -> bool:
@@ -357,19 +361,20 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
-def _position(func: Any, kwargs: dict[str, Any], result: Any) -> tuple[torch.Generator, Tensor] | None:
-    """Return the generator from which a call of ``func`` may have drawn, and its position; ``None`` if it draws not."""
+def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
+    """Return the generator from which a call of ``func`` with this ``result`` draws; ``None`` if it does not draw."""
     if not _draws(func):
         return None
-    generator = kwargs.get("generator")
-    if generator is None:
-        first = next(iter(_tensors_in(result)), None)
-        if first is None or is_fake(first):  # nothing is drawn without data
-            return None
-        generator = torch.default_generator
-        if first.device.type != "cpu":
-            generator = torch.get_device_module(first.device).default_generators[first.device.index]
-    return generator, position_of(generator)
+    generator: torch.Generator | None = kwargs.get("generator")
+    if generator is not None:
+        return generator
+    first = next(iter(_tensors_in(result)), None)
+    if first is None or is_fake(first):  # nothing is drawn without data
+        return None
+    if first.device.type == "cpu":
+        return torch.default_generator
+    generators: Sequence[torch.Generator] = torch.get_device_module(first.device).default_generators
+    return generators[first.device.index]
 
 
 @functools.cache

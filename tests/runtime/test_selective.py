@@ -237,6 +237,26 @@ def test_a_second_backward_recomputes_what_the_first_used_up() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), segment.parameters(), strict=True))
 
 
+class Drawing(Parts, linear=lambda: nn.Linear(4, 4), generator=torch.Generator):
+    """Scales by numbers from a generator of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * torch.rand(4, generator=self.generator)).sin()
+
+
+def test_a_generator_stands_where_it_stood_before_backward() -> None:
+    found = []
+    for keep in ((), ("aten::rand",)):
+        block = Drawing()
+        install_segment(block, SegmentConfig(keep=keep))
+        output = block(ROWS)
+        block(ROWS)
+        before = block.generator.get_state()
+        output.sum().backward()
+        found.append(torch.equal(block.generator.get_state(), before))
+    assert all(found)
+
+
 class Both(nn.Module):
     """Returns a kept output, or a view of it, and what a recomputation makes of it."""
 
