@@ -17,7 +17,7 @@ from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, without_beaten
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -247,7 +247,8 @@ class _Job:
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(self._within(planned, self.found.budget_bytes))
         if shows:
-            self.found.frontier = self._with_compiled(planned, planned.frontier(found))
+            self.found.frontier, beaten = without_beaten(self._with_compiled(planned, planned.frontier(found)))
+            self.found.details += filter(None, [beaten])
         if goal.pick is not None:
             check_pick(goal.pick, len(self.found.frontier))
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
@@ -284,7 +285,7 @@ class _Job:
         return found
 
     def _with_compiled(self, planned: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, fastest first."""
+        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, by their times."""
         if self.request.backend is None or self.found.interrupted:
             return eager
         if not self.found.compiled:  # else they were measured for the budget
@@ -304,7 +305,7 @@ class _Job:
             for row in self.found.compiled
             if row.plan.compile is not None and not row.dropped
         ]
-        return sorted(points, key=lambda point: point.slowdown or point.predicted_slowdown or math.inf)
+        return sorted(points, key=_by_time)
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """Return a row for every level up to the one asked for."""
@@ -383,3 +384,8 @@ class _Job:
             self.found.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.found.dropped]
         self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)
+
+
+def _by_time(point: ParetoPoint) -> tuple[bool, float]:
+    """Return the place of ``point`` on the frontier: the original first, then the fastest."""
+    return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf
