@@ -195,10 +195,15 @@ def remembered_inputs(location: str) -> InputSpec | None:
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
             there.append((written, header, path))
     for _, header, path in sorted(there, key=lambda found: -found[0]):
-        is_its = Path(header.model).absolute().name in names
-        if is_its and (header.spec.source == TYPED or header.spec.is_remembered):
-            return inputs_of_file(header.spec, f"{REMEMBERED}{path}")
+        if Path(header.model).absolute().name in names and (found := typed_inputs(header, path)):
+            return found
     return None
+
+
+def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
+    """Return the inputs in the ``header`` of the file at ``path``, as data; ``None`` if nobody typed them."""
+    is_typed = header.spec.source == TYPED or header.spec.is_remembered
+    return inputs_of_file(header.spec, f"{REMEMBERED}{path}") if is_typed else None
 
 
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
