@@ -114,4 +114,5 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
             device="cpu",
         ),
         notes=0,
+        details=0,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
@@ -41,6 +42,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
+
+_FEW = 0.03
+"""Share of the original's step that a plan within a budget may add so that a longer search for a faster one is not
+worth proposing."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -144,8 +149,6 @@ class _Job:
             rows = [search.original, *self._seek_again(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
-        if search.probes.over:
-            self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
     def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
@@ -214,6 +217,7 @@ class _Job:
         self.found.dropped.clear()
         self.found.compiled.clear()
         del self.found.notes[search.notes :]
+        del self.found.details[search.details :]
         try:
             rows = self._seek(search)
         except NothingFitsError as err:
@@ -255,7 +259,19 @@ class _Job:
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
+        self._say_over(search, lambda: shows or (rows[-1].predicted_slowdown or math.inf) > 1 + _FEW)
         return rows
+
+    def _say_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
+        """Say that the time of ``search`` was over: in a note if a longer one ``may_improve`` the answer.
+
+        Otherwise it is a detail: users took it for a failure.
+        """
+        over = search.probes.over
+        if over and may_improve():
+            self.found.notes.append(f"{over}: a longer one may find a better plan")
+        elif over:
+            self.found.details.append(f"{over}: a longer one would hardly find a better plan")
 
     def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with a compiler, of its plans as well."""
@@ -317,6 +333,7 @@ class _Job:
         rows = climb.rows()
         self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
         self._choose(search, applied_row([search.original, *rows], self.applied).plan)
+        self._say_over(search, climb.may_go_lower)
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
