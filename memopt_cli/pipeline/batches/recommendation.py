@@ -57,7 +57,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    opening = opening_of(request, request.step, card=request.card, fake=request.fake)
+    opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     note = TAKEN_OFF

@@ -62,7 +62,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        opening = opening_of(request, request.settings, card=request.card, layout=request.layout)
+        card, layout, backend = request.card, request.layout, request.backend
+        opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
         prepared = prepare(opening, progress=progress, ask=ask)
         check_shown(request, prepared)
         found = find(request, prepared)
