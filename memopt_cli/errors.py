@@ -5,6 +5,7 @@
     MemoptError                     exit code 3, the base
     ├── UsageError                  2  a flag, spec or path that cannot be used as given
     │   ├── OptionError             2  a level, profile or limit out of its range (a ValueError, too)
+    │   ├── OutputExistsError       2  a file that would be replaced
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
     ├── FileError                   3  something is wrong with a file: its message is one line
     │   ├── FileFormatError         3  the file is no model memopt can read
@@ -62,6 +63,10 @@ class UsageError(MemoptError):
 
 class OptionError(UsageError, ValueError):
     """A level, profile, budget or limit of the search that is out of its range, or lacks what it needs."""
+
+
+class OutputExistsError(UsageError):
+    """A file would be replaced without ``--force``."""
 
 
 class BatchShapeError(UsageError, ValueError):

@@ -32,7 +32,7 @@ from memopt_cli.cli.ranks import speaks
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
-from memopt_cli.errors import Interrupted, MemoptError, UnsafeFileError, UsageError
+from memopt_cli.errors import Interrupted, MemoptError, OutputExistsError, UnsafeFileError, UsageError
 from memopt_cli.report.lines import guarded
 from memopt_cli.text.documents import abridged, printable
 from memopt_cli.text.spelling import on_command_line
@@ -94,10 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            if isinstance(failure, UnsafeFileError) and failure.trusted_with:
-                again = f"{shlex.join(['memopt', *given])} {failure.trusted_with}"
-                known = f"You trusted this file before, and it is unchanged. To do so again: {again}"
-                failure.hint = "\n".join(filter(None, [failure.hint, known]))
+            failure.hint = "\n".join(filter(None, [failure.hint, _retyped(failure, shlex.join(["memopt", *given]))]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, NobodyReads) and speaks(failure, err):
@@ -155,6 +152,16 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
                 f"unexpected {type(err).__name__}{': ' if text else ''}{text}",
                 hint="Run it again with -v to see where.",
             )
+
+
+def _retyped(failure: MemoptError, command: str) -> str:
+    """Return a sentence with ``command`` as it would not have ended in ``failure``; empty if no flag helps."""
+    match failure:
+        case UnsafeFileError(trusted_with=str(flags)) if flags:
+            return f"You trusted this file before, and it is unchanged. To do so again: {command} {flags}"
+        case OutputExistsError():
+            return f"To replace it: {command} --force"
+    return ""
 
 
 def _usage_hint(err: TyperException) -> str:

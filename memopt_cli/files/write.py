@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from memopt_cli.errors import UsageError, WriteError
+from memopt_cli.errors import OutputExistsError, UsageError, WriteError
 from memopt_cli.inputs.spec_text import file_of
 
 Fill = Callable[[BinaryIO], object]
@@ -127,7 +127,7 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
                 f"the output {path} is not a regular file", hint="Name another file; this one would be replaced."
             )
         if os.path.lexists(path) and not force:
-            raise UsageError(f"{path} exists", hint="Replace it with `--force`, or name another file.")
+            raise OutputExistsError(f"{path} exists", hint="Replace it with `--force`, or name another file.")
         if not os.path.isdir(path.parent):
             raise WriteError(
                 f"cannot write {path}: there is no folder {path.parent}", hint="Make it, or choose another."

@@ -327,24 +327,25 @@ class RoundedJob(StepJob[Fingerprint]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedInTurns:
-    """Wall times in seconds of steps of the original and under a plan, taken in turns in one process."""
+    """Wall times in seconds of steps of the original and under plans, taken in turns in one process."""
 
     original_times_s: tuple[float, ...]
-    planned_times_s: tuple[float, ...]
+    planned_times_s: tuple[tuple[float, ...], ...]
+    """Times under each plan, in the order of the job; a plan far beyond the limit has only the first."""
     waited: float = 0.0
     """Share of the time in which the steps waited for a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimedInTurns]):
-    """A question for the slowdown of a plan, by pairs of steps: another load of the machine slows both."""
+    """A question for the slowdown of plans, by steps in turns: another load of the machine slows all of them."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
-    plan: Plan
-    pairs: int = 3
-    """Number of pairs of timed steps, at least."""
+    plans: tuple[Plan, ...]
+    turns: int = 3
+    """Number of timed steps of the original, and of each plan, at least."""
     most_slowdown: float | None = None
-    """The limit on the slowdown: a plan far beyond takes one pair.  ``None`` if there is no limit."""
+    """The limit on the slowdown: a plan far beyond takes one turn.  ``None`` if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,16 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
 from memopt_cli import errors
-from memopt_cli.measure.jobs import DescribeJob, FileChanged, Job, Measured, TimedInTurns, Traced, answer_of
+from memopt_cli.measure.jobs import (
+    DescribeJob,
+    FileChanged,
+    Job,
+    Measured,
+    TimedInTurns,
+    TimeInTurnsJob,
+    Traced,
+    answer_of,
+)
 from memopt_cli.measure.wire import reply_in
 from memopt_cli.records import (
     BatchProbe,
@@ -47,8 +56,9 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
     match found:
         case Measured(measurement=measurement):
             _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
-        case TimedInTurns(original_times_s=times, planned_times_s=others):
-            _require(len(times) == len(others) > 0 and all(t > 0 for t in (*times, *others)))
+        case TimedInTurns(original_times_s=times, planned_times_s=planned) if isinstance(job, TimeInTurnsJob):
+            _require(len(planned) == len(job.plans) and all(0 < len(others) <= len(times) for others in planned))
+            _require(all(t > 0 for others in (times, *planned) for t in others))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
             _require(step_s > 0 and batch > 0 and replicas > 0)
         case Traced(trace=trace) | (StepTrace() as trace):

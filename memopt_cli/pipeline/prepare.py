@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -134,13 +135,14 @@ def opening_of(
     card: DeviceProfile | None = None,
     layout: Layout | None = None,
     fake: bool = False,
+    backend: str | None = None,
 ) -> Opening:
     """Return how the model of ``request`` is opened, for a step of ``settings`` here or of a device elsewhere.
 
     For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  Only a few samples run for a
     card, and where the step is ``fake``; nothing does, and parameters are never allocated, for a layout, and where code
-    builds the model of a fake step.  Raises :class:`UsageError` where a GPU is named beside a card or a layout, and for
-    ranks of a model that has parameters already.
+    builds the model of a fake step.  Raises :class:`UsageError` where a GPU is named beside a card or a layout, for
+    ranks of a model that has parameters already, and for a ``backend`` that compiles it where no compiler can start.
     """
     location, device = request.source.location, settings.device
     is_gpu, is_code = device.startswith("cuda"), is_factory(location)
@@ -158,6 +160,11 @@ def opening_of(
         raise UsageError(
             f"`--device {device}` runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
             hint="Leave `--device` out: tensors have the same bytes there.",
+        )
+    if backend in _STARTING_PROGRAMS and sys.platform == "linux" and is_confined(request.source):
+        raise UsageError(
+            f"{backend} starts a compiler, but the model of {location} runs in a sandbox, where no program can start",
+            hint="If you trust the model, add `--no-sandbox`, or name a function that builds it: train.py:make_model.",
         )
     is_run = card is None and layout is None
     has_no_data = layout is not None or (fake and is_code)
@@ -195,10 +202,15 @@ def remembered_inputs(location: str) -> InputSpec | None:
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
             there.append((written, header, path))
     for _, header, path in sorted(there, key=lambda found: -found[0]):
-        is_its = Path(header.model).absolute().name in names
-        if is_its and (header.spec.source == TYPED or header.spec.is_remembered):
-            return inputs_of_file(header.spec, f"{REMEMBERED}{path}")
+        if Path(header.model).absolute().name in names and (found := typed_inputs(header, path)):
+            return found
     return None
+
+
+def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
+    """Return the inputs in the ``header`` of the file at ``path``, as data; ``None`` if nobody typed them."""
+    is_typed = header.spec.source == TYPED or header.spec.is_remembered
+    return inputs_of_file(header.spec, f"{REMEMBERED}{path}") if is_typed else None
 
 
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
@@ -314,6 +326,8 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
 
 
+_STARTING_PROGRAMS: Final = ("inductor",)
+"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
 _MOST_LIBRARIES: Final = 50
 """Modules of libraries that a subprocess may ask for, at most: one that a model has taken over could name them all."""
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}

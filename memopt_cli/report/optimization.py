@@ -221,16 +221,13 @@ _PLOT_WIDTH = 40
 
 
 def frontier(summary: MemOptSummary) -> Table:
-    """Return the numbered plans of the frontier, fastest first, with a plot of their step times."""
-    beaten = _beaten(summary.frontier)
+    """Return the plans of the frontier as they are numbered, the original first, with a plot of their step times."""
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
     headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
     table = plain_table(*headings, "plan", _PLOT, names=[_PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     longest = max((found.step_s for found in measured), default=0.0)
     for number, point in enumerate(summary.frontier, 1):
-        if number in beaten:
-            continue
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
@@ -241,22 +238,9 @@ def frontier(summary: MemOptSummary) -> Table:
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] * shows_elsewhere
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, in_words(point.plan), plot)
+        plan = "the original" if point.plan.is_empty else in_words(point.plan)
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, plan, plot)
     return table
-
-
-def _beaten(points: Sequence[ParetoPoint]) -> list[int]:
-    """Return the numbers of the plans that another one beats: no larger, no slower, and better in one of the two."""
-    costs = {
-        number: (point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s)
-        for number, point in enumerate(points, 1)
-        if isinstance(point.outcome, Measurement)
-    }
-    return [
-        number
-        for number, (peak, step) in costs.items()
-        if any(other != (peak, step) and other[0] <= peak and other[1] <= step for other in costs.values())
-    ]
 
 
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
@@ -341,9 +325,6 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     """Yield what ``-v`` adds to :func:`remarks`: how the plan was verified, and what else was found."""
     if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
-    beaten = _beaten(summary.frontier)
-    if beaten:
-        yield f"not shown, as another plan is no slower and no larger: pick {', '.join(map(str, beaten))}"
     yield from _rough_times(summary)
     yield from (dropped.sentence for dropped in summary.dropped if dropped is not summary.decisive)
     yield from summary.details

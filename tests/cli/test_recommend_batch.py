@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -239,6 +240,33 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert not done.changed
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("header", "flags", "is_offered"),
+    [
+        ({}, (), True),
+        ({"sha256": "0" * 64}, (), False),  # of another model
+        ({"segments": []}, (), False),
+        ({"segments": 3}, (), False),
+        ({"segments": [], "compile": {"backend": "eager"}}, (), False),  # predictions are of steps without a compiler
+        ({}, ("--plan", "net.memopt.plan.yaml"), False),
+    ],
+)
+def test_a_plan_beside_the_model_is_offered_and_not_used(
+    header: dict[str, Any], flags: tuple[str, ...], is_offered: bool, memopt: Callable[..., Any], net: str
+) -> None:
+    plan = {"memopt": "0", "torch": "2", "model": net, "seed": 0, "device": "cpu", "spec": {"source": "--input"}}
+    sha256 = hashlib.sha256(Path(net).read_bytes()).hexdigest()
+    plan |= {"schema_version": 2, "sha256": sha256, "level": 1, "segments": [{"path": "0"}], **header}
+    Path("net.memopt.plan.yaml").write_text(json.dumps(plan))
+    done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--fake", *flags)
+    assert done.code == 0, done.err
+    said = (
+        "The plan in net.memopt.plan.yaml is not used. Add --plan net.memopt.plan.yaml to see what fits under it, too."
+    )
+    assert (f"{said}, too." in done.out.splitlines()) == is_offered
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
@@ -263,6 +291,7 @@ def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: s
     again = memopt("recommend-batch", net, *flags)
     assert again.code == 2
     assert "b.yaml exists" in again.err
+    assert f"To replace it: memopt recommend-batch {net} {' '.join(flags)} --force" in again.err
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ JOBS = [
     CountJob(plan=plan("0", "1"), fake=False),
     ChunkingJob(path="0"),
     MeasureJob(plan=plan("1"), steps=2),
-    TimeInTurnsJob(plan=plan("1"), pairs=1),
+    TimeInTurnsJob(plans=(plan("1"),), turns=1),
     ProbeJob(plan=plan("1"), batch=5),
     RoundedJob(),
     VerifyJob(plan=plan("0", "1"), batch=4),
@@ -338,10 +338,21 @@ def test_a_slowdown_near_the_limit_is_timed_more_often(
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    times = iter(planned)
-    monkeypatch.setattr(timed, "_timed_pair", lambda *_: (original_s, original_s * next(times)))
-    found = worker().do(TimeInTurnsJob(plan=plan("2"), pairs=3, most_slowdown=most_slowdown))
-    assert len(found.planned_times_s) == expected
+    times = iter([step_s for slowdown in planned for step_s in (original_s, original_s * slowdown)])
+    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, most_slowdown=most_slowdown))
+    (planned_s,) = found.planned_times_s
+    assert len(planned_s) == expected
+
+
+def test_a_plan_far_beyond_the_limit_takes_a_single_turn_beside_others(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([0.5, 0.6, 5.0, 0.5, 0.6, 0.5, 0.6])
+    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, most_slowdown=1.33))
+    assert found.original_times_s == (0.5, 0.5, 0.5)
+    assert found.planned_times_s == ((0.6, 0.6, 0.6), (5.0,))
 
 
 @pytest.mark.slow
@@ -366,7 +377,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     one.bench.model.register_forward_hook(lambda *_: time.sleep(0.05))
     answers = [
         one.do(MeasureJob(plan=ORIGINAL, steps=1)).measurement,
-        one.do(TimeInTurnsJob(plan=plan("2"), pairs=1)),
+        one.do(TimeInTurnsJob(plans=(plan("2"),), turns=1)),
         one.do(ProbeJob(plan=ORIGINAL, batch=4)),
     ]
     assert all(0.5 < answer.waited < 1 for answer in answers)
@@ -423,8 +434,9 @@ def test_a_plan_is_timed_in_turns_with_the_original(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
     one, runs = worker(), []
     one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
-    found = one.do(TimeInTurnsJob(plan=plan("2"), pairs=3))
-    assert len(found.original_times_s) == len(found.planned_times_s) == 3
+    found = one.do(TimeInTurnsJob(plans=(plan("2"),), turns=3))
+    (planned_s,) = found.planned_times_s
+    assert len(found.original_times_s) == len(planned_s) == 3
     assert len(runs) == 3 * (3 * 1 + 3 * 2), "a segment runs twice, and the first step of each three is not timed"
 
 

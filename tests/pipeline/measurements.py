@@ -18,7 +18,9 @@ from tests.zoo.records import counted
 
 
 def measurements_by(
-    measure: Callable[[Plan], Any], confirm: Callable[[LevelRow, float], LevelRow] = lambda row, most_slowdown: row
+    measure: Callable[[Plan], Any],
+    confirm: Callable[[LevelRow, float], LevelRow] = lambda row, most_slowdown: row,
+    time_in_turns: Callable[[tuple[Plan, ...], float], Failure | None] = lambda plans, most_slowdown: None,
 ) -> Any:
     """Stands in for measurements of plans."""
 
@@ -26,7 +28,13 @@ def measurements_by(
         found = measure(plan)
         return found if isinstance(found, Measurement) else None
 
-    return SimpleNamespace(measure=measure, confirm=confirm, known=known, prepared=SimpleNamespace(progress=Progress()))
+    return SimpleNamespace(
+        measure=measure,
+        confirm=confirm,
+        time_in_turns=time_in_turns,
+        known=known,
+        prepared=SimpleNamespace(progress=Progress()),
+    )
 
 
 def priced(peak: int, plan: Plan, slowdown: float) -> Priced:
@@ -106,4 +114,5 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
             device="cpu",
         ),
         notes=0,
+        details=0,
     )

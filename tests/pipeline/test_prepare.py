@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.prepare import opening_of
-from memopt_cli.records import Layout, ModelSource, StepRequest, StepSettings
+from memopt_cli.records import Layout, ModelSource, StepRequest, StepSettings, Trust
 from memopt_cli.search.estimation.cards import CARDS
 
 CARD = {"card": CARDS["t4-16gb"]}
 RANKS = {"layout": Layout(ranks=2, parallel="fsdp", mesh={"dp": 2})}
 FAKE = {"fake": True}
+INDUCTOR = {"backend": "inductor"}
 FILE, CODE = (StepRequest(source=ModelSource(location=at), spec=None) for at in ("model.pt", "train.py:build"))
+UNCONFINED = replace(FILE, source=replace(FILE.source, trust=Trust(sandbox=False)))
 GPU = StepSettings(device="cuda:1", seed=3)
 AUTO = replace(GPU, device="auto")
 
@@ -32,6 +35,9 @@ AUTO = replace(GPU, device="auto")
         (CODE, CARD | FAKE, AUTO, "none", "cpu"),
         (CODE, RANKS, AUTO, "none", "cpu"),
         (CODE, RANKS | CARD, AUTO, "none", "cpu"),
+        (CODE, INDUCTOR, AUTO, "full size", "auto"),
+        (FILE, {"backend": "aot_eager"}, AUTO, "full size", "auto"),
+        (UNCONFINED, INDUCTOR, AUTO, "full size", "auto"),
     ],
 )
 def test_where_a_step_runs_and_on_what_data(
@@ -54,3 +60,15 @@ def test_a_place_that_does_not_go_with_the_model_or_its_device(
 ) -> None:
     with pytest.raises(UsageError, match=refusal):
         opening_of(request_, settings, **place)
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_no_compiler_is_waited_for_where_the_sandbox_lets_none_start(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    refused = pytest.raises(
+        UsageError, match=r"inductor starts a compiler, but the model of model\.pt runs in a sandbox"
+    )
+    with refused if platform == "linux" else contextlib.nullcontext():  # elsewhere there is no sandbox
+        opening_of(FILE, AUTO, **INDUCTOR)

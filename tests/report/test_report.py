@@ -444,26 +444,25 @@ def test_a_frontier_has_compiled_steps_and_why_others_are_not_shown(summary: Mem
     assert [line.split()[:3] for line in lines if "compiled by inductor" in line][:1] == [["1", "400.0", "MiB"]]
 
 
-def test_a_frontier_is_against_the_original_and_without_plans_that_another_beats(summary: MemOptSummary) -> None:
-    """Pick 1 could not be run, pick 3 is beaten by pick 4."""
-    outcomes = (OutOfMemory(detail=""), measured(500, 1.2), measured(450, 2.0), measured(400, 1.8))
-    summary.levels = [row(0, measured(600, 1.0))]
+def test_a_frontier_numbers_every_plan_from_the_original_on(summary: MemOptSummary) -> None:
+    outcomes = (measured(600, 1.0), OutOfMemory(detail=""), measured(500, 1.2), measured(400, 1.8))
+    summary.levels = [row(0, outcomes[0])]
     summary.frontier = [
         ParetoPoint(
-            plan=Plan(),
+            plan=Plan(packed=number > 0),
             predicted_allocated_peak_bytes=MIB,
             predicted_slowdown=1.0,
             outcome=outcome,
             original_step_s=1.0,
         )
-        for outcome in outcomes
+        for number, outcome in enumerate(outcomes)
     ]
     summary.verification = None
-    lines = shown(DETAILED, result(summary, files=())).splitlines()
+    lines = shown(TextReport(), result(summary, files=())).splitlines()
     cells = [line.split() for line in lines if "1.0 MiB" in line]
-    assert [(line[0], line[1]) for line in cells] == [("1", "–"), ("2", "500.0"), ("4", "400.0")]
-    assert [word for line in cells for word in line if word.endswith("×")] == ["1.20×", "1.80×"]
-    assert "not shown, as another plan is no slower and no larger: pick 3" in lines
+    assert [line[:2] for line in cells] == [["1", "600.0"], ["2", "–"], ["3", "500.0"], ["4", "400.0"]]
+    assert [word for line in cells for word in line if word.endswith("×")] == ["1.00×", "1.20×", "1.80×"]
+    assert ["the original" in line for line in lines if "1.0 MiB" in line] == [True, False, False, False]
 
 
 def test_dry_run(summary: MemOptSummary) -> None:

@@ -49,10 +49,10 @@ _ENOUGH_S = 0.3
 _MOST_STEPS = 20
 """Seconds of all timed steps together, and their number, after which short steps are timed no more."""
 _BEYOND_DOUBT = 3
-"""Slowdown in the first pair, divided by the allowed one, beyond which no further pair is timed."""
-_NEAR, _NEAR_PAIRS, _MOST_PAIRS, _MOST_LONG_PAIRS = 0.05, 5, 12, 3
-"""Relative distance to the allowed slowdown at which at least five pairs are taken, and the most pairs of short and
-long steps where the error leaves it open on which side of the limit a plan is.  On a busy machine, three pairs gave
+"""Slowdown in the first turn, divided by the allowed one, beyond which a plan is not timed again."""
+_NEAR, _NEAR_TURNS, _MOST_TURNS, _MOST_LONG_TURNS = 0.05, 5, 12, 3
+"""Relative distance to the allowed slowdown at which at least five turns are taken, and the most turns of short and
+long steps where the error leaves it open on which side of the limit a plan is.  On a busy machine, three turns gave
 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
 _LONG_S = 1.0
 """Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
@@ -166,25 +166,36 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
-    """Time pairs of a step of the original and one under the plan of ``job``, more of them near the limit."""
-    step, since = bench.settled(bench.step()), _clocks()
-    pairs = [_timed_pair(bench, step, job.plan)]
-    original_s, planned_s = pairs[0]
-    if job.most_slowdown is None or planned_s <= _BEYOND_DOUBT * job.most_slowdown * original_s:
-        least, most = (1, _MOST_LONG_PAIRS) if original_s >= _LONG_S else (job.pairs, _MOST_PAIRS)
-        while _tells_little([sum(pair) for pair in pairs], least) or _is_near(pairs, most, job.most_slowdown):
-            pairs.append(_timed_pair(bench, step, job.plan))
-    original, planned = zip(*pairs, strict=True)
+    """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
+    step, since, limit = bench.settled(bench.step()), _clocks(), job.most_slowdown
+    original: list[float] = []
+    planned: list[list[float]] = [[] for _ in job.plans]
+
+    def pairs(plan: int) -> list[tuple[float, float]]:
+        return list(zip(original, planned[plan], strict=False))
+
+    def is_open(plan: int) -> bool:
+        least, most = (1, _MOST_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MOST_TURNS)
+        return _tells_little([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
+
+    hopeful = list(range(len(job.plans)))
+    while not original or any(map(is_open, hopeful)):
+        original.append(_timed_in_turn(bench, step))
+        for plan in hopeful:
+            with bench.planned(job.plans[plan]):
+                planned[plan].append(_timed_in_turn(bench, step))
+        if limit is not None:
+            hopeful = [n for n in hopeful if planned[n][0] <= _BEYOND_DOUBT * limit * original[0]]
     waited = _waited(since, bench.settings.device)
-    return TimedInTurns(original_times_s=original, planned_times_s=planned, waited=waited)
+    return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
 
 def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
-    """Return whether the plan may be on the other side of the limit, so that more pairs should be taken."""
+    """Return whether the plan may be on the other side of the limit, so that more turns should be taken."""
     if most_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR * most_slowdown if len(pairs) < _NEAR_PAIRS else 0.0
+    least = _NEAR * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
     return abs(slowdown - most_slowdown) < max(least, error)
 
 
@@ -202,21 +213,14 @@ def _waited(since: tuple[float, float], device: str) -> float:
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
-def _timed_pair(bench: Bench, step: Step, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of ``step`` without ``plan`` and under it, each time the shorter of two after a first one.
+def _timed_in_turn(bench: Bench, step: Step) -> float:
+    """Return the seconds of ``step`` as the model is now: the shorter of two after a first one.
 
-    The first one without it takes up to a tenth longer, since the plan's step has left other memory to the allocator;
-    the first one under it takes up to twice as long, since segments watch all that they do to trust it in later ones.
+    The first one without a plan takes up to a tenth longer, since the plan's step has left other memory to the
+    allocator; the first one under a plan takes up to twice as long, since segments watch all that they do to trust it
+    in later ones.  Whatever else a machine does makes a step longer, so the shorter one is nearer to the truth.
     """
     _timed(bench, step)
-    original_s = _shorter(bench, step)
-    with bench.planned(plan):
-        _timed(bench, step)
-        return original_s, _shorter(bench, step)
-
-
-def _shorter(bench: Bench, step: Step) -> float:
-    """Return the seconds of the shorter one of two steps: whatever else a machine does makes a step longer."""
     return min(_timed(bench, step).step_s for _ in range(2))
 
 

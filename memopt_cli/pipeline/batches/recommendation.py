@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.errors import NothingFitsError, UsageError
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
-from memopt_cli.files.write import Fill, check_targets, content, write_all
+from memopt_cli.files.write import Fill, check_targets, content, output_paths, write_all
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
@@ -44,6 +44,7 @@ from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths
 from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_of
 from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_copies
 
 
@@ -56,13 +57,31 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_targets([Path(request.output)], force=request.force, model=request.source.location)
-    opening = opening_of(request, request.step, card=request.card, fake=request.fake)
+    opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     note = TAKEN_OFF
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
         plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
+    elif plan is None and request.replicas is None:
+        prepared = replace(prepared, notes=(*prepared.notes, *_offered(request, prepared.facts)))
     return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
+
+
+def _offered(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
+    """Yield how to use the plan beside the model, if ``memopt optimize`` wrote one for just this model.
+
+    It is not used unasked: it may have come with the model, and whoever asks for a batch may train without it.
+    """
+    location = request.source.location
+    path = output_paths(location, None).plan
+    with contextlib.suppress(OSError, MemoptError):  # a file that nobody has asked for is no error
+        header, plan = read_plan(path)
+        is_its = header.sha256 == facts.sha256 and (facts.sha256 is not None or header.model == location)
+        is_usable = plan.compile is None or not (request.backend or request.uncompiled)
+        if is_its and is_usable and plan != ORIGINAL:
+            added = quoted_flag("--plan", str(path))
+            yield f"The plan in {path} is not used. Add `{added}` to see what fits under it, too."
 
 
 _ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."

@@ -51,7 +51,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     fake = request.fake or request.card is not None
-    opening = opening_of(request, request.settings, card=request.card, layout=request.layout, fake=fake)
+    card, layout, backend = request.card, request.layout, request.backend
+    opening = opening_of(request, request.settings, card=card, layout=layout, fake=fake, backend=backend)
     prepared = prepare(opening, progress=progress, ask=ask)
     if request.layout is not None:
         return _profile_ranks(request, request.layout, prepared, plan)

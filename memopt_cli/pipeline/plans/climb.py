@@ -63,6 +63,13 @@ class Climb:
             return believed
         return [row if row.outcome is not None else self.measured(row) for row in believed]
 
+    def may_go_lower(self) -> bool:
+        """Tell whether a longer search might lead to a plan that peaks clearly lower, and is as fast as it must be."""
+        self.search.probes.prolong()
+        most = min(1 + _MARGIN * (self._limit - 1), self._asked)
+        plan = self.applied.plan if self.applied is not None else ORIGINAL
+        return self.search.planner.may_go_lower(plan, self.search.options.level, most)
+
     def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return the row of index ``highest``, with the plan of a level below where that was measured to peak lower.
 

@@ -27,6 +27,7 @@ from memopt_cli.records import (
     OpTrace,
     OutOfMemory,
     ParetoPoint,
+    describe,
 )
 from memopt_cli.search.plan.levels import KEPT
 from memopt_cli.search.plan.planner import Planner, nondominated
@@ -202,22 +203,18 @@ class GoalSearch:
 
     def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
         """Measure the plans in ``found`` and return them in that order; a note names those whose steps are too long."""
-        points: list[ParetoPoint] = []
-        slow: list[str] = []
+        seemed: list[ParetoPoint] = []
         for done, priced in enumerate(found):
             self._measuring(priced, done, len(found))
-            seemed = self._point(priced)
-            point = self._confirmed(seemed)
-            if point.slowdown is None or not self._is_too_slow(seemed, point):
-                points.append(point)
-            else:
-                slow.append(f"{format_bytes(priced.peak_bytes)} ({point.slowdown:.2f}×)")
+            seemed.append(self._point(priced))
+        timed = self._in_turns(seemed)
+        slow = [point for before, point in zip(seemed, timed, strict=True) if self._is_too_slow(before, point)]
         if slow:
             self.search.found.notes.append(
                 f"Not on the frontier, as their steps take more than {self.most_shown:g} times as long when measured: "
-                f"plans of {', '.join(slow)}. A higher `--max-slowdown` shows them."
+                f"plans of {_listed(slow)}. A higher `--max-slowdown` shows them."
             )
-        return points
+        return [point for point in timed if point not in slow]
 
     def _is_too_slow(self, seemed: ParetoPoint, confirmed: ParetoPoint) -> bool:
         """Tell whether a plan is too slow to be shown, as it was measured first and then confirmed.
@@ -238,17 +235,29 @@ class GoalSearch:
             original_step_s=original.step_s if isinstance(original, Measurement) else None,
         )
 
-    def _confirmed(self, point: ParetoPoint) -> ParetoPoint:
-        """Time ``point`` in turns with the original if its time is in doubt, so that a busy machine hides no plan."""
-        if point.slowdown is None or point.plan.is_empty:
-            return point
-        outcome = self.measurements.confirm(self.row_of(point, time.monotonic()), self.most_shown).outcome
-        if outcome == point.outcome:  # they could not be timed in turns
-            return point
-        beside = self.measurements.measure(ORIGINAL)
-        assert outcome is not None
-        assert isinstance(beside, Measurement)
-        return replace(point, outcome=outcome, original_step_s=beside.step_s)
+    def _in_turns(self, points: list[ParetoPoint]) -> list[ParetoPoint]:
+        """Return ``points`` with step times that were taken in turns, so that all ratios are to the same original.
+
+        On a busy machine the original's step may take twice as long beside one plan as beside another.
+        """
+        plans = tuple(point.plan for point in points if point.slowdown is not None and not point.plan.is_empty)
+        if not plans:
+            return points
+        self.measurements.prepared.progress.stage("timing the plans in turns with the original")
+        failure = self.measurements.time_in_turns(plans, self.most_shown)
+        if failure is not None:
+            self.search.found.notes.append(
+                f"The ratios of the frontier are rough: its plans were timed one by one, since they could not be timed "
+                f"in turns with the original: {describe(failure)}."
+            )
+            return points
+        timed = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}
+        original = timed[ORIGINAL]
+        assert isinstance(original, Measurement), "plans were timed beside it"
+        return [
+            replace(point, outcome=timed[point.plan], original_step_s=original.step_s) if point.plan in timed else point
+            for point in points
+        ]
 
     def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
         self.measurements.prepared.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
@@ -337,6 +346,38 @@ def budget_bytes(budget: Budget, original_bytes: int) -> int:
         return budget.nbytes
     assert budget.share is not None
     return int(original_bytes * budget.share)
+
+
+def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
+    """Return ``points`` without those that another one beats, and a sentence on these, empty where there are none.
+
+    A plan is beaten by one that is no larger and no slower, and better in one of the two.  The original stays: the
+    others are compared with it.
+    """
+    measured = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
+    beaten = [
+        point
+        for point, (peak, step) in measured
+        if not point.plan.is_empty
+        and any(cost != (peak, step) and cost[0] <= peak and cost[1] <= step for _, cost in measured)
+    ]
+    said = f"not shown, as another plan is no slower and no larger: {_listed(beaten)}" if beaten else ""
+    return [point for point in points if point not in beaten], said
+
+
+def _cost(point: ParetoPoint) -> tuple[int, float]:
+    assert isinstance(point.outcome, Measurement), "it runs"
+    return point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s
+
+
+def _listed(points: Sequence[ParetoPoint]) -> str:
+    """Return the measured peaks of ``points`` with their slowdowns, as in ``5.3 MiB (2.80×), 4.9 MiB (2.90×)``."""
+    named = []
+    for point in points:
+        assert isinstance(point.outcome, Measurement), "it runs"
+        ratio = f" ({point.slowdown:.2f}×)" if point.slowdown is not None else ""
+        named.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
+    return ", ".join(named)
 
 
 def check_pick(number: int, plans: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
@@ -17,7 +18,7 @@ from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, without_beaten
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -42,6 +43,10 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
 
+_FEW = 0.03
+"""Share of the original's step that a plan within a budget may add so that a longer search for a faster one is not
+worth proposing."""
+
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
     """Search for the plan that ``request`` asks for, measure it, verify it, and write the four files.
@@ -57,7 +62,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     if not request.dry_run and request.goal.applies:
         check_targets(paths.all(), force=request.force)
     try:
-        opening = opening_of(request, request.settings, card=request.card, layout=request.layout)
+        card, layout, backend = request.card, request.layout, request.backend
+        opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
         prepared = prepare(opening, progress=progress, ask=ask)
         check_shown(request, prepared)
         found = find(request, prepared)
@@ -144,8 +150,6 @@ class _Job:
             rows = [search.original, *self._seek_again(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
-        if search.probes.over:
-            self.found.notes.append(f"{search.probes.over}: a longer one may find a better plan")
         return rows
 
     def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
@@ -214,6 +218,7 @@ class _Job:
         self.found.dropped.clear()
         self.found.compiled.clear()
         del self.found.notes[search.notes :]
+        del self.found.details[search.details :]
         try:
             rows = self._seek(search)
         except NothingFitsError as err:
@@ -247,14 +252,27 @@ class _Job:
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
             rows.append(self._within(planned, self.found.budget_bytes))
         if shows:
-            self.found.frontier = self._with_compiled(planned, planned.frontier(found))
+            self.found.frontier, beaten = without_beaten(self._with_compiled(planned, planned.frontier(found)))
+            self.found.details += filter(None, [beaten])
         if goal.pick is not None:
             check_pick(goal.pick, len(self.found.frontier))
             rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
+        self._say_over(search, lambda: shows or (rows[-1].predicted_slowdown or math.inf) > 1 + _FEW)
         return rows
+
+    def _say_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
+        """Say that the time of ``search`` was over: in a note if a longer one ``may_improve`` the answer.
+
+        Otherwise it is a detail: users took it for a failure.
+        """
+        over = search.probes.over
+        if over and may_improve():
+            self.found.notes.append(f"{over}: a longer one may find a better plan")
+        elif over:
+            self.found.details.append(f"{over}: a longer one would hardly find a better plan")
 
     def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with a compiler, of its plans as well."""
@@ -284,7 +302,7 @@ class _Job:
         return found
 
     def _with_compiled(self, planned: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, fastest first."""
+        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, by their times."""
         if self.request.backend is None or self.found.interrupted:
             return eager
         if not self.found.compiled:  # else they were measured for the budget
@@ -304,7 +322,7 @@ class _Job:
             for row in self.found.compiled
             if row.plan.compile is not None and not row.dropped
         ]
-        return sorted(points, key=lambda point: point.slowdown or point.predicted_slowdown or math.inf)
+        return sorted(points, key=_by_time)
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
         """Return a row for every level up to the one asked for."""
@@ -316,6 +334,7 @@ class _Job:
         rows = climb.rows()
         self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
         self._choose(search, applied_row([search.original, *rows], self.applied).plan)
+        self._say_over(search, climb.may_go_lower)
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
@@ -383,3 +402,8 @@ class _Job:
             self.found.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.found.dropped]
         self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)
+
+
+def _by_time(point: ParetoPoint) -> tuple[bool, float]:
+    """Return the place of ``point`` on the frontier: the original first, then the fastest."""
+    return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

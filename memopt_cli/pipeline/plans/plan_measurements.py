@@ -30,8 +30,8 @@ class PlanMeasurements:
     warm_up: bool
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
-    _in_turns: Plan | None = None
-    """The plan that was last timed in turns with the original; both have the times of these turns.  `None`: no plan."""
+    _in_turns: tuple[Plan, ...] = ()
+    """The plans that were last timed in turns with the original; all have the times of these turns."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure ``plan`` in a fresh subprocess, or return the measurement that is there already."""
@@ -85,21 +85,29 @@ class PlanMeasurements:
         these step times.  Nothing changes where that fails, nor where it was done already: the first turns decide.
         """
         original = self._found.get(ORIGINAL)
-        if row.plan == self._in_turns:
+        if row.plan in self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
         if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
             self.prepared.progress.stage("timing the plan again, in turns with the original")
-            self._time_in_turns(row.plan, None if math.isinf(most_slowdown) else most_slowdown)
+            self.time_in_turns((row.plan,), most_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row
 
-    def _time_in_turns(self, plan: Plan, most_slowdown: float | None) -> None:
-        found = self.prepared.ask(TimeInTurnsJob(plan=plan, most_slowdown=most_slowdown))
-        if isinstance(found, TimedInTurns):
-            self._in_turns = plan
-            _, error = slowdown_in(tuple(zip(found.original_times_s, found.planned_times_s, strict=True)))
-            self.retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
-            self.retimed(plan, step_times_s=found.planned_times_s, waited=found.waited, slowdown_error=error)
+    def time_in_turns(self, plans: tuple[Plan, ...], most_slowdown: float = math.inf) -> Failure | None:
+        """Time ``plans``, which were measured, in turns with the original in one subprocess.
+
+        All keep these step times; return why not where that fails, and nothing changes.
+        """
+        limit = None if math.isinf(most_slowdown) else most_slowdown
+        found = self.prepared.ask(TimeInTurnsJob(plans=plans, most_slowdown=limit))
+        if not isinstance(found, TimedInTurns):
+            return found
+        self._in_turns = plans
+        self.retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
+        for plan, times_s in zip(plans, found.planned_times_s, strict=True):
+            _, error = slowdown_in(tuple(zip(found.original_times_s, times_s, strict=False)))
+            self.retimed(plan, step_times_s=times_s, waited=found.waited, slowdown_error=error)
+        return None
 
     def retimed(self, plan: Plan, **changes: Any) -> None:
         """Put ``changes``, of a later timing of ``plan``, into its measurement."""

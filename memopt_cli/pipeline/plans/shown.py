@@ -7,6 +7,7 @@ another step are refused, and not searched again under the same numbers.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from memopt_cli.files.contents import frontier_json, read_frontier
 from memopt_cli.files.write import check_targets, content, output_paths, write_all
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import check_pick
-from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
 from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
 from memopt_cli.records import (
     Measurement,
@@ -23,8 +24,11 @@ from memopt_cli.records import (
     OptimizeRequest,
     SearchOptions,
     ShownFrontier,
+    StepSettings,
 )
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.units import format_bytes
 
 _AGAIN = "Run `--frontier` for this step, and pick one of its plans."
@@ -52,7 +56,7 @@ def check_frontier_target(request: OptimizeRequest) -> None:
 
 
 def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
-    """Return ``request`` with the plans to pick from, and the level that they were searched at.
+    """Return ``request`` with the plans to pick from, and with the level, inputs and settings that it leaves out.
 
     Without any beside the model, or where ``--frontier`` asks for new ones, it stays as it is: they are searched for.
     Raises :class:`UsageError` for a file that holds no frontier or lacks the plan, and for options of another search.
@@ -77,8 +81,54 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         raise UsageError(
             f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
         )
+    settings, note = _as_shown(request.settings, shown.settings)
     options = replace(request.search.options, level=shown.options.level)
-    return replace(request, search=replace(request.search, options=options, requested_level=options.level), shown=shown)
+    notes = (*request.search.notes, *filter(None, [note]))
+    return replace(
+        request,
+        spec=request.spec or typed_inputs(shown.header, frontier_path(request.source)),
+        settings=settings,
+        search=replace(request.search, options=options, requested_level=options.level, notes=notes),
+        shown=shown,
+    )
+
+
+_FLAGS = {
+    "precision": "--precision",
+    "loss": "--loss",
+    "optimizer": "--optimizer",
+    "micro_batches": "--accumulate",
+    "clip_norm": "--clip-norm",
+    "seed": "--seed",
+}
+"""Field of the settings of a step -> the flag that sets it, for those that are taken from the frontier."""
+
+
+def _as_shown(asked: StepSettings, then: StepSettings) -> tuple[StepSettings, str]:
+    """Return ``asked`` with the settings ``then``, when plans were shown, in place of those that are left out.
+
+    With them comes a sentence that names them, empty where nothing is taken.  Raises :class:`UsageError` where one of
+    them names code: the file may have come with the model, and only who types a command vouches for code.
+    """
+    plain = StepSettings()
+    left_out = [n for n in _FLAGS if getattr(asked, n) == getattr(plain, n) != getattr(then, n)]
+    is_made = isinstance(parse_optimizer(then.optimizer), MadeOptimizer)
+    code = [name for name in left_out if name == "loss" or (name == "optimizer" and is_made)]
+    if code:
+        flags = _typed(then, code)
+        raise UsageError(
+            f"the plans were shown for a step with {flags}, and a file beside the model names no code that is run",
+            hint=f"If that is your code, add {flags}.",
+        )
+    note = f"As when the plans were shown: {_typed(then, left_out)}." if left_out else ""
+    return replace(asked, **{name: getattr(then, name) for name in left_out}), note
+
+
+def _typed(settings: StepSettings, names: Sequence[str]) -> str:
+    """Return the flags that set the fields ``names`` as in ``settings``, as they are typed."""
+    values = {name: getattr(settings, name) for name in names}
+    texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return " and ".join(f"`{quoted_flag(_FLAGS[name], text)}`" for name, text in texts.items())
 
 
 def _check_options(asked: SearchOptions, then: SearchOptions) -> None:

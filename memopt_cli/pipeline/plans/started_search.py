@@ -40,6 +40,8 @@ class StartedSearch:
     """The findings so far."""
     notes: int
     """The number of notes among the findings when the search began."""
+    details: int
+    """The number of details among them then."""
 
     @property
     def options(self) -> SearchOptions:
@@ -105,6 +107,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
         planner=Planner(traced.trace, counted, asked, options, place=place),
         found=found,
         notes=len(found.notes),
+        details=len(found.details),
     )
 
 

@@ -33,6 +33,8 @@ _SENT_DOUBT = 0.1
 """Error that is allowed to the cost model on the peak of such a plan, beyond that on the same plan without copies."""
 _ABOVE = (0.33, 0.67)
 """Shares of the way from a budget up to the original's peak: plans that take so much may fit once tensors are sent."""
+_WORTH_MORE_TIME = 0.03
+"""Share by which a peak might be lower for a longer search to be worth proposing."""
 _WORTH_NAMING = 0.01
 """Share by which a neighbour must be faster, or smaller, to be named."""
 
@@ -143,6 +145,22 @@ class Planner:
                 self._send(level, budget)
                 self._relax(level, budget)
         return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
+
+    def may_go_lower(self, plan: Plan, level: int, most_slowdown: float) -> bool:
+        """Tell whether a longer search of ``level`` might find a peak clearly below that of ``plan``.
+
+        Sums answer, with modules that were not asked yet assumed to run in chunks.  Where the time is too short even
+        for sums, it might.
+        """
+        own = self.dry_runs.known(plan)
+        with contextlib.suppress(TimeIsUp):
+            space = self._spaces.at(level)
+            predicted_bytes = self._spaces.of(plan).proposals.peak_of(plan)
+            own_bytes = predicted_bytes if own is None else max(own.peak_bytes, predicted_bytes)
+            solvers = space.proposals.supposing(space.hopeful(), space.proposals.solvers.packings)
+            least = solvers.least(own_bytes, most_slowdown)
+            return least is not None and space.proposals.peak_of(least) < (1 - _WORTH_MORE_TIME) * own_bytes
+        return True
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Predict the plan of the least peak, its chunks assumed; ``None`` if not clearly below ``peak_bytes``."""

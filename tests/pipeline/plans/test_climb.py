@@ -121,6 +121,28 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert asked == [600]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "asked"),
+    [
+        (measured(600), (600, 1.297)),
+        (measured(600, 5.0), (ORIGINAL, 1.1)),  # every plan is too slow: only faster ones are looked for
+    ],
+)
+def test_a_longer_search_is_for_plans_as_fast_as_they_must_be(
+    outcome: Measurement, asked: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = climb({1: {800: 1.1}, 3: {600: 1.2}}, lambda peak: outcome)
+    found.rows()
+    questions: list[tuple[Plan, int, float]] = []
+    monkeypatch.setattr(
+        FakePlanner, "may_go_lower", lambda self, *question: questions.append(question) or True, raising=False
+    )
+    assert found.may_go_lower()
+    ((plan, level, most_slowdown),) = questions
+    assert (plan, level) == (priced(asked[0], 1.0).plan, 3)
+    assert most_slowdown == pytest.approx(asked[1])
+
+
 def test_a_plan_at_the_very_limit_is_taken_only_where_there_is_no_other() -> None:
     for plans, expected in (({600: 1.32, 700: 1.29}, [700]), ({600: 1.32}, [600])):
         found, asked = climb({1: plans}, measured)

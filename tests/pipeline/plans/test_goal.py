@@ -11,18 +11,25 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, nothing_fits, what_stays
+from memopt_cli.pipeline.plans.goal import (
+    GoalSearch,
+    budget_bytes,
+    check_pick,
+    nothing_fits,
+    what_stays,
+    without_beaten,
+)
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.records import (
     Budget,
     Counted,
     Dropped,
     Failure,
-    LevelRow,
     Measurement,
     NotRun,
     OpTrace,
     OutOfMemory,
+    ParetoPoint,
     Plan,
     Reason,
     SearchOptions,
@@ -277,8 +284,8 @@ def test_what_fits_is_kept_where_others_are_too_slow() -> None:
 def test_a_frontier_measures_no_more_than_six_plans_beside_the_original() -> None:
     search, asked = goal(measured)
     points = search.frontier(search.worth_showing())
-    assert points[0].outcome is search.search.original.outcome
-    assert len(asked) <= 6
+    assert points[0].outcome == search.search.original.outcome
+    assert len({peak for peak in asked if peak < 1000}) <= 6
     assert points[-1].predicted_allocated_peak_bytes == 300
     peaks = [point.predicted_allocated_peak_bytes for point in points]
     assert peaks == sorted(set(peaks), reverse=True)
@@ -325,16 +332,39 @@ def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_
     times = {1000: 1.0, 700: seems_s}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
 
-    def in_turns(row: LevelRow, most: float) -> LevelRow:
+    def in_turns(plans: tuple[Plan, ...], most: float) -> None:
+        assert plans == (priced(700).plan,)
         times[1000], times[700] = 2.0, 4.0
-        return replace(row, outcome=measured(700, 4.0))
 
     search.search.planner.plans = (priced(1000), priced(700))
-    first, second = replace(search, measurements=measurements_by(search.measurements.measure, in_turns)).frontier(
-        search.search.planner.plans
-    )
+    measurements = measurements_by(search.measurements.measure, time_in_turns=in_turns)
+    first, second = replace(search, measurements=measurements).frontier(search.search.planner.plans)
     assert (first.slowdown, second.slowdown) == (1.0, 2.0)
+    assert (first.original_step_s, second.original_step_s) == (2.0, 2.0)
     assert search.search.found.notes == []
+
+
+def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
+    search, _ = goal(measured)
+    search.search.planner.plans = (priced(1000), priced(700))
+    measurements = measurements_by(search.measurements.measure, time_in_turns=lambda *_: TimedOut(limit_s=600.0))
+    points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
+    assert len(points) == 2
+    (note,) = search.search.found.notes
+    assert note.endswith("in turns with the original: the step ran past its time limit of 600 s.")
+
+
+def a_point(outcome: Measurement | Failure, plan: Plan = Plan(packed=True)) -> ParetoPoint:  # noqa: B008 it is frozen
+    return ParetoPoint(plan=plan, outcome=outcome, original_step_s=1.0)
+
+
+def test_plans_that_another_beats_are_not_shown_but_the_original_is() -> None:
+    original, failed = a_point(measured(600, 1.0), Plan()), a_point(OutOfMemory(detail=""))
+    fast, slow, small = (a_point(measured(*costs)) for costs in ((500, 0.9), (450, 2.0), (400, 1.8)))
+    shown, said = without_beaten([original, failed, fast, slow, small])
+    assert shown == [original, failed, fast, small]
+    assert said == "not shown, as another plan is no slower and no larger: 450 B (2.00×)"
+    assert without_beaten(shown) == (shown, "")
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])

@@ -37,6 +37,7 @@ from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, Tra
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.plans import started_search
+from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.proof import applied_row
 from memopt_cli.pipeline.sessions import Sessions
@@ -589,6 +590,20 @@ def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
     assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
+
+
+@pytest.mark.parametrize("may_improve", [True, False])
+def test_the_end_of_the_search_is_a_note_only_where_more_time_may_help(
+    may_improve: bool, optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Climb, "may_go_lower", lambda climb: may_improve)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--search-time", "0", "--no-recommend-batch", "--json")
+    assert done.code == 0, done.err
+    summary = summary_of(done)
+    over = "the search was ended after 0 s (--search-time): a longer one"
+    (said,) = summary.notes if may_improve else summary.details[1:]
+    assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan"
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def confirmed(prepared: FakePrepared, predicted: float | None, most_slowdown: fl
 
 def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> None:
     """A second look at a plan that was chosen might say otherwise, and nothing would come of it but the time."""
-    prepared = FakePrepared(1.4, TimedInTurns(original_times_s=(2.0,), planned_times_s=(2.6,)))
+    prepared = FakePrepared(1.4, TimedInTurns(original_times_s=(2.0,), planned_times_s=((2.6,),)))
     measurements = measurements_of(prepared)
     row = measurements.confirm(row_of(measurements, PLAN, predicted=1.1), 1.33)
     again = measurements.confirm(row, 1.33)
@@ -87,11 +87,11 @@ def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> 
 def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
     planned_s: float, predicted: float | None, most_slowdown: float
 ) -> None:
-    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=(2.5, 3.5, 4.5), waited=0.5)
+    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5),), waited=0.5)
     prepared = FakePrepared(planned_s, in_turns)
     original, planned = confirmed(prepared, predicted, most_slowdown)
     assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
-    assert (original.step_times_s, planned.step_times_s) == (in_turns.original_times_s, in_turns.planned_times_s)
+    assert (original.step_times_s, (planned.step_times_s,)) == (in_turns.original_times_s, in_turns.planned_times_s)
     assert (original.waited, planned.waited) == (0.5, 0.5)
     assert planned.slowdown_error == pytest.approx(slowdown_in([(2.0, 2.5), (3.0, 3.5), (4.0, 4.5)])[1])
     assert planned.slowdown_error > 0 == original.slowdown_error
@@ -112,6 +112,21 @@ def test_at_any_price_a_step_is_timed_again_that_is_far_off_or_many_times_as_lon
     prepared = FakePrepared(planned_s, GONE)
     confirmed(prepared, 4.0, math.inf)
     assert (TimeInTurnsJob in prepared.asked) == again
+
+
+def test_several_plans_are_timed_beside_one_original_and_not_again() -> None:
+    """The second one is far slower than allowed, so that it has a single step."""
+    plans = PLAN, Plan(packed=True)
+    prepared = FakePrepared(
+        1.4, TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5), (90.0,)))
+    )
+    measurements = measurements_of(prepared)
+    rows = [row_of(measurements, plan, predicted=1.1) for plan in plans]
+    assert measurements.time_in_turns(plans, 1.33) is None
+    found = [measurements.confirm(row, 1.33).outcome for row in rows]
+    assert [outcome.step_s for outcome in found] == [3.5, 90.0]
+    assert [outcome.slowdown_error > 0 for outcome in found] == [True, False]
+    assert prepared.asked.count(TimeInTurnsJob) == 1
 
 
 def test_where_it_cannot_be_timed_again_its_measurement_stands() -> None:

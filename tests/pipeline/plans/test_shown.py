@@ -152,6 +152,38 @@ def test_plans_of_another_step_are_named(flags: tuple[str, ...], said: str, opti
     assert said in done.err
 
 
+def test_the_step_that_plans_were_shown_for_need_not_be_typed_again(optimize: Memopt) -> None:
+    flags = ("--optimizer", "adamw", "--accumulate", "2", "--clip-norm", "0.5")
+    assert optimize(*SPEC, *flags, "--level", "1", "--frontier").code == 0
+    done = optimize("--pick", "2", "--plan-only")
+    assert done.code == 0, done.err
+    assert "As when the plans were shown: --optimizer adamw and --accumulate 2 and --clip-norm 0.5." in done.out
+    assert f"(as typed last, from {SHOWN})" in done.err
+    done = optimize("--pick", "2", "--plan-only", "--force", "--optimizer", "sgd")
+    assert (done.code, done.out) == (2, "")
+    assert "were shown for another step: optimizer adamw → sgd" in done.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "said"),
+    [
+        ({"loss": "train.py:loss"}, (), "`--loss train.py:loss`"),
+        ({"optimizer": "my train.py:make"}, (), "`--optimizer 'my train.py:make'`"),
+        ({"loss": "a.py:f", "optimizer": "a.py:g"}, ("--optimizer", "a.py:g"), "`--loss a.py:f`"),
+    ],
+)
+def test_code_that_plans_were_shown_for_is_not_taken_from_a_file(
+    settings: dict[str, str], flags: tuple[str, ...], said: str, optimize: Memopt
+) -> None:
+    Path(SHOWN).write_text(json.dumps(made_up(settings=settings)))
+    Path("a.py").write_text("def f(output): ...\ndef g(model): ...\n")
+    done = optimize("-i", "64x64", "--pick", "1", *flags)
+    assert (done.code, done.changed) == (2, set())
+    said = said.replace("`", "")
+    assert f"error: the plans were shown for a step with {said}, and a file beside the model names no code" in done.err
+    assert f"hint: If that is your code, add {said}." in done.err
+
+
 def test_code_that_builds_something_else_by_now_is_noticed(memopt: Memopt, in_process: None) -> None:
     source = "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(64, {0}), nn.Linear({0}, 4))\n"
     Path("build.py").write_text(source.format(8))

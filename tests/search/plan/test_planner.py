@@ -340,6 +340,19 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     assert told == [None, Outlook(peak_bytes=1, slowdown=2.0)]
 
 
+@pytest.mark.parametrize("most_slowdown", [10.0, math.inf])
+def test_a_longer_search_is_worth_it_as_long_as_sums_promise_a_lower_peak(most_slowdown: float) -> None:
+    is_over = False
+    subject = small("chain")
+    plans = subject.planner_asking(replace(subject.probes(), late=lambda: is_over))
+    assert plans.may_go_lower(Plan(), 3, most_slowdown)
+    assert not plans.may_go_lower(Plan(), 3, 1.0)  # no plan takes no time
+    found = plans.least(3, most_slowdown)
+    assert not plans.may_go_lower(found.plan, 3, most_slowdown)
+    is_over = True
+    assert plans.may_go_lower(found.plan, 3, most_slowdown)
+
+
 SEARCHES: dict[str, Callable[[Planner, int], object]] = {
     "within": lambda plans, high: plans.within(4, high // 2),
     "least": lambda plans, high: plans.least(4),
