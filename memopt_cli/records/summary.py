@@ -190,7 +190,7 @@ class MemOptSummary:
     budget_bytes: int | None = None
     """Budget for the allocated peak; ``None`` if there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
-    """Plans of the frontier, fastest first; one that was picked is the applied plan."""
+    """The original, then the plans of the frontier, fastest first; one that was picked is the applied plan."""
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
