@@ -331,4 +331,4 @@ def _whole_of(tensor: Tensor) -> Tensor:
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.numel(), tensor.dtype, version_counter(tensor)
+    return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor.is_neg(), version_counter(tensor)

@@ -165,12 +165,14 @@ class SegmentRun:
             self._start.settle(has_failed=has_failed)
         return output
 
+    @not_compiled  # as are the other functions that autograd calls, within a part that is compiled
     def _hold(self, tensor: Tensor) -> _Saved:
         self._kept.note_save()
         saved = _Saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
+    @not_compiled
     def _hold_watched(self, tensor: Tensor) -> _Saved:
         assert self._watch is not None
         self._watch.note(tensor)
@@ -300,6 +302,7 @@ class _Again:
         self._suspects: list[tuple[list[Any], Tensor]] = []
         self._unlike: Tensor | None = None
 
+    @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` in its place; the last one ends the run."""
         made = tensor.detach()
@@ -419,6 +422,7 @@ class Dropped:
                 if (saved := one()) is not None:
                     saved.tensor = None
 
+    @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
         saved = _Saved(None, tensor)
         self._refs.append(ref(saved))
@@ -427,6 +431,7 @@ class Dropped:
     hold_input = hold
 
 
+@not_compiled
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
