@@ -16,6 +16,7 @@ from torch import Tensor
 from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
 from memopt_cli.runtime.frozen import Frozen, data_of, freeze
 from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
+from memopt_cli.runtime.module_state import leaves_in
 from memopt_cli.runtime.owners import Slots
 
 _LARGEST_COPY: Final = 1 << 16
@@ -163,7 +164,7 @@ class HeldSlots:
         before, after = self._before.get(place, before), self._known.owners[place].read()
         names = changed(before, after)
         if written:
-            found = {name for name, value in before.items() if id(value) in written}
+            found = {name for name, value in before.items() if any(id(leaf) in written for leaf in leaves_in([value]))}
             self._known.written |= {(place, name) for name in found}
             names |= found
         return names | {slot[1] for slot in self._contents if slot[0] == place and self._changes(slot, after, written)}

@@ -28,13 +28,13 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
-from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE
+from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, leaves_in
 from memopt_cli.runtime.owners import Owner, Slots, Table, is_same, owners_in, owners_of, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
-from memopt_cli.runtime.variables import may_draw, variables_of
+from memopt_cli.runtime.variables import Code, may_draw, variables_of
 
 _WATCHED_EXCHANGES: Final = 2
 """How many times a slot's value may change between calls and still cause the next call to be watched."""
@@ -121,7 +121,8 @@ class Known:
         self._values = [v for p, mapping in mappings.items() if mapping is not None for v in self.stays[p].values()]
         self._others = [(self.owners[place], self.stays[place]) for place, m in mappings.items() if m is None]
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
-        stay = [value for slots in self.stays for value in slots.values() if isinstance(value, Tensor)]
+        # What lies in a tuple has no owner, for a tuple cannot change.
+        stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
         self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
         """The tensors among what stays, but for the modules' own parameters."""
 
@@ -231,10 +232,11 @@ class Learned:
         """Slot -> how often somebody exchanged what stood there between two calls."""
         self.draws_outside = False
         """Whether forward draws from the global random generators of Python or NumPy."""
-        self.runs_to_end = False
-        """Whether the last operator of forward fills a tensor after saving it (:mod:`memopt_cli.runtime.noise`)."""
+        self.runs_to_end: dict[int, bool] = {}
+        """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
+        (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """The place, among the saved tensors, of the one that is compared in every call; ``None`` if none is."""
+        """The place of the saved tensor that is compared in every call, -1 for the last; ``None`` if none is."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False
@@ -322,7 +324,7 @@ def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Seque
 
 
 def _code_in(values: Sequence[Any]) -> list[Any]:
-    """Return the functions, and the classes of the objects, that lie in ``values``."""
+    """Return the functions, the Python modules, and the classes of the objects that lie in ``values``."""
     shared = freeze(list(values), lambda tensor: None).shared.values() if values else ()
     unwrapped = (inspect.getattr_static(value, "__wrapped__", value) for value in shared)
-    return [value for value in unwrapped if isinstance(value, types.FunctionType | type)]
+    return [value for value in unwrapped if isinstance(value, Code)]

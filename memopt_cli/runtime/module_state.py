@@ -71,7 +71,7 @@ class _Container:
     items: Any
 
     def restore(self, replaced: Mapping[int, Any]) -> Any:
-        items = [_restored(item, replaced) for item in self.items]
+        items = [restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, dict):
             for key, value in items:  # a Counter's ``update`` would count the pairs
@@ -151,7 +151,7 @@ class _Attributes:
                 del self._mapping[name]
         self._mapping.update(self._atoms)
         for name, value in self.held.items():
-            self._mapping[name] = _restored(value, replaced)
+            self._mapping[name] = restored(value, replaced)
 
 
 class ModuleState:
@@ -176,7 +176,7 @@ class ModuleState:
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor among buffers and attributes."""
         # Not parameters, which others look after, nor what a transform of torch.func left, which cannot be read.
-        leaves = (leaf for attributes in self._attributes for leaf in _leaves(attributes.held.values()))
+        leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.held.values()))
         found = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return (t for t in found if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
@@ -294,7 +294,8 @@ def _hold(value: Any) -> Any:
     return value
 
 
-def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
+def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
+    """Return ``value`` with what is given in ``replaced`` for the ``id`` of a tensor or iterator, in tuples too."""
     if type(value) is Tensor or type(value) in ATOMS:  # as most are
         return replaced.get(id(value), value)
     if isinstance(value, _Container):
@@ -302,7 +303,7 @@ def _restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     if isinstance(value, _Drawing):
         return value.restore()
     if isinstance(value, tuple):
-        return _rebuilt(value, [_restored(item, replaced) for item in value])
+        return _rebuilt(value, [restored(item, replaced) for item in value])
     return replaced.get(id(value), value)
 
 
@@ -312,12 +313,12 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what lies in ``values``, inside containers too, but for values that cannot change."""
+def leaves_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield what lies in ``values``, in tuples and held containers too, but for values that cannot change."""
     for value in values:
         if isinstance(value, _Container):
-            yield from _leaves(value.items)
+            yield from leaves_in(value.items)
         elif isinstance(value, tuple):
-            yield from _leaves(value)
+            yield from leaves_in(value)
         elif type(value) not in ATOMS:
             yield value

@@ -83,10 +83,11 @@ class Attributes(Owner):
         return None if LEARNED_KEY in attributes else attributes
 
     def holds(self, slots: Slots) -> bool:
-        values = iter(self._attributes().values())
-        if LEARNED_KEY in (attributes := self._attributes()):
+        attributes = self._attributes()
+        values, is_learned = iter(attributes.values()), LEARNED_KEY in attributes
+        if is_learned:
             next(values)  # what is known of a segment comes first
-        return len(attributes) - len(slots) in (0, 1) and all(map(is_, values, slots.values()))
+        return len(attributes) - is_learned == len(slots) and all(map(is_, values, slots.values()))
 
     def read(self) -> Slots:
         slots = dict(self._attributes())

@@ -297,7 +297,7 @@ class PackedSaves:
         with torch.no_grad():
             codec = codec_for(tensor)
             whole = tensor if codec else _whole_of(tensor)
-            if whole.numel() != tensor.numel():
+            if _region(whole) != _region(tensor):  # the last row of a matrix, expanded, has as many elements as that
                 return None
             codec = codec or COMPRESSORS["parts"]
             packed = store(codec, whole)
@@ -331,4 +331,4 @@ def _whole_of(tensor: Tensor) -> Tensor:
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.numel(), tensor.dtype, version_counter(tensor)
+    return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor.is_neg(), version_counter(tensor)

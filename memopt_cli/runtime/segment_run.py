@@ -105,7 +105,9 @@ class SegmentRun:
         """The place of the saved tensor that is compared in every call, and some of its bytes; ``None`` if none is."""
         self._samples: dict[int, list[Any]] = {}
         """Place of a saved tensor -> a few of its elements; empty unless the call is watched."""
-        self._watch = _Watch() if start.is_watched else None
+        self._first_node = next_node()
+        """The number of the first node of autograd that forward makes."""
+        self._watch = _Watch(self._first_node) if start.is_watched else None
         self.is_running = False
         self._was_repeated = False
         self._has_copies = learned.overwrites_input
@@ -163,12 +165,14 @@ class SegmentRun:
             self._start.settle(has_failed=has_failed)
         return output
 
+    @not_compiled  # as are the other functions that autograd calls, within a part that is compiled
     def _hold(self, tensor: Tensor) -> _Saved:
         self._kept.note_save()
         saved = _Saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
+    @not_compiled
     def _hold_watched(self, tensor: Tensor) -> _Saved:
         assert self._watch is not None
         self._watch.note(tensor)
@@ -188,12 +192,15 @@ class SegmentRun:
     def _give_up(self, handed: Any) -> None:
         """Drop what was saved: forward, which ``handed`` on tensors, can run again."""
         if self._watch is not None:
-            noise = noise_since(self._watch.first, tensors_of(handed))
+            noise = noise_since(self._first_node, tensors_of(handed))
             self._samples = self._watch.samples(self._refs, noise)
-            self._learned.runs_to_end = not noise.isdisjoint(self._watch.last)
+            self._learned.runs_to_end[len(self._refs)] = not noise.isdisjoint(self._watch.last)
             self._learned.compared = self._last_activation()
         else:
             self._look_at_one()
+            if len(self._refs) not in self._learned.runs_to_end:  # it has taken another course than those before
+                noise = noise_since(self._first_node, tensors_of(handed))
+                self._learned.runs_to_end[len(self._refs)] = bool(noise)
         for saved in self._there():
             tensor = saved.tensor
             assert tensor is not None
@@ -205,20 +212,25 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the place of the tensor that is compared in every call; ``None`` if there is none to look at."""
+        """Return the place of the tensor to compare in every call, -1 for the last; ``None`` if none can be.
+
+        It is counted from the end: a later call may save more tensors, and what is new in it shows in its last ones.
+        """
         own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
         parameters = set(map(memory_of, own))
         for place in sorted(self._samples, reverse=True):
             saved = self._refs[place]()
             tensor = None if saved is None else saved.tensor
             if tensor is not None and glance(tensor) is not None and memory_of(tensor) not in parameters:
-                return place
+                return place - len(self._refs)
         return None
 
     def _look_at_one(self) -> None:
         """Note some of the last activation, where that costs next to nothing."""
-        place = self._learned.compared
-        if place is None or place >= len(self._refs) or self.gathers:  # whose passes save now this, now that
+        if self._learned.compared is None or self.gathers:  # whose passes save now this, now that
+            return
+        place = len(self._refs) + self._learned.compared
+        if place < 0:
             return
         saved = self._refs[place]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
@@ -258,7 +270,8 @@ class SegmentRun:
         self._was_repeated = True
         if segment_around() is not None:  # its forward calls torch.autograd.grad, say, and so will its recomputation
             self._learned.is_differentiated_in_forward = True
-        again = _Again(self._module, self._refs, self._samples, self._glance, runs_to_end=self._learned.runs_to_end)
+        to_end = self._learned.runs_to_end.get(len(self._refs), False)
+        again = _Again(self._module, self._refs, self._samples, self._glance, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
             replayed = self._start.replay(self.lent())
@@ -291,6 +304,7 @@ class _Again:
         self._suspects: list[tuple[list[Any], Tensor]] = []
         self._unlike: Tensor | None = None
 
+    @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` in its place; the last one ends the run."""
         made = tensor.detach()
@@ -362,10 +376,8 @@ _DIFFERS = "computes something else when it runs again for backward"
 class _Watch:
     """Notes on a watched forward, to be compared when it runs again."""
 
-    def __init__(self) -> None:
-        self.first = next_node()
-        """The number of the first node of autograd that forward makes."""
-        self.last = range(self.first, self.first)
+    def __init__(self, first_node: int) -> None:
+        self.last = range(first_node, first_node)
         """Numbers of nodes among which is the one that saved a tensor last.  They can be several, since an operator
         that is given a view of what was written in place makes a node for the view after its own.
         """
@@ -414,6 +426,7 @@ class Unused:
                 if (saved := one()) is not None:
                     saved.tensor = None
 
+    @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
         saved = _Saved(None, tensor)
         self._refs.append(ref(saved))
@@ -422,6 +435,7 @@ class Unused:
     hold_input = hold
 
 
+@not_compiled
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 

@@ -40,7 +40,7 @@ from memopt_cli.runtime.copies import Copy, remade, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import matrices_of, name_of
+from memopt_cli.runtime.module_state import matrices_of, name_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
@@ -259,7 +259,7 @@ class StartingState:
         for place, there in present.items():
             wanted = self._stays[place]
             if handed:
-                wanted = {name: made.get(id(value), value) for name, value in wanted.items()}
+                wanted = {name: restored(value, made) for name, value in wanted.items()}
             if place in moving:
                 wanted = wanted | {n: made_of((place, n), there.get(n), v) for n, v in moving[place].items()}
                 order = wanted if held is None else held.names.get(place, wanted)

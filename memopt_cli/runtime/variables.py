@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 from memopt_cli.runtime.frozen import ATOMS
 from memopt_cli.runtime.owners import Cell, Function, InContext, Owner, Table, Variables
 
-Code = types.FunctionType | type
+Code = types.FunctionType | type | types.ModuleType
 
 _found: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
 
@@ -33,6 +33,7 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
     """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
     Those of the functions and classes that it names are among them, and so are defaults and attributes of functions.
+    None are found for a Python module, since it is not known which of its names are used.
     """
     return _searched(code)[0]
 
@@ -65,6 +66,8 @@ class _Search:
                 seen.add(id(code))
                 if isinstance(code, types.FunctionType):
                     self._read_function(code)
+                elif isinstance(code, types.ModuleType):
+                    self.may_draw |= code.__name__ in _RANDOM
                 else:
                     self._read_class(code)
 
@@ -106,6 +109,7 @@ class _Search:
         """
         value = (vars(owner) if isinstance(owner, type) else owner).get(name)
         if isinstance(value, types.ModuleType):
+            self._pending.append(value)
             self._enter(value, names - {name})
         elif getattr(value, "__closure__", None) or not self._follow(value):
             self._variables.setdefault(id(owner), Variables(owner)).names.add(name)
@@ -123,11 +127,13 @@ class _Search:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if isinstance(inner, types.FunctionType | type):
                 self._pending.append(inner)
-        if isinstance(value, types.FunctionType | type):
+        if isinstance(value, Code):
             self._pending.append(value)
         return isinstance(value, (*_INERT, types.FunctionType, type))
 
 
+_RANDOM: Final = ("random", "numpy.random")
+"""Python modules of the global generators, which code may know by another name: ``import numpy.random as npr``."""
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 """Attributes under which functions lie in what wraps them: decorators, methods, properties."""
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)

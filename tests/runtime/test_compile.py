@@ -259,6 +259,22 @@ def _kept_bytes(model: Any, x: Tensor) -> int:
     return sum(sizes)
 
 
+def test_functions_that_autograd_calls_within_a_compiled_part_are_not_compiled() -> None:
+    graphs: list[list[Any]] = [[], []]
+    for planned, found in enumerate(graphs):
+        torch.compiler.reset()
+        plain, optimized = pair(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), SegmentConfig())
+        model = optimized if planned else plain
+
+        def backend(graph: Any, _: Any, found: list[Any] = found) -> Any:
+            found.append([node.target for node in graph.graph.nodes])
+            return graph.forward
+
+        model[1][1].compile(backend=backend)  # type: ignore[index]
+        model(torch.ones(2, 4)).sum().backward()
+    assert graphs[0] == graphs[1]
+
+
 @pytest.mark.exhaustive
 def test_compiled_autograd() -> None:
     """Backward alone is compiled: segments that ran in eager mode are recomputed there, and keep nothing before."""

@@ -6,12 +6,14 @@ import copy
 import gc
 import itertools
 import random
+import random as of_python
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.random as of_numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from memopt_cli.runtime import SegmentConfig, install_segment
 from tests.zoo.models import GIVEN, Overwriting, Parts, counter
 
 PLAIN = SegmentConfig()
+HELD = {"NumPy": np.random}
 LATER = 2
 """Calls before anything happens."""
 
@@ -33,6 +36,7 @@ class Later(nn.Module):
         self.change, self.calls, self.rate = change, 0, 0.0
         self.state: Any = {"h": [1]}
         self.function: Callable[[], float] = one
+        self.pair = torch.ones(5, 4), "of a tensor and a string"
         self.register_buffer("rows", torch.ones(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,6 +106,12 @@ def new_object(module: Later, y: Tensor) -> int:
     return module.state.ask()
 
 
+def written_in_a_tuple(module: Later, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.pair[0].add_(1)
+    return module.pair[0]
+
+
 def backward_within(module: Later, y: Tensor) -> int:
     y.sum().backward(retain_graph=True)
     return 1
@@ -112,6 +122,7 @@ CHANGES: dict[str, Callable[[Later, Tensor], Any]] = {
     "a list in a dictionary": new_list,
     "a function with a variable around it": new_function,
     "an object of another class": new_object,
+    "a tensor in a tuple": written_in_a_tuple,
     "backward in forward": backward_within,
 }
 
@@ -136,7 +147,16 @@ def test_a_method_that_an_object_decorates() -> None:
     assert factors == [3, 3]
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: float(np.random.rand())])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.random(),
+        lambda: float(np.random.rand()),
+        lambda: of_python.uniform(0, 1),
+        lambda: float(of_numpy.uniform()),
+        lambda: float(HELD["NumPy"].uniform()),
+    ],
+)
 @pytest.mark.parametrize("by_itself", [True, False])
 def test_global_generators_of_others(draw: Callable[[], float], by_itself: bool) -> None:
     """A schedule turns drop path on."""
@@ -157,6 +177,49 @@ def test_global_generators_of_others(draw: Callable[[], float], by_itself: bool)
         for step in range(6):
             schedule(net, step)
             net(torch.ones(5, 4)).sum().backward()
+        gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+class Asking(Parts, linear=lambda: nn.Linear(4, 4)):
+    """Scales, if it has an attribute that says by how much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).tanh() * getattr(self, "factor", 1.0)).tanh()
+
+
+def test_an_attribute_that_is_removed_before_backward() -> None:
+    """The attribute is the last one, so that all others stay in their places."""
+    net, x, gradients = Asking(), torch.randn(5, 4), []
+    for planned in (False, True):
+        if planned:
+            install_segment(net, PLAIN)
+        net.factor = 2.0
+        net(x).sum().backward()
+        output = net(x)
+        del net.factor
+        gradients += torch.autograd.grad(output.sum(), net.linear.weight)
+    assert torch.equal(*gradients)
+    assert not hasattr(net, "factor")
+
+
+class Noisy(Parts, linear=lambda: nn.Linear(4, 4)):
+    """Ends in an operator that saves its noise before it draws it, where it is told to."""
+
+    def forward(self, x: Tensor, noisy: bool) -> Tensor:
+        y = self.linear(x)
+        return torch.rrelu(y, training=True) if noisy else y.relu()
+
+
+def test_noise_that_no_earlier_call_drew() -> None:
+    net, gradients = Noisy(), []
+    for planned in (False, True):
+        if planned:
+            install_segment(net, PLAIN)
+        torch.manual_seed(0)
+        net.zero_grad()
+        for step in range(6):
+            net(torch.randn(50, 4), step > LATER).sum().backward()
         gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
 

@@ -167,6 +167,14 @@ def test_a_tensor_saved_twice_is_packed_once_views_too() -> None:
     assert held_bytes(saves.stored) == x.numel() // 8
 
 
+def test_a_view_with_the_other_sign_is_another_tensor() -> None:
+    x, saves = spikes(*SIZE), PackedSaves(())
+    views = [x, torch._neg_view(x)]
+    stored = [saves.pack(view) for view in views]
+    saves.settle()
+    assert all(map(torch.equal, map(saves.unpack, stored), views))
+
+
 def test_channels_last_stays() -> None:
     x = spikes(*SIZE).contiguous(memory_format=torch.channels_last)
     saves = PackedSaves(())

@@ -296,8 +296,14 @@ def _transposed(x: Tensor, weight: Tensor) -> Tensor:
     return (x.t() * weight).sum()
 
 
+def _last_row(x: Tensor, weight: Tensor) -> Tensor:
+    return (x[-1:].expand_as(x) * weight).sum()
+
+
 @pytest.mark.parametrize(
-    "use", [_halves, _halves_first, _transposed], ids=["cut afterwards", "cut before", "transposed"]
+    "use",
+    [_halves, _halves_first, _transposed, _last_row],
+    ids=["cut afterwards", "cut before", "transposed", "its last row, as often as it has rows"],
 )
 def test_views_of_a_concatenation(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     """A piece holds it whole, and then no copies are held too; a view of all of it is a view of its parts."""

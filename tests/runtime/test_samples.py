@@ -93,6 +93,24 @@ def test_a_module_that_begins_to_differ_late_is_told_of_at_once(monkeypatch: pyt
         _step(model)
 
 
+class Growing(Parts, linear=lambda: nn.Linear(4, 4)):
+    """Saves more when it begins to differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sin()
+        if LATE in os.environ:
+            y = y.sin().sin().sin() + late()
+        return y.sin()
+
+
+def test_a_module_that_begins_to_differ_in_what_it_did_not_save_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _planned(Growing())
+    _step(model)
+    monkeypatch.setenv(LATE, "1")
+    with pytest.warns(UserWarning, match=TOLD):
+        _step(model)
+
+
 def test_where_looking_would_wait_for_a_device_that_is_told_at_the_sixteenth_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
