@@ -12,7 +12,7 @@ from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest
 
-_OWN: Final = ("model", "memory", "log", "snapshot", "json", "quiet", "verbose")
+_OWN: Final = ("model", "memory", "log", "snapshot", "optimizer_in_backward", "json", "quiet", "verbose")
 """Parameters that have no place in the commands that are suggested: theirs are others, or are added."""
 
 
@@ -26,6 +26,7 @@ def explain(
     snapshot: str | None = None,
     given: InputOptions,
     step: StepOptions,
+    optimizer_in_backward: bool = False,
     timeout: float = 600.0,
     loading: LoadingOptions,
     shown: ShownOptions,
@@ -43,6 +44,7 @@ def explain(
         log_path=log,
         snapshot_path=snapshot,
         timeout_s=timeout,
+        optimizer_in_backward=optimizer_in_backward,
         flags=typed_flags(context, leave_out=_OWN),
     )
     context.with_resource(processes.kept(early=True))

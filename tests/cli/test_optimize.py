@@ -53,6 +53,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--offload disk:/fast --host-memory 8GiB".split(),
         *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling".split(),
         *"--no-warmup-in-profile-workers --max-slowdown 1.5 --measure-levels --longest-step 3".split(),
+        "--optimizer-in-backward",
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
         *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
@@ -93,6 +94,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
                 max_slowdown=1.5,
                 offload="disk:/fast",
                 host_memory=8 << 30,
+                optimizer_in_backward=True,
             )
         ),
         output="out.pt",

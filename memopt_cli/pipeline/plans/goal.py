@@ -305,7 +305,11 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
         yield f"It holds what no plan can make smaller: {named}."
     weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
     if weights_bytes > _DOMINANT_SHARE * least.allocated_peak_bytes:
-        early = "" if frees_gradients else " With `--optimizer`, a plan can free each gradient as soon as it is used."
+        early = (
+            ""
+            if frees_gradients
+            else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
+        )
         yield f"Parameters and gradients are most of it: model.bfloat16() halves both.{early}"
     workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
     if workspace_bytes < _NOTABLE_SHARE * least.allocated_peak_bytes:

@@ -18,7 +18,7 @@ from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick
-from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover, applied_row
@@ -319,13 +319,19 @@ class _Job:
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
-        """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too."""
+        """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
+
+        Where that was not asked for, a note says what it would save.
+        """
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
         known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
         assert known is not None, "the planner has found it"
-        found = self._plans_in_backward(search, most_slowdown).of_level(row, known)
+        plans = self._plans_in_backward(search, most_slowdown)
+        found = plans.of_level(row, known)
+        if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
+            self.found.notes += filter(None, [plans.offer(known)])
         if found is None:  # beside the original as it is timed now
             timed = replace(applied, outcome=self.measurements.measure(applied.plan))
             found = self.measurements.confirm(timed, most_slowdown)
@@ -357,8 +363,7 @@ class _Job:
             fault=self.prover.fault,
             most_slowdown=most_slowdown,
             drop=self.found.drop,
-            is_allowed=may_run_in_backward(self.prepared.subject.settings)
-            and self.request.dim_range is None,  # the optimizer is the same at all lengths
+            is_allowed=search.options.optimizer_in_backward,
         )
 
     def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:

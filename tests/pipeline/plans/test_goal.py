@@ -219,7 +219,7 @@ def test_what_stays_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("frees", "more"),
-    [(True, ""), (False, " With `--optimizer`, a plan can free each gradient as soon as it is used.")],
+    [(True, ""), (False, " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used.")],
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = what_stays(counted(1000, gradients=501), (), frees_gradients=frees)
