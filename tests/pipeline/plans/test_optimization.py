@@ -448,7 +448,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-    assert len(result.files) == 4
+    assert [Path(file).name for file in result.files][:2] == ["small.pt", "small.summary.json"]
     assert after == before
     assert path.read_bytes() == original
 
@@ -724,7 +724,7 @@ def test_levels(level: int, optimize: Memopt) -> None:
 @pytest.mark.slow
 def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", "1", "--json", "-q", "-o", "out.pt")
+    done = optimize("net.pt", *SPEC, *"--level 1 --max-slowdown none --json -q -o out.pt".split())
     assert done.err == ""
     data = json.loads(done.out)
     assert data["files"] == ["out.pt", "out.summary.json", "out.plan.yaml", "out.batch.yaml"]
