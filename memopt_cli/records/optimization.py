@@ -80,6 +80,9 @@ class OptimizeRequest(StepRequest):
     """Seconds after which the search tries no more plans; ``None`` for no limit."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
+    flags: tuple[str, ...] | None = None
+    """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's;
+    ``None`` for a call from Python."""
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` for none."""
     interruptible: bool = False

@@ -36,8 +36,20 @@ def test_defaults(optimize: Optimize) -> None:
         spec=None,
         settings=StepSettings(device="auto"),
         search=resolve(SearchOverrides()),
+        flags=(),
         interruptible=True,
     )
+
+
+def test_the_flags_that_describe_the_step_are_kept_as_typed(optimize: Optimize) -> None:
+    typed = ("--input Bx3 --dim B=8", "--code-path train.py", "--optimizer adamw")
+    others = "--optimizer-in-backward --level 2 --budget 60% --plan-only -o out.pt --force -q"
+    assert sorted(optimize(*" ".join((*typed, others)).split()).flags or ()) == [
+        "--code-path train.py",
+        "--dim B=8",
+        "--input Bx3",
+        "--optimizer adamw",
+    ]
 
 
 def test_a_backend_arrives(optimize: Optimize) -> None:
@@ -59,7 +71,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
     )
     typed = Trust(packages=("a", "b"), globals=("c.D",), code_paths=("train.py",), pickle=True)
-    assert request == OptimizeRequest(
+    assert replace(request, flags=None) == OptimizeRequest(
         source=ModelSource(
             location="model.pt",
             weights="w.pt",

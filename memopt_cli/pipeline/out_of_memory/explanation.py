@@ -262,7 +262,8 @@ class _Trial:
             *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
-        found = found or [*self._attempted("A plan and micro-batches", self._both)]
+        if not found and self._prepared.batch > 1:
+            found = [*self._attempted("A plan and micro-batches", self._both)]
         return tuple(sorted(found, key=lambda said: (said.change == "autocast", said.seconds)))
 
     def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
@@ -334,13 +335,13 @@ class _Trial:
 
     def _both(self) -> Iterator[Suggestion]:
         """Yield micro-batches under the plan with the lowest peak."""
-        self._require_one_batch()
+        self._require_one_pass()
         plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
         """Yield micro-batches whose gradients are added up."""
-        self._require_one_batch()
+        self._require_one_pass()
         prepared = self._accumulating()
         subject = prepared.subject
         asked = BatchRequest(
@@ -358,7 +359,7 @@ class _Trial:
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
         made = found.accumulation
         run = next((run for run in runs if made is not None and run.batch == made.batch), None)
-        if run is None or made is None:
+        if run is None or made is None or run.batch >= self._prepared.batch:  # the step as it is
             return
         self.notes += norm_notes(made, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
@@ -407,8 +408,11 @@ class _Trial:
         """Return the model with a step that is one of several accumulated passes."""
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
-    def _require_one_batch(self) -> None:
+    def _require_one_pass(self) -> None:
+        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
         self._require_step_of_ours()
+        if self._prepared.batch == 1:
+            raise UsageError("the batch has one sample, which cannot be split")
         if self._prepared.subject.settings.micro_batches > 1:
             raise UsageError("the step accumulates already")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
@@ -41,6 +42,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.units import exact_bytes
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -194,9 +197,16 @@ class _Job:
             return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explained()]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
+
+    def _explained(self) -> Iterator[str]:
+        """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
+        if self.found.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
+            location, memory = quoted_path(self.request.source.location), exact_bytes(self.found.budget_bytes)
+            command = " ".join((f"memopt explain {location}", *self.request.flags, f"--memory {memory}"))
+            yield f"Who holds what when, and which other changes fit: {command}"
 
     def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
         """Answer an interrupted ``search`` from what it has tried so far, without trying anything more.

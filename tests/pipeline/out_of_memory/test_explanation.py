@@ -330,6 +330,18 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
         explain(wide(tmp_path), progress=Progress())
 
 
+def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = StepSettings(optimizer="adamw")
+    subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
+    prepared = SimpleNamespace(subject=subject, notes=(), batch=1, facts=SimpleNamespace(format="pickle"))
+    trial = _Trial(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
+    for name in ("_plan", "_autocast"):
+        monkeypatch.setattr(trial, name, lambda **_: iter(()))
+    assert trial.suggestions(0) == ()
+    assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
+
+
 @pytest.mark.slow
 def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
     found = explain(wide(tmp_path), progress=Progress())

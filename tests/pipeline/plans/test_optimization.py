@@ -64,6 +64,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.units import exact_bytes
 from memopt_cli.verification.effects import TOLERANCE
 from tests.zoo.models import Parts, deep_net
 from tests.zoo.records import a_row, measured, summary_of
@@ -944,6 +945,10 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     assert found.allocated_peak_bytes <= summary.budget_bytes
     unasked = optimize("net.pt", *goal, "--force", "--optimizer", "adamw")
     assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
+    explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
+    assert (
+        f"Who holds what when, and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
+    )
 
 
 LOOKING_AT_ALL = """
