@@ -34,7 +34,6 @@ from benchmarks import offload
 from benchmarks.overhead import beside_pytorch
 from benchmarks.planning import opened
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.files.contents import read_plan
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import CompiledRow, InputSpec, Measurement, Plan, SegmentPlan, StepSettings, from_data
@@ -259,8 +258,9 @@ def _optimized(bench: Bench, case: Case) -> Predicted | None:
         return None
     summary = json.loads(output.with_suffix(".summary.json").read_text())["summary"]
     row = next(row for row in reversed(summary["levels"]) if row["level"] == summary["applied_level"])
-    _, plan = read_plan(output.with_suffix(".plan.yaml"))
-    return Predicted(plan, row["predicted_allocated_peak_bytes"] or 0, row["predicted_slowdown"] or 1.0)
+    return Predicted(
+        from_data(Plan, summary["plan"]), row["predicted_allocated_peak_bytes"] or 0, row["predicted_slowdown"] or 1.0
+    )
 
 
 def _written(bench: Bench, case: Case, flags: list[str], limit_s: float) -> Path | None:
@@ -284,7 +284,7 @@ def compiled(bench: Bench, name: str, case: Case, backend: str) -> None:
     if output is None:
         return
     summary = json.loads(output.with_suffix(".summary.json").read_text())["summary"]
-    _, applied = read_plan(output.with_suffix(".plan.yaml"))
+    applied = from_data(Plan, summary["plan"])
     for row in (from_data(CompiledRow, each) for each in summary["compiled"]):
         measured = ["", ""]
         if isinstance(row.outcome, Measurement):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.records import Plan
+from memopt_cli.records import Plan, from_data
 
 EPOCHS = 3
 CHUNKED = 1e-4
@@ -510,7 +511,7 @@ def planned(name: str, level: int) -> tuple[Plan, str]:
         )
         if run.returncode:
             raise RuntimeError(f"memopt optimize {' '.join(asked)}: {run.stderr.strip()}")
-        plan = memopt_cli.read_plan(f"{folder}/m.plan.yaml")[1]
+        plan = from_data(Plan, json.loads(Path(folder, "m.summary.json").read_text())["summary"]["plan"])
     found = [str(len(plan.segments)), *(["and packing"] if plan.packed else [])]
     return plan, " ".join(found)
 

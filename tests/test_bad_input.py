@@ -16,6 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from memopt_cli.files.contents import plan_yaml
+from memopt_cli.records import SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec
+
 Memopt = Callable[..., Any]
 
 
@@ -158,11 +161,26 @@ def test_bad_input(command: str, code: int, said: list[str], memopt: Memopt, fol
 
 @pytest.fixture
 def plan(memopt: Memopt, folder: Path, in_process: None) -> str:
-    """A plan of ``good.pt``, made by optimizing it."""
+    """A plan without segments, as a file, whose text tests replace."""
+    header = FileHeader(
+        schema_version=SCHEMA_VERSION,
+        memopt="0",
+        torch="2",
+        model="good.pt",
+        sha256=None,
+        spec=InputSpec(tensors=(TensorSpec(shape=(2, 3)),), source=TYPED),
+        seed=0,
+        device="cpu",
+    )
+    Path("good.plan.yaml").write_bytes(plan_yaml(header, Plan(), 1))
+    return "good.plan.yaml"
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_missing(memopt: Memopt, folder: Path, in_process: None) -> None:
     assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 3
     os.mkdir("made")
     assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 0
-    return "made/good.plan.yaml"
 
 
 @pytest.mark.slow
@@ -174,6 +192,13 @@ def test_a_plan_of_another_model(memopt: Memopt, plan: str) -> None:
     assert done.code == 3
     assert_clear(done, ["the plan names module 'blocks.3', which Sequential does not have", "memopt optimize"])
     assert done.changed == set()
+
+
+@pytest.mark.slow
+def test_a_plan_that_changes_nothing(memopt: Memopt, plan: str) -> None:
+    done = memopt("apply", "good.pt", plan)
+    assert (done.code, done.changed) == (0, {"good.memopt.pt"})
+    assert "The plan changes nothing: it has no segments" in done.err
 
 
 @pytest.mark.slow

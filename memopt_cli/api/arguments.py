@@ -118,6 +118,7 @@ def search_of(
     allow_inexact: bool,
     offload: str = "none",
     host_memory: str | int | None = None,
+    optimizer_in_backward: bool = False,
 ) -> ResolvedSearch:
     """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
     return resolve(
@@ -128,6 +129,7 @@ def search_of(
             max_slowdown=max_slowdown,
             offload=offload,
             host_memory=accepted_if_given("host_memory", host_memory),
+            optimizer_in_backward=bool(optimizer_in_backward),
         )
     )
 

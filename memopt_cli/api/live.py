@@ -93,6 +93,7 @@ def optimize(
     for_device: str | os.PathLike[str] | DeviceProfile | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
+    optimizer_in_backward: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
@@ -143,6 +144,10 @@ def optimize(
     optimizer:
         The optimizer whose state counts: text as for ``--optimizer`` (``adamw:fused``), or a function that makes one,
         ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
+    optimizer_in_backward:
+        Let plans run the optimizer in backward, which frees each gradient as soon as it is used. The returned plan is
+        for ``memopt_cli.apply_plan(model, plan, optimizer=optimizer)``; the script must then not clip, accumulate or
+        scale gradients.
     accumulate:
         Micro-batches of a step of the optimizer.
     device:
@@ -169,7 +174,7 @@ def optimize(
             source=_source(model),
             spec=None,
             settings=step.settings,
-            search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory),
+            search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
@@ -202,6 +207,7 @@ def frontier(
     host_memory: str | int | None = None,
     loss: Loss | None = None,
     optimizer: Optimizer = None,
+    optimizer_in_backward: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
     precision: Precision = "stored",
@@ -220,7 +226,7 @@ def frontier(
         source=_source(model),
         spec=None,
         settings=step.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory),
+        search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
         goal=SearchGoal(frontier=True),
         backend=None if compile is None else text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),

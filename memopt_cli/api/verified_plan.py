@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from memopt_cli.errors import OptionError, VerificationError
 from memopt_cli.files.contents import the_plan
-from memopt_cli.records import Plan, StepSettings
+from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.training import apply
 from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
@@ -54,16 +54,19 @@ def apply_plan(
 
     Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
     step differs, and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
+    Warns where the plan changes nothing.
     """
     plan = the_plan(plan)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
+        warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
         return model
     for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
         _compare(model, plan.of_model.eager, inputs, loss)
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
     apply.apply_plan(model, plan, optimizer)
+    warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
     return model
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Final
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
+from memopt_cli.cli.options import DESCRIBING, InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest
-
-_OWN: Final = ("model", "memory", "log", "snapshot", "json", "quiet", "verbose")
-"""Parameters that have no place in the commands that are suggested: theirs are others, or are added."""
 
 
 @with_options
@@ -26,6 +22,7 @@ def explain(
     snapshot: str | None = None,
     given: InputOptions,
     step: StepOptions,
+    optimizer_in_backward: bool = False,
     timeout: float = 600.0,
     loading: LoadingOptions,
     shown: ShownOptions,
@@ -43,7 +40,8 @@ def explain(
         log_path=log,
         snapshot_path=snapshot,
         timeout_s=timeout,
-        flags=typed_flags(context, leave_out=_OWN),
+        optimizer_in_backward=optimizer_in_backward,
+        flags=typed_flags(context, only=DESCRIBING),
     )
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

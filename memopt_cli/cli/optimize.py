@@ -6,8 +6,17 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
+from memopt_cli.cli.options import (
+    DESCRIBING,
+    InputOptions,
+    LoadingOptions,
+    ShownOptions,
+    SpreadOptions,
+    StepOptions,
+    with_options,
+)
 from memopt_cli.cli.report_files import ReportFiles
+from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.errors import UsageError, VerificationError
 from memopt_cli.inputs.spec_text import split_dims
 from memopt_cli.measure import processes
@@ -76,6 +85,7 @@ def optimize(
         record_steps=files.wanted,
         search_limit_s=search_time,
         measure_levels=measure_levels,
+        flags=typed_flags(context, only=DESCRIBING),
         backend=compile,
         interruptible=True,
     )

@@ -142,6 +142,13 @@ class StepOptions:
         )
 
 
+DESCRIBING: Final = {
+    "timeout",
+    *(f.name for group in (InputOptions, LoadingOptions, StepOptions) for f in fields(group)),
+}
+"""Parameters that describe the model, its inputs and its step, and that suggested commands repeat."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownOptions:
     """Options of what is printed, and how."""

@@ -15,15 +15,15 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def typed_flags(context: typer.Context, *, leave_out: Container[str]) -> tuple[str, ...]:
-    """Return the flags of ``context`` as they can be typed again, without the parameters in ``leave_out``."""
-    return tuple(_typed(context, leave_out))
+def typed_flags(context: typer.Context, *, only: Container[str]) -> tuple[str, ...]:
+    """Return the flags of ``context`` as they can be typed again, of the parameters in ``only``."""
+    return tuple(_typed(context, only))
 
 
-def _typed(context: typer.Context, leave_out: Container[str]) -> Iterator[str]:
+def _typed(context: typer.Context, only: Container[str]) -> Iterator[str]:
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name in leave_out or not is_typed(context, name):
+        if name not in only or not is_typed(context, name):
             continue
         value = context.params[name]
         if isinstance(value, bool):

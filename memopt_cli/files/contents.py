@@ -192,6 +192,14 @@ def read_frontier(path: Path) -> ShownFrontier:
     return shown
 
 
+def read_header(path: Path) -> FileHeader:
+    """Read the header of a JSON file of memopt's at ``path``, such as a summary: the model, and its inputs.
+
+    Raises :class:`OSError` and :class:`ValueError`, among them :class:`UsageError`, for any other file.
+    """
+    return _read_parts(path, since=1)[0]
+
+
 def baseline_json(baseline: Baseline) -> bytes:
     """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, and any ``shorter`` steps.
 
@@ -380,14 +388,14 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
     }
 
 
-def fastest_data(found: FastestTraining, plan: str) -> dict[str, Any]:
-    """Return the fastest pair as it is written below ``recommended``; ``plan`` is the file that has its plan."""
+def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
+    """Return the fastest pair as it is written below ``recommended``; ``plan``: the file of its plan, if any."""
     answer = found.answer
     assert isinstance(answer.outcome, BatchProbe), "it was run"
-    data = {
+    data: dict[str, Any] = {
         "batch_size": answer.batch,
         "verified": True,  # by a run
-        "plan": plan,
+        **({} if plan is None else {"plan": plan}),
         "samples_per_s": answer.samples_per_s,
         "step_s": answer.outcome.step_s,
         "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,

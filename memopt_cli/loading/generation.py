@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -13,11 +13,27 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
     """Return a note if ``model`` fills a cache of keys and values in training: it keeps tensors of segments alive."""
     if not any(map(_fills_cache, model.modules())):
         return ()
+    takers = sorted({type(module).__name__ for module in model.modules() if _takes_cache(module)})
     return (
         "use_cache is on, as it is by default: the cache (argument past_key_values) holds the keys and values of every "
-        "layer through the whole step, so that no plan can free them, and modules cannot run in chunks. Train with "
-        "use_cache=False (model.config.use_cache = False, or that argument of forward).",
+        "layer through the whole step, so that no plan can free them, and modules that are given it "
+        f"({', '.join(takers)}) do not run in chunks. Train without it: model.config.use_cache = False in the script, "
+        'and "use_cache": false in config.json of a folder given to memopt.',
     )
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` is given the cache to fill: that of an attention, a block, a model."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return isinstance(code, CodeType) and bool(_CACHES & set(code.co_varnames[: _parameters(code)]))
+
+
+def _parameters(code: CodeType) -> int:
+    return code.co_argcount + code.co_kwonlyargcount
+
+
+_CACHES: Final = frozenset({"past_key_values", "past_key_value", "layer_past"})
+"""Names of the argument that is the cache, by the versions of transformers."""
 
 
 def _fills_cache(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from memopt_cli.errors import MemoptError, UnsafeFileError, UsageError
-from memopt_cli.files.contents import read_frontier, read_plan
+from memopt_cli.files.contents import read_header, read_plan
 from memopt_cli.files.trusted import remember_trust, remembered_trust
 from memopt_cli.files.write import output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
@@ -188,18 +188,19 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
 def remembered_inputs(location: str) -> InputSpec | None:
     """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
 
-    They are in the plan, or the frontier, that ``memopt optimize`` wrote.  Such a file may have come with the model: it
-    is read as strictly as a plan that is applied, and names no code and no other file.  One that cannot be read, or is
-    of a model of another name, is of no use here and no error: nobody has asked for it.
+    They are in the plan, the summary or the frontier that ``memopt optimize`` wrote.  Such a file may have come with
+    the model: its inputs are read as strictly as those of a plan that is applied, and name no code and no other file.
+    One that cannot be read, or is of a model of another name, is of no use and no error: nobody has asked for it.
     """
     paths, own = output_paths(location, None), Path(location)
     name = own.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
     there: list[tuple[float, FileHeader, Path]] = []
-    for path in (paths.plan, paths.frontier, own.parent / f"{own.stem}.plan.yaml"):
-        with contextlib.suppress(OSError, MemoptError):
+    its = (own.parent / f"{own.stem}.{end}" for end in ("plan.yaml", "summary.json"))
+    for path in (paths.plan, paths.summary, paths.frontier, *its):
+        with contextlib.suppress(OSError, ValueError, MemoptError):
             written = path.stat().st_mtime
-            header = read_plan(path)[0] if path.suffix == ".yaml" else read_frontier(path).header
+            header = read_plan(path)[0] if path.suffix == ".yaml" else read_header(path)
             there.append((written, header, path))
     for _, header, path in sorted(there, key=lambda found: -found[0]):
         if Path(header.model).absolute().name in names and (found := typed_inputs(header, path)):

@@ -120,6 +120,7 @@ from memopt_cli.records.optimization import OptimizeResult as OptimizeResult
 from memopt_cli.records.optimization import RecordedSteps as RecordedSteps
 from memopt_cli.records.optimization import ShownFrontier as ShownFrontier
 from memopt_cli.records.plan import BUDGETED as BUDGETED
+from memopt_cli.records.plan import CHANGES_NOTHING as CHANGES_NOTHING
 from memopt_cli.records.plan import MOST_NORMS as MOST_NORMS
 from memopt_cli.records.plan import MOST_RANGES as MOST_RANGES
 from memopt_cli.records.plan import ChunkRule as ChunkRule

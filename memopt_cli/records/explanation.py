@@ -31,8 +31,15 @@ class ExplainRequest:
     """Path of a pickle of ``torch.cuda.memory._snapshot()``; ``None`` for none."""
     timeout_s: float = 600.0
     """Time limit of one profiling subprocess answer."""
+    optimizer_in_backward: bool = False
+    """Whether plans may run the optimizer in backward."""
     flags: tuple[str, ...] = ()
     """Flags by which the user described the model, its inputs and its step; suggested commands repeat them."""
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        if self.optimizer_in_backward:
+            self.settings.check_in_backward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

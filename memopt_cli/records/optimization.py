@@ -80,6 +80,9 @@ class OptimizeRequest(StepRequest):
     """Seconds after which the search tries no more plans; ``None`` for no limit."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
+    flags: tuple[str, ...] | None = None
+    """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's;
+    ``None`` for a call from Python."""
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` for none."""
     interruptible: bool = False
@@ -97,6 +100,8 @@ class OptimizeRequest(StepRequest):
                 "a budget, the frontier, a pick of it and `--compile` need a search, but level 0 does not search",
                 hint="Raise `--level`.",
             )
+        if self.search.options.optimizer_in_backward:
+            self.settings.check_in_backward()
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
                 "`--lengths` says how long inputs are, but no dimension has a range",
@@ -129,7 +134,12 @@ class OptimizeRequest(StepRequest):
 
     def _check_range(self, varied: DimRange) -> None:
         goal = self.goal
-        flag = "`--pick`" if goal.pick is not None else "`--frontier`" if goal.frontier else None
+        not_at_all_sizes = {
+            "`--pick`": goal.pick is not None,
+            "`--frontier`": goal.frontier,
+            "`--optimizer-in-backward`": self.search.options.optimizer_in_backward,
+        }
+        flag = next((flag for flag, is_wanted in not_at_all_sizes.items() if is_wanted), None)
         if flag is not None:
             raise OptionError(f"{flag} does not go with a range of `--dim`", hint="Give the dimension one size.")
         if goal.budget is None:
@@ -147,6 +157,7 @@ class OptimizeRequest(StepRequest):
         wanted = {
             "`--frontier`": self.goal.needs_frontier,
             "`--measure-levels`": self.measure_levels,
+            "`--optimizer-in-backward`": self.search.options.optimizer_in_backward,
             "`--html` (or `--snapshot`)": self.layout is not None and self.record_steps,
             "`--dim` with a range": self.layout is not None and self.dim_range is not None,
         }

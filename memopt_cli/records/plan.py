@@ -15,7 +15,8 @@ CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-value
 PlaceName = Literal["device", "host", "disk"]
 """Place where stored tensors wait for backward: on the device, in host memory, or in a file."""
 
-
+CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and packs, sends and compiles nothing."
+"""Warning for a plan that :attr:`Plan.is_empty`, where somebody puts it on a model."""
 MOST_NORMS = 2
 """Most batch norms in a module that is run in chunks: each costs one more pass over the chunks, forward and
 backward."""

@@ -66,6 +66,8 @@ class SearchOptions:
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
     host_memory: int | None = None
     """Most bytes that plans may send to host memory; ``None`` for what that place takes."""
+    optimizer_in_backward: bool = False
+    """Whether plans may run the optimizer in backward, where the training script finds no gradients any more."""
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:
@@ -100,6 +102,7 @@ class SearchOverrides(TypedDict, total=False):
     """Infinity stands for no limit."""
     offload: str | None
     host_memory: int | None
+    optimizer_in_backward: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from memopt_cli.errors import UsageError
-from memopt_cli.text.optimizer_text import parse_optimizer
+from memopt_cli.errors import OptionError, UsageError
+from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
 
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
 
@@ -40,3 +40,37 @@ class StepSettings:
             raise UsageError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"clip_norm is {self.clip_norm:g}; it must be above 0")
+
+    @property
+    def needs_all_gradients(self) -> str:
+        """Option by which the step needs the gradients of all parameters together, as it is typed; empty for none."""
+        needing = {
+            "`--accumulate`": self.micro_batches > 1,
+            "`--clip-norm`": self.clip_norm is not None,
+            "`--precision fp16`": self.precision == "fp16",
+        }
+        return next((flag for flag, needs in needing.items() if needs), "")
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the step ends with an update."""
+        return not isinstance(parse_optimizer(self.optimizer), NoOptimizer)
+
+    @property
+    def may_update_in_backward(self) -> bool:
+        """Whether the step has an optimizer that can use each gradient alone, as backward makes it."""
+        return self.has_optimizer and not self.needs_all_gradients
+
+    def check_in_backward(self) -> None:
+        """Raise :class:`OptionError` if the step has no optimizer, or one that cannot run in backward."""
+        if not self.has_optimizer:
+            raise OptionError(
+                "`--optimizer-in-backward` lets an optimizer run in backward, but none is named",
+                hint="Add the one that you train with: `--optimizer adamw`.",
+            )
+        if self.needs_all_gradients:
+            raise OptionError(
+                f"`--optimizer-in-backward` and {self.needs_all_gradients} exclude each other: with the first, the "
+                "gradients never exist together, and the second needs them all",
+                hint="Omit one of them.",
+            )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.report.lines import plain_table
+from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _LONGEST = 56
 """Most characters of a name."""
 _SHOWN = 12
 """Most rows in a table."""
-_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 """A part of a module's path that is a number."""
 
 
@@ -47,24 +46,13 @@ def tables(found: Explanation) -> Iterator[Table]:
         parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
         yield _holders("held then", [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
     if found.modules:
-        yield _holders("activations of", [_named(holder, "(the step)") for holder in _gathered(found.modules)])
+        held = gathered({holder.name: holder.nbytes for holder in found.modules})
+        rows = [Holder(name=name, nbytes=nbytes) for name, nbytes in held.items()]
+        yield _holders("activations of", [_named(row, "(the step)") for row in rows[:_SHOWN]])
     if lines := [_named(holder, "(no line is known)") for holder in found.lines[:_SHOWN]]:
         yield _holders("made at", lines)
     if found.suggestions:
         yield _suggestions(found)
-
-
-def _gathered(modules: Sequence[Holder]) -> list[Holder]:
-    """Return ``modules`` with those that differ in one number alone as one row, such as ``blocks.*.mlp (×12)``."""
-    held: dict[str, list[int]] = {}
-    for holder in modules:
-        held.setdefault(_NUMBER.sub(r"\1*", holder.name, count=1), []).append(holder.nbytes)
-    alone = {_NUMBER.sub(r"\1*", holder.name, count=1): holder.name for holder in modules}
-    rows = [
-        Holder(name=f"{name} (×{len(sizes)})" if len(sizes) > 1 else alone[name], nbytes=sum(sizes))
-        for name, sizes in held.items()
-    ]
-    return sorted(rows, key=lambda row: -row.nbytes)[:_SHOWN]
 
 
 def _named(holder: Holder, empty: str) -> Holder:

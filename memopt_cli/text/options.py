@@ -131,6 +131,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="none",
         common=True,
     ),
+    "optimizer_in_backward": Option(
+        "Let plans run --optimizer in backward: each gradient is used and freed as soon as it is complete. The script "
+        "must then not clip, accumulate or scale gradients, or read .grad.",
+        STEP,
+    ),
     "accumulate": Option(
         "Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
         STEP,

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ def test_what_is_not_run_is_not_compiled(elsewhere: dict[str, Any], x: Tensor) -
 def test_compiled_steps_need_a_search(x: Tensor) -> None:
     with pytest.raises(UsageError, match=r"compile.* need a search, but level 0 does not search"):
         memopt_cli.optimize(made(), x, level=0, compile="aot_eager")
+
+
+@pytest.mark.parametrize("find", [memopt_cli.optimize, memopt_cli.frontier])
+def test_an_optimizer_that_may_run_in_backward_is_named(find: Callable[..., Any], x: Tensor) -> None:
+    with pytest.raises(UsageError, match=r"^optimizer_in_backward=True lets an optimizer run in "):
+        find(made(), x, optimizer_in_backward=True)
 
 
 def test_a_backend_is_named(x: Tensor) -> None:

@@ -36,8 +36,20 @@ def test_defaults(optimize: Optimize) -> None:
         spec=None,
         settings=StepSettings(device="auto"),
         search=resolve(SearchOverrides()),
+        flags=(),
         interruptible=True,
     )
+
+
+def test_the_flags_that_describe_the_step_are_kept_as_typed(optimize: Optimize) -> None:
+    typed = ("--input Bx3 --dim B=8", "--code-path train.py", "--optimizer adamw")
+    others = "--optimizer-in-backward --level 2 --budget 60% --plan-only -o out.pt --force -q"
+    assert sorted(optimize(*" ".join((*typed, others)).split()).flags or ()) == [
+        "--code-path train.py",
+        "--dim B=8",
+        "--input Bx3",
+        "--optimizer adamw",
+    ]
 
 
 def test_a_backend_arrives(optimize: Optimize) -> None:
@@ -53,12 +65,13 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
         *"--offload disk:/fast --host-memory 8GiB".split(),
         *"--gc-target-budget-ratio 0.25 --no-allow-expensive-profiling".split(),
         *"--no-warmup-in-profile-workers --max-slowdown 1.5 --measure-levels --longest-step 3".split(),
+        "--optimizer-in-backward",
         *"--precision fp64 --loss l.py:f --optimizer adamw --seed 7 --timeout 12.5 --weights w.pt".split(),
         *"--code-path train.py --allow-package a --allow-package b --allow-global c.D --trust-pickle".split(),
         *"-o out.pt --search-time 40 --force --dry-run --plan-only --no-recommend-batch -q".split(),
     )
     typed = Trust(packages=("a", "b"), globals=("c.D",), code_paths=("train.py",), pickle=True)
-    assert request == OptimizeRequest(
+    assert replace(request, flags=None) == OptimizeRequest(
         source=ModelSource(
             location="model.pt",
             weights="w.pt",
@@ -93,6 +106,7 @@ def test_every_flag_arrives(optimize: Optimize) -> None:
                 max_slowdown=1.5,
                 offload="disk:/fast",
                 host_memory=8 << 30,
+                optimizer_in_backward=True,
             )
         ),
         output="out.pt",

@@ -184,7 +184,15 @@ def test_a_cache_that_training_fills_is_named(tmp_path: Path, kind: str, setting
     assert (getattr(built(torch.ones(1, 3, dtype=torch.long)), "past_key_values", None) is not None) is told
     torch.save(built, tmp_path / "model.pt")
     notes = load_model(ModelSource(location=str(tmp_path / "model.pt"))).notes
-    assert any("use_cache=False" in note and "past_key_values" in note for note in notes) is told
+    said = [note for note in notes if "config.use_cache = False" in note and "past_key_values" in note]
+    assert bool(said) is told
+    if told:
+        (note,) = said
+        takers = note.partition("are given it (")[2].partition(")")[0].split(", ")
+        assert kind in takers
+        assert any(name.endswith("Attention") for name in takers)
+        assert not [name for name in takers if "MLP" in name or name in ("Linear", "Dropout", "LayerNorm", "Conv1D")]
+        assert '"use_cache": false in config.json' in note
 
 
 # ---------------------------------------------------------------------------------------------- hostile files

@@ -1,7 +1,9 @@
-"""Inputs that were typed for a model are taken again from the plan beside it, are said, and name no code."""
+"""Inputs that were typed for a model are taken again from a file of memopt's beside it, are said, and name no code."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 
 from memopt_cli.files.contents import plan_yaml
 from memopt_cli.pipeline.prepare import remembered_inputs
-from memopt_cli.records import GUESS, SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec
+from memopt_cli.records import GUESS, SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec, to_data
 
 Memopt = Callable[..., Any]
 BESIDE = "net.memopt.plan.yaml"
@@ -25,11 +27,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(nn.Sequential(nn.Linear(64, 8)), "net.pt")
 
 
-def write(spec: InputSpec, path: str = BESIDE, model: str = "net.pt") -> None:
+def write(
+    spec: InputSpec, path: str = BESIDE, model: str = "net.pt", made: Callable[[FileHeader], bytes] | None = None
+) -> None:
     header = FileHeader(
         schema_version=SCHEMA_VERSION, memopt="0", torch="2", model=model, sha256=None, spec=spec, seed=0, device="cpu"
     )
-    Path(path).write_bytes(plan_yaml(header, Plan(), 1))
+    Path(path).write_bytes(plan_yaml(header, Plan(), 1) if made is None else made(header))
 
 
 def test_a_command_without_inputs_takes_those_of_the_last_plan_and_says_so(memopt: Memopt, in_process: None) -> None:
@@ -57,6 +61,21 @@ def test_they_belong_to_the_model_and_to_the_one_with_the_plan(location: str) ->
     found = remembered_inputs(location)
     assert found is not None
     assert (found.tensors, found.dims) == (INPUTS, {"B": 4})
+
+
+@pytest.mark.parametrize("location", ["net.pt", "net.memopt.pt"])
+def test_a_search_without_a_plan_leaves_them_in_its_summary(location: str) -> None:
+    def made(header: FileHeader) -> bytes:
+        return json.dumps({**to_data(header), "summary": {}}).encode()
+
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED))
+    os.utime(BESIDE, (0, 0))
+    write(InputSpec(tensors=INPUTS, dims={"B": 9}, source=TYPED), "net.memopt.summary.json", made=made)
+    found = remembered_inputs(location)
+    assert found is not None
+    assert found.dims == {"B": 9}
+    Path("net.memopt.summary.json").write_text("{")
+    assert remembered_inputs(location).dims == {"B": 4}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

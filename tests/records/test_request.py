@@ -34,6 +34,9 @@ def searching(**asked: Any) -> ResolvedSearch:
     return resolve(SearchOverrides(**asked))
 
 
+IN_BACKWARD, ADAMW = searching(optimizer_in_backward=True), StepSettings(optimizer="adamw")
+
+
 def optimizing(**asked: Any) -> OptimizeRequest:
     return OptimizeRequest(source=SOURCE, spec=None, **{"search": searching(), **asked})
 
@@ -52,6 +55,15 @@ def optimizing(**asked: Any) -> OptimizeRequest:
         ({"layout": LAYOUT, "measure_levels": True}, "`--measure-levels` needs steps that run, but `--ranks`"),
         ({"layout": LAYOUT, "record_steps": True}, r"`--html` \(or `--snapshot`\) needs steps"),
         ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "`--dim` with a range needs steps"),
+        ({"search": IN_BACKWARD}, "lets an optimizer run in backward, but none is named"),
+        ({"search": IN_BACKWARD, "settings": replace(ADAMW, micro_batches=2)}, "in-backward` and `--accumulate` excl"),
+        ({"search": IN_BACKWARD, "settings": replace(ADAMW, clip_norm=1.0)}, "in-backward` and `--clip-norm` exclude"),
+        ({"search": IN_BACKWARD, "settings": replace(ADAMW, precision="fp16")}, "and `--precision fp16` exclude"),
+        ({"search": IN_BACKWARD, "settings": ADAMW, "card": CARD}, "`--optimizer-in-backward` needs steps that run"),
+        (
+            {"search": IN_BACKWARD, "settings": ADAMW, "goal": BUDGET, "dim_range": RANGE},
+            "`--optimizer-in-backward` does not go with a range",
+        ),
         ({"backend": "inductor", "search": searching(level=0)}, "level 0 does not search"),
         ({"backend": "inductor", "confirm_batch": True}, "without a compiler"),
         ({"backend": "inductor", "goal": BUDGET, "dim_range": RANGE}, "compiled again at every size"),

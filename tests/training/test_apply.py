@@ -261,6 +261,13 @@ class _Tells(nn.Sequential):
         raise RuntimeError("a property was asked")
 
 
+def test_a_plan_that_changes_nothing_is_said_to() -> None:
+    for model in (net(), {"net": net()}):
+        with pytest.warns(UserWarning, match="^The plan changes nothing: it has no segments") as warned:
+            assert memopt_cli.apply_plan(model, Plan()) is model
+        assert [warning.filename for warning in warned] == [__file__]
+
+
 def test_a_path_of_a_plan_asks_no_property() -> None:
     with pytest.raises(PlanError, match=r"the plan names module 'device\.x'"):
         apply_plan(_Tells(nn.Linear(2, 2)), Plan(segments=(SegmentPlan(path="device.x"),)))

@@ -164,11 +164,12 @@ class SlowToSave(_After):
 
 
 class CannotBeSaved(nn.Module):
-    """Fine, but for a function of its own among its attributes; input ``8x32``."""
+    """Fine, but for a function of its own among its attributes; input ``8x32``, and segments pay with ``256x32``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32), nn.Tanh())
+        blocks = (nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32)) for _ in range(3))
+        self.layers = nn.Sequential(*blocks)
         self.scale = lambda y: y * 2
 
     def forward(self, x: Tensor) -> Any:

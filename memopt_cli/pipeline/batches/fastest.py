@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, VerificationError
 from memopt_cli.files.contents import fastest_data, plan_yaml
-from memopt_cli.files.write import check_targets, content, pair_paths, write_all
+from memopt_cli.files.write import check_targets, content, left_alone, pair_paths, write_all
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out
@@ -331,10 +331,14 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     check_targets([batch, plan], force=request.force)
     prepared = prepare(opening_of(request, request.step), progress=progress, ask=ask)
     found = fastest_prepared(request, prepared)
-    files = {
-        batch: batch_file(found.header, fastest_data(found, plan.name)),
-        plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
-    }
+    if found.answer.plan.is_empty:
+        files = {batch: batch_file(found.header, fastest_data(found, None))}
+        found = replace(found, notes=(*found.notes, *left_alone(plan)))
+    else:
+        files = {
+            batch: batch_file(found.header, fastest_data(found, plan.name)),
+            plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
+        }
     return replace(found, files=write_all(files, force=request.force))
 
 

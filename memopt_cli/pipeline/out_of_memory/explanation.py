@@ -186,7 +186,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
     alive = [s for s in trace.storages if is_alive(s, where.op)]
     made = [s for s in alive if s.kind in ("activations", "temporaries")]
     trial = _Trial(request, prepared, limit_bytes)
-    stays = _stays(trace, request.settings.optimizer)
+    stays = _stays(trace, in_backward=request.optimizer_in_backward)
     return Explanation(
         header=file_header(prepared),
         limit_bytes=limit_bytes,
@@ -203,13 +203,13 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
     )
 
 
-def _stays(trace: StepTrace, optimizer: str) -> int:
+def _stays(trace: StepTrace, *, in_backward: bool) -> int:
     """Return the bytes that no change lowers: those alive before the step, and the gradients that it leaves.
 
-    An optimizer in backward would need no more than one gradient at a time, and a micro-batch less of the inputs.
+    An optimizer ``in_backward`` would need no more than one gradient at a time, and a micro-batch less of the inputs.
     """
     left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
-    may_go = ("inputs",) if optimizer in ("", "none") else ("inputs", "gradients")
+    may_go = ("inputs", "gradients") if in_backward else ("inputs",)
     return sum(s.nbytes for s in left if s.kind not in may_go)
 
 
@@ -250,8 +250,10 @@ class _Trial:
         """
         if stays_bytes >= self._limit_bytes:
             taken = format_bytes(stays_bytes)
+            is_offered = not self._request.optimizer_in_backward and self._request.settings.may_update_in_backward
             self.refused.append(
                 f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {taken}."
+                + " `--optimizer-in-backward` frees each gradient as soon as it is used." * is_offered
             )
             return ()
         found = [
@@ -260,7 +262,8 @@ class _Trial:
             *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
-        found = found or [*self._attempted("A plan and micro-batches", self._both)]
+        if not found and self._prepared.batch > 1:
+            found = [*self._attempted("A plan and micro-batches", self._both)]
         return tuple(sorted(found, key=lambda said: (said.change == "autocast", said.seconds)))
 
     def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
@@ -282,15 +285,17 @@ class _Trial:
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
-        text, sent = _told(found.plan), ""
+        text, flags = _told(found.plan), [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
+        if found.plan.in_backward:
+            flags.append("--optimizer-in-backward")
         if sends:
             text += f", sending {format_bytes(measured.elsewhere_bytes)} to the {place}"
             text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
-            sent = f"--offload {place}"
+            flags.append(f"--offload {place}")
         yield Suggestion(
             change="offload" if sends else "optimizer in backward" if found.plan.in_backward else "plan",
             text=text,
-            command=self._typed("optimize", f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}", sent),
+            command=self._typed("optimize", *flags),
             plan=found.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measured.allocated_peak_bytes,
@@ -308,11 +313,17 @@ class _Trial:
         prepared = without_own_checkpoints(prepared, measures=False)
         self.notes += [note for note in prepared.notes if note not in (*known, *self.notes)]
         subject = prepared.subject
+        options = SearchOverrides(
+            level=_LEVEL,
+            max_slowdown=max_slowdown,
+            offload=offload,
+            optimizer_in_backward=self._request.optimizer_in_backward and subject.settings.may_update_in_backward,
+        )
         asked = OptimizeRequest(
             source=subject.source,
             spec=subject.spec,
             settings=subject.settings,
-            search=resolve(SearchOverrides(level=_LEVEL, max_slowdown=max_slowdown, offload=offload)),
+            search=resolve(options),
             goal=goal,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
@@ -324,13 +335,13 @@ class _Trial:
 
     def _both(self) -> Iterator[Suggestion]:
         """Yield micro-batches under the plan with the lowest peak."""
-        self._require_one_batch()
+        self._require_one_pass()
         plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
         yield from self._accumulated(plan, f"{_told(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
         """Yield micro-batches whose gradients are added up."""
-        self._require_one_batch()
+        self._require_one_pass()
         prepared = self._accumulating()
         subject = prepared.subject
         asked = BatchRequest(
@@ -348,7 +359,7 @@ class _Trial:
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
         made = found.accumulation
         run = next((run for run in runs if made is not None and run.batch == made.batch), None)
-        if run is None or made is None:
+        if run is None or made is None or run.batch >= self._prepared.batch:  # the step as it is
             return
         self.notes += norm_notes(made, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
@@ -397,8 +408,11 @@ class _Trial:
         """Return the model with a step that is one of several accumulated passes."""
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
-    def _require_one_batch(self) -> None:
+    def _require_one_pass(self) -> None:
+        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
         self._require_step_of_ours()
+        if self._prepared.batch == 1:
+            raise UsageError("the batch has one sample, which cannot be split")
         if self._prepared.subject.settings.micro_batches > 1:
             raise UsageError("the step accumulates already")
 

@@ -22,7 +22,7 @@ from memopt_cli.pipeline.prepare import (
     saved_model,
 )
 from memopt_cli.pipeline.verification import verified
-from memopt_cli.records import ApplyRequest, ApplyResult, FileHeader, Plan, Verification
+from memopt_cli.records import CHANGES_NOTHING, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.records.progress import Ask, Progress
 
 
@@ -32,6 +32,8 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     Raises :class:`MemoptError`, among them :class:`VerificationError` if the plan changes what the model computes.
     """
     header, plan = read_plan(request.plan_path)
+    if plan.is_empty:
+        progress.note(CHANGES_NOTHING)
     if plan.in_backward:
         progress.note(IN_BACKWARD)
     target = output_paths(request.source.location, request.output).model

@@ -32,6 +32,7 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.levels import KEPT
 from memopt_cli.search.plan.planner import Planner, nondominated
 from memopt_cli.search.plan.questions import Priced
+from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
 _MEASURED = 6
@@ -47,8 +48,12 @@ _APART = 0.02
 """The share of a peak by which the next plan on the frontier must be smaller to be shown."""
 _TRIED = 8
 """The number of dry runs with the optimizer in backward for one budget, at most."""
-_NOTABLE_SHARE = 0.2
+_NOTABLE_SHARE = 0.1
 """Share of a peak above which kernel workspaces are named as a reason for it."""
+_NAMED_SHARE = 0.9
+"""Share of a peak that is accounted for by name, where a few modules hold that much."""
+_MOST_NAMED = 8
+"""Modules, or groups of alike ones, that are named as holding activations, at most."""
 _DOMINANT_SHARE = 0.5
 """Share of a peak above which parameters and gradients are called most of it."""
 _FAR = 2.0
@@ -312,11 +317,18 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
     named = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     if named:
         yield f"It holds what no plan can make smaller: {named}."
+    workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
+    rest_bytes = _NAMED_SHARE * least.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
+    if held := ", ".join(_largest_holders(least, rest_bytes)):
+        yield f"Beside that it holds activations and what backward makes: {held}."
     weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
     if weights_bytes > _DOMINANT_SHARE * least.allocated_peak_bytes:
-        early = "" if frees_gradients else " With `--optimizer`, a plan can free each gradient as soon as it is used."
+        early = (
+            ""
+            if frees_gradients
+            else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
+        )
         yield f"Parameters and gradients are most of it: model.bfloat16() halves both.{early}"
-    workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
     if workspace_bytes < _NOTABLE_SHARE * least.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
@@ -325,6 +337,17 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
         f"Kernels hold {format_bytes(workspace_bytes)} of it for themselves{where}. Others may take less: with another "
         "batch, channels_last, another `--precision`, or on the CPU under torch.backends.mkldnn.flags(enabled=False)."
     )
+
+
+def _largest_holders(least: Counted, until_bytes: float) -> Iterator[str]:
+    """Yield the modules that hold most of the ``least`` peak, and how much, until they add up to ``until_bytes``."""
+    held = gathered({holder.path: holder.held_bytes for holder in least.holders})
+    for path, nbytes in list(held.items())[:_MOST_NAMED]:
+        if until_bytes <= 0:
+            return
+        until_bytes -= nbytes
+        name = f"'{path}'" if path else "the step outside of modules"
+        yield f"{format_bytes(nbytes)} of {name}"
 
 
 def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> None:

@@ -22,16 +22,17 @@ from memopt_cli.records import (
     NotRun,
     Plan,
     Reason,
-    StepSettings,
     TooSlow,
 )
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.questions import Priced
-from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
+from memopt_cli.text.units import format_bytes
 
 _LEAST_SAVING = 0.02
 """The share of the peak that it must save to be worth the restrictions that it puts on the training script."""
+_WORTH_SAYING = 0.05
+"""The share of the peak that it must save to be mentioned to someone who has not asked for it."""
 
 IN_BACKWARD = (
     "The optimizer runs in backward if the training script passes it: "
@@ -39,12 +40,6 @@ IN_BACKWARD = (
     "memopt_cli.Plan(in_backward=True)."
     " The script must then not accumulate, clip or scale gradients, or read .grad."
 )
-
-
-def may_run_in_backward(settings: StepSettings) -> bool:
-    """Tell whether the step of ``settings`` has an optimizer that can use each gradient alone, as backward makes it."""
-    named = not isinstance(parse_optimizer(settings.optimizer), NoOptimizer)
-    return named and settings.micro_batches == 1 and settings.clip_norm is None and settings.precision != "fp16"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +54,7 @@ class InBackwardPlans:
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""
     is_allowed: bool
-    """Whether the step allows it, and no plan with it has failed so far."""
+    """Whether it was asked for (`--optimizer-in-backward`), and no plan with it has failed so far."""
 
     def of(self, found: Priced) -> Priced | None:
         """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
@@ -73,6 +68,17 @@ class InBackwardPlans:
         if not isinstance(counted, NotTried):
             self.refuse(plan, NotRun(failure=counted))
         return None
+
+    def offer(self, found: Priced) -> str:
+        """Return a sentence on what it would save with ``found``, by a dry run; empty if that is next to nothing."""
+        asked = replace(self, is_allowed=True, drop=lambda dropped: None)
+        lower = asked.of(found)
+        if lower is None or lower.peak_bytes > (1 - _WORTH_SAYING) * found.peak_bytes:
+            return ""
+        return (
+            f"`--optimizer-in-backward` would lower the peak to about {format_bytes(lower.peak_bytes)}; the script "
+            "must then not clip, accumulate or scale gradients."
+        )
 
     def least_of(self, found: Priced) -> int:
         """Return a lower bound, in bytes, of the allocated peak of ``found`` with the optimizer in backward."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
 from memopt_cli.files.contents import plan_yaml, recommended_data, summary_json
-from memopt_cli.files.write import Fill, OutputPaths, content, write_all
+from memopt_cli.files.write import Fill, OutputPaths, content, left_alone, write_all
 from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
@@ -108,15 +108,20 @@ class Kept:
     # ------------------------------------------------------------------------------------------ to the disk
 
     def _keep_plan(self) -> None:
+        """Write the plan and the summary; without a plan the summary alone, since an earlier plan may be of use."""
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._step_aside()
         header, found = file_header(self.prepared), self.found
+        if found.plan.is_empty:
+            found.notes += left_alone(self.paths.plan)
+            self._keep_summary()
+            return
         predicted: PredictedStep | None = None  # it stays so without a card of --for
         if found.estimates is not None:
             predicted = PredictedStep(estimate=found.estimates.planned, settings=self.prepared.subject.settings)
-        turns_off = () if found.plan.is_empty else found.turns_off
-        plan = content(plan_yaml(header, found.plan, found.applied_level, predicted, self.request.layout, turns_off))
+        layout, turns_off = self.request.layout, found.turns_off
+        plan = content(plan_yaml(header, found.plan, found.applied_level, predicted, layout, turns_off))
         try:
             self._keep(self.paths.plan, plan)
         except KeyboardInterrupt:  # the one moment at which Ctrl-C waits: the plan is written again, then the run ends
@@ -130,7 +135,7 @@ class Kept:
 
         The model is loaded from its file, unless the script builds it or gives the plan an optimizer.
         """
-        if self.found.plan.is_empty or self.paths.plan not in self.files:
+        if self.paths.plan not in self.files:
             return ""
         plan, kind = repr(str(self.paths.plan)), self.found.model_format
         if kind == STEP:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
@@ -19,7 +19,7 @@ from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, without_beaten
-from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans, may_run_in_backward
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans
 from memopt_cli.pipeline.plans.kept import Kept
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover, applied_row
@@ -42,6 +42,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.units import exact_bytes
 
 _FEW = 0.03
 """Share of the original's step that a plan within a budget may add so that a longer search for a faster one is not
@@ -198,9 +200,16 @@ class _Job:
             return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explained()]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
+
+    def _explained(self) -> Iterator[str]:
+        """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
+        if self.found.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
+            location, memory = quoted_path(self.request.source.location), exact_bytes(self.found.budget_bytes)
+            command = " ".join((f"memopt explain {location}", *self.request.flags, f"--memory {memory}"))
+            yield f"Who holds what when, and which other changes fit: {command}"
 
     def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
         """Answer an interrupted ``search`` from what it has tried so far, without trying anything more.
@@ -338,13 +347,19 @@ class _Job:
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
-        """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too."""
+        """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
+
+        Where that was not asked for, a note says what it would save.
+        """
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
         known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
         assert known is not None, "the planner has found it"
-        found = self._plans_in_backward(search, most_slowdown).of_level(row, known)
+        plans = self._plans_in_backward(search, most_slowdown)
+        found = plans.of_level(row, known)
+        if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
+            self.found.notes += filter(None, [plans.offer(known)])
         if found is None:  # beside the original as it is timed now
             timed = replace(applied, outcome=self.measurements.measure(applied.plan))
             found = self.measurements.confirm(timed, most_slowdown)
@@ -376,8 +391,7 @@ class _Job:
             fault=self.prover.fault,
             most_slowdown=most_slowdown,
             drop=self.found.drop,
-            is_allowed=may_run_in_backward(self.prepared.subject.settings)
-            and self.request.dim_range is None,  # the optimizer is the same at all lengths
+            is_allowed=search.options.optimizer_in_backward,
         )
 
     def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:

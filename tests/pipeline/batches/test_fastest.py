@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from memopt_cli.pipeline.batches import fastest
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked, samples_per_s
-from memopt_cli.records import BatchProbe, OutOfMemory, PairRun, Plan, SegmentPlan
+from memopt_cli.records import (
+    SCHEMA_VERSION,
+    TYPED,
+    BatchProbe,
+    BatchRequest,
+    FastestTraining,
+    FileHeader,
+    InputSpec,
+    ModelSource,
+    OutOfMemory,
+    PairRun,
+    Plan,
+    SearchOverrides,
+    SegmentPlan,
+    TensorSpec,
+)
+from memopt_cli.records.progress import Progress
+from memopt_cli.search.plan.policy import resolve
 
 ORIGINAL, ONE, TWO = (Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(count))) for count in range(3))
 
@@ -31,6 +51,54 @@ FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), sa
 )
 def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
     assert list(ranked(pairs)) == order
+
+
+HEADER = FileHeader(
+    schema_version=SCHEMA_VERSION,
+    memopt="0",
+    torch="2",
+    model="net.pt",
+    sha256=None,
+    spec=InputSpec(tensors=(TensorSpec(shape=(16, 4)),), source=TYPED),
+    seed=0,
+    device="cpu",
+)
+
+
+@pytest.mark.parametrize("plan", [ORIGINAL, ONE])
+def test_a_plan_is_written_only_where_the_answer_has_one(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = FastestTraining(
+        header=HEADER,
+        budget_bytes=1 << 20,
+        limit="1.0 MiB",
+        runs=(pair(plan, 16, 100),),
+        chosen=0,
+        original=None,
+        level=1,
+        accumulation=None,
+        verification=None,
+        priced=0,
+        dry_runs=0,
+        times_run=1,
+        notes=(),
+        files=(),
+        spent_s=1.0,
+    )
+    monkeypatch.setattr(fastest, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(fastest, "fastest_prepared", lambda *_: found)
+    request = BatchRequest(
+        source=ModelSource(location="net.pt"), spec=None, memory=0.9, search=resolve(SearchOverrides()), force=True
+    )
+    Path("net.memopt.plan.yaml").write_text("of an earlier run")
+    answer = fastest.recommend_fastest(request, progress=Progress(), ask=None)
+    is_left = plan.is_empty
+    assert (Path("net.memopt.plan.yaml").read_text() == "of an earlier run") is is_left
+    assert answer.files == ("net.memopt.batch.yaml", *["net.memopt.plan.yaml"] * (not is_left))
+    assert answer.notes == ("net.memopt.plan.yaml is of an earlier run and is left as it is.",) * is_left
+    assert ("plan: net.memopt.plan.yaml" in Path("net.memopt.batch.yaml").read_text()) is not is_left
 
 
 @pytest.mark.parametrize(

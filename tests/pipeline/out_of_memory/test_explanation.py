@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,9 @@ from memopt_cli.records import (
     InputSpec,
     LevelRow,
     ModelSource,
+    OptimizeRequest,
     Plan,
+    SearchGoal,
     SegmentPlan,
     StepSettings,
     StepTrace,
@@ -273,6 +276,44 @@ def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: p
         assert said.command.endswith(f" --dim B={BATCH} --level 4 --budget 1MiB --offload disk")
 
 
+@pytest.mark.parametrize("plan", [Plan(in_backward=True), Plan(segments=(SegmentPlan(path="a"),))])
+def test_the_command_lets_the_optimizer_run_in_backward_where_the_plan_does(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
+    prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
+    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(trial, "_search", lambda *_, **__: SimpleNamespace(plan=plan, rows=[row]))
+    (said,) = trial._plan()
+    assert said.command.endswith(" --level 4 --budget 1MiB" + " --optimizer-in-backward" * plan.in_backward)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_searched"),
+    [({}, False), ({"optimizer_in_backward": True}, True)],
+)
+def test_an_optimizer_runs_in_backward_only_where_that_is_asked_for(
+    asked: dict[str, bool], is_searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, searched = StepSettings(optimizer="adamw"), []
+
+    def find(request: OptimizeRequest, prepared: object) -> object:
+        searched.append(request.search.options.optimizer_in_backward)
+        return SimpleNamespace(verification=None, plan=Plan())
+
+    monkeypatch.setattr(explanation, "find", find)
+    monkeypatch.setattr(explanation, "without_own_checkpoints", lambda prepared, **_: prepared)
+    subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
+    prepared = SimpleNamespace(subject=subject, notes=())
+    trial = _Trial(ExplainRequest(source=None, settings=settings, **asked), prepared, 1 << 20)  # type: ignore[arg-type]
+    trial._search(prepared, SearchGoal())  # type: ignore[arg-type]
+    accumulating = SimpleNamespace(subject=replace(subject, settings=replace(settings, micro_batches=2)), notes=())
+    trial._search(accumulating, SearchGoal())  # type: ignore[arg-type]
+    assert searched == [is_searched, False]
+    assert trial.suggestions(2 << 20) == ()
+    assert ("`--optimizer-in-backward` frees each gradient" in trial.refused[0]) is not is_searched
+
+
 def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
     """Of a step that takes nearly nothing but inputs, of which half fit."""
     torch.save(nn.Sequential(nn.Linear(4096, 1), *more), folder / "wide.pt")
@@ -287,6 +328,18 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: found)
     with pytest.raises(KeyboardInterrupt):
         explain(wide(tmp_path), progress=Progress())
+
+
+def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = StepSettings(optimizer="adamw")
+    subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
+    prepared = SimpleNamespace(subject=subject, notes=(), batch=1, facts=SimpleNamespace(format="pickle"))
+    trial = _Trial(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
+    for name in ("_plan", "_autocast"):
+        monkeypatch.setattr(trial, name, lambda **_: iter(()))
+    assert trial.suggestions(0) == ()
+    assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from memopt_cli.records import (
     Dropped,
     Failure,
     Measurement,
+    ModuleShare,
     NotRun,
     OpTrace,
     OutOfMemory,
@@ -224,9 +225,26 @@ def test_what_stays_is_named() -> None:
     assert len(list(what_stays(less, operators, frees_gradients=False))) == 1  # too little to matter
 
 
+def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> None:
+    sizes = {"blocks.0.mlp": 100, "blocks.1.mlp": 100, "head": 150, "": 90, "norm": 60, "other": 50, "last": 20}
+    holders = tuple(ModuleShare(path=path, held_bytes=size) for path, size in sizes.items())
+    least = counted(1000, gradients=300, holders=holders)
+    _, held = what_stays(least, (), frees_gradients=False)
+    assert held == (
+        "Beside that it holds activations and what backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
+        "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last'."
+    )
+    larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
+    _, held = what_stays(larger, (), frees_gradients=False)
+    assert held.endswith("what backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
+    many = tuple(ModuleShare(path=f"{'abcdefghij'[n]}", held_bytes=1) for n in range(10))
+    _, held = what_stays(replace(least, holders=many), (), frees_gradients=False)
+    assert held.count(" of '") == 8
+
+
 @pytest.mark.parametrize(
     ("frees", "more"),
-    [(True, ""), (False, " With `--optimizer`, a plan can free each gradient as soon as it is used.")],
+    [(True, ""), (False, " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used.")],
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = what_stays(counted(1000, gradients=501), (), frees_gradients=frees)

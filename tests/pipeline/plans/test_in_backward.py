@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.plans.in_backward import InBackwardPlans, may_run_in_backward
+from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
     Counted,
     Dropped,
@@ -19,7 +21,6 @@ from memopt_cli.records import (
     SavesTooLittle,
     SegmentPlan,
     StepFailed,
-    StepSettings,
     TooSlow,
 )
 from memopt_cli.search.plan.questions import Priced
@@ -33,6 +34,27 @@ PLAN = Plan(segments=(SegmentPlan(path="0"),))
 def counted(plan: Plan) -> Counted:
     peak = 80 if plan.in_backward else 100
     return records.counted(peak, gradients=20)
+
+
+def plans_of(
+    measurements: PlanMeasurements,
+    *,
+    count: Callable[[Plan], Counted] = counted,
+    fault: Reason | None = None,
+    drop: Callable[[Dropped], object] = print,
+    is_allowed: bool = True,
+) -> InBackwardPlans:
+    return InBackwardPlans(
+        count=count,
+        measurements=measurements,
+        fault=lambda plan: fault,
+        most_slowdown=1.33,
+        drop=drop,
+        is_allowed=is_allowed,
+    )
+
+
+FOUND = Priced(plan=PLAN, counted=counted(PLAN), level=1, slowdown=1.2)
 
 
 def tried(
@@ -57,15 +79,7 @@ def tried(
 
     row = a_row(1, measure(PLAN), PLAN, predicted_tensor_peak_bytes=100, predicted_allocated_peak_bytes=100)
     told: list[Dropped] = []
-    plans = InBackwardPlans(
-        count=counted,
-        measurements=measurements_by(measure, confirm),
-        fault=lambda plan: fault,
-        most_slowdown=1.33,
-        drop=told.append,
-        is_allowed=True,
-    )
-    found = plans.of_level(row, Priced(plan=PLAN, counted=counted(PLAN), level=1, slowdown=1.2))
+    found = plans_of(measurements_by(measure, confirm), fault=fault, drop=told.append).of_level(row, FOUND)
     return told[0].why if found is None else found
 
 
@@ -77,11 +91,29 @@ def test_what_is_confirmed_counts(first_s: float, confirmed_s: float, original_s
     assert found.outcome == measured(80, confirmed_s)
 
 
-def test_a_step_that_needs_all_gradients_together_forbids_it() -> None:
-    allowed = StepSettings(optimizer="adamw")
-    assert may_run_in_backward(allowed)
-    for changes in ({"optimizer": ""}, {"micro_batches": 2}, {"clip_norm": 1.0}, {"precision": "fp16"}):
-        assert not may_run_in_backward(replace(allowed, **changes))
+def never(plan: Plan) -> Measurement:
+    pytest.fail("nothing is measured")
+
+
+def test_it_is_not_tried_unless_it_is_asked_for() -> None:
+    row = a_row(1, measured(100), PLAN)
+    plans = plans_of(measurements_by(never), is_allowed=False)
+    assert plans.of_level(row, FOUND) is None
+    assert plans.of(FOUND) is None
+    assert plans.least_of(FOUND) == 100
+
+
+@pytest.mark.parametrize(("peak", "is_said"), [(80, True), (94, True), (97, False)])
+def test_what_it_would_save_is_said_without_a_measurement(peak: int, is_said: bool) -> None:
+    def count(plan: Plan) -> Counted:
+        return records.counted(peak if plan.in_backward else 100, gradients=20)
+
+    plans = plans_of(measurements_by(never), count=count, is_allowed=False)
+    said = plans.offer(FOUND)
+    assert bool(said) == is_said
+    if is_said:
+        assert said.startswith(f"`--optimizer-in-backward` would lower the peak to about {peak} B")
+    assert not plans.is_allowed
 
 
 def test_what_computes_something_else_is_refused() -> None:

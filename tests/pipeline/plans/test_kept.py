@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_saved(model: str, memopt: Memopt, user_code: str
     if model.startswith("leaky"):
         pytest.importorskip("snntorch")
     name = model.partition(":")[0]
-    command = ["optimize", model, "-i", "8x32", "--code-path", user_code, "--level", "1", "-o", f"{name}.memopt.pt"]
+    command = ["optimize", model, *STEP, "--code-path", user_code, "-o", f"{name}.memopt.pt"]
     plan_path = f"{name}.memopt.plan.yaml"
     done = memopt(*command)
     assert done.code == 3
@@ -115,12 +115,17 @@ def test_a_model_that_stays_as_it_is_is_not_copied(memopt: Memopt) -> None:
     torch.save(nn.Linear(4, 4), "net.pt")
     command = ("optimize", "net.pt", "-i", "2x4", "--level", "0", "--no-recommend-batch")
     done = memopt(*command)
-    assert (done.code, done.changed) == (0, PLAN | names("batch.yaml"))
+    assert (done.code, done.changed) == (0, names("summary.json", "batch.yaml"))
     assert "use it: " not in done.out
-    assert "named.pt" in memopt(*command, "-o", "named.pt").changed
+    assert "is left as it is" not in done.out
+    assert memopt(*command, "-o", "named.pt").changed == {"named.pt", "named.summary.json", "named.batch.yaml"}
     Path("net.memopt.pt").write_text("of an earlier run")
-    assert "net.memopt.pt" in memopt(*command, "--force").changed
+    Path("net.memopt.plan.yaml").write_text("of an earlier run")
+    done = memopt(*command, "--force")
+    assert done.changed == names("pt", "summary.json")  # the batch is the same
     assert isinstance(memopt_cli.load("net.memopt.pt"), nn.Linear)
+    assert "\nnet.memopt.plan.yaml is of an earlier run and is left as it is.\n" in done.out
+    assert Path("net.memopt.plan.yaml").read_text() == "of an earlier run"
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.units import exact_bytes
 from memopt_cli.verification.effects import TOLERANCE
 from tests.zoo.models import Parts, deep_net
 from tests.zoo.records import a_row, measured, summary_of
@@ -449,7 +450,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-    assert len(result.files) == 4
+    assert [Path(file).name for file in result.files][:2] == ["small.pt", "small.summary.json"]
     assert after == before
     assert path.read_bytes() == original
 
@@ -739,7 +740,7 @@ def test_levels(level: int, optimize: Memopt) -> None:
 @pytest.mark.slow
 def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, "--level", "1", "--json", "-q", "-o", "out.pt")
+    done = optimize("net.pt", *SPEC, *"--level 1 --max-slowdown none --json -q -o out.pt".split())
     assert done.err == ""
     data = json.loads(done.out)
     assert data["files"] == ["out.pt", "out.summary.json", "out.plan.yaml", "out.batch.yaml"]
@@ -913,12 +914,13 @@ def heavy_net() -> nn.Sequential:
 
 
 FEW = ("-i", "8x128", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
+ADAMW_IN_BACKWARD = ("--optimizer", "adamw", "--optimizer-in-backward")
 
 
 @pytest.mark.slow
 def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
-    done = optimize("net.pt", *FEW, "--optimizer", "adamw", "--json")
+    done = optimize("net.pt", *FEW, *ADAMW_IN_BACKWARD, "--json")
     summary = summary_of(done)
     before, after = (row.outcome for row in summary.levels)
     parameters = sum(p.nbytes for p in heavy_net().parameters())
@@ -935,17 +937,33 @@ def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: M
 
 
 @pytest.mark.slow
+def test_naming_the_optimizer_does_not_change_how_the_script_trains(optimize: Memopt) -> None:
+    torch.save(heavy_net(), "net.pt")
+    done = optimize("net.pt", *FEW, "--optimizer", "adamw", "--json")
+    summary = summary_of(done)
+    assert not any(row.plan.in_backward for row in summary.levels)
+    (offer,) = (note for note in summary.notes if "--optimizer-in-backward" in note)
+    assert offer.startswith("--optimizer-in-backward would lower the peak to about ")
+    clipped = summary_of(optimize("net.pt", *FEW, "--optimizer", "adamw", "--clip-norm", "1", "--force", "--json"))
+    assert not any("in-backward" in note for note in clipped.notes)
+
+
+@pytest.mark.slow
 def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
     goal = ("-i", "8x128", "--level", "1", "--no-recommend-batch", "--budget", "85%", "--json")
-    done = optimize("net.pt", *goal, "--optimizer", "adamw")
+    done = optimize("net.pt", *goal, *ADAMW_IN_BACKWARD)
     summary = summary_of(done)
     assert summary.plan == Plan(in_backward=True)
     assert summary.budget_bytes is not None
     (found,) = (row.outcome for row in summary.levels if row.plan.in_backward)
     assert found.allocated_peak_bytes <= summary.budget_bytes
-    forbidden = optimize("net.pt", *goal, "--force", "--optimizer", "adamw", "--clip-norm", "1")
-    assert forbidden.code == 6  # its gradients are all there at once, and no segment lowers that
+    unasked = optimize("net.pt", *goal, "--force", "--optimizer", "adamw")
+    assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
+    explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
+    assert (
+        f"Who holds what when, and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
+    )
 
 
 LOOKING_AT_ALL = """
@@ -965,7 +983,7 @@ def make(model):
 def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
     Path("train.py").write_text(LOOKING_AT_ALL)
-    done = optimize("net.pt", *FEW, "--optimizer", "train.py:make", "--json")
+    done = optimize("net.pt", *FEW, "--optimizer", "train.py:make", "--optimizer-in-backward", "--json")
     summary = summary_of(done)
     assert not summary.plan.in_backward
     (dropped,) = summary.dropped
@@ -977,7 +995,7 @@ def test_an_optimizer_that_looks_at_all_gradients_does_not_run_in_backward(optim
 def test_a_frontier_has_the_optimizer_in_backward_and_shows_a_pick_as_it_was_confirmed(optimize: Memopt) -> None:
     torch.save(heavy_net(), "net.pt")
     wanted = ("-i", "8x128", "--level", "1", "--no-recommend-batch", "--frontier", "--pick", "2", "--json")
-    done = optimize("net.pt", *wanted, "--optimizer", "adamw")
+    done = optimize("net.pt", *wanted, *ADAMW_IN_BACKWARD)
     summary = summary_of(done)
     assert summary.plan == Plan(in_backward=True) == summary.frontier[1].plan
     assert summary.frontier[1].outcome == summary.levels[-1].outcome
@@ -988,7 +1006,7 @@ def test_a_frontier_has_the_optimizer_in_backward_and_shows_a_pick_as_it_was_con
 @pytest.mark.slow
 def test_memopt_apply_says_how_the_optimizer_runs_in_backward(memopt: Memopt, in_process: None) -> None:
     torch.save(heavy_net(), "net.pt")
-    done = memopt("optimize", "net.pt", *FEW, "--optimizer", "sgd", "--plan-only")
+    done = memopt("optimize", "net.pt", *FEW, "--optimizer", "sgd", "--optimizer-in-backward", "--plan-only")
     assert done.code == 0, done.err
     assert "net.memopt.plan.yaml', optimizer=optimizer)" in " ".join(done.out.split())
     done = memopt("apply", "net.pt", "net.memopt.plan.yaml", "-o", "other.pt", "--verify")

@@ -1,0 +1,17 @@
+"""Many paths in few rows."""
+
+from __future__ import annotations
+
+from memopt_cli.text.paths import gathered
+
+
+def test_paths_that_differ_in_one_number_are_one_row() -> None:
+    held = {"": 5, "blocks.0.mlp": 4, "blocks.1.mlp": 4, "blocks.0.attn": 7, "head": 6, "fc1": 1, "fc2": 1}
+    assert list(gathered(held).items()) == [
+        ("blocks.*.mlp (×2)", 8),
+        ("blocks.0.attn", 7),
+        ("head", 6),
+        ("", 5),
+        ("fc1", 1),
+        ("fc2", 1),
+    ]
