@@ -1,7 +1,10 @@
-"""A user's own step, taken by its function, which calls models, autograd and optimizers as it likes.
+"""A step that the user wrote as a function (``memopt_cli.Step``): runs it, and tells which phase it is in.
 
-Every run starts from the same parameters: optimizers step at a rate of zero, and other changes of parameters are undone
-before the next run.  The gradients that a previous step would leave are there as zeros.
+The function calls models, autograd and optimizers in any order, so phases are seen by hooks: on the autograd engine for
+backward, on the optimizers for the update.
+
+Every run starts from the same parameters: optimizers step at a learning rate of zero, and other changes of parameters
+are undone before the next run.  Parameters whose gradients a previous step would leave have gradients of zeros.
 """
 
 from __future__ import annotations
@@ -45,10 +48,11 @@ class OwnStep(Step):
         return cast(StepModels, self.model)
 
     def run(self, entered: Entered = lambda phase: None, updating: Updating = lambda optimizer: None) -> Any:
-        """Take the step, and return what its function returns.
+        """Take the step, and return the result of its function.
 
-        Raises :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt
-        cannot count; and whatever the function raises.
+        ``entered`` is called with each phase as it begins, ``updating`` with each optimizer before it steps.  Raises
+        :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt cannot
+        count; and whatever the function raises.
         """
         models, is_first = self.models, self.models.leaves is None
         models.restore_moved()
@@ -80,12 +84,15 @@ class OwnStep(Step):
         return tuple(self.models.step.optimizers)
 
     def reset_gradients(self) -> None:
-        """Give zeros to the parameters whose gradients a previous step leaves; if unknown, take such a step first."""
+        """Give gradients of zeros to the parameters that have gradients after a step.
+
+        The first call takes steps to learn which these are.
+        """
         models = self.models
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
             start = StartingState(models)
-            if any(map(is_fake, models.parameters())):
+            if any(map(is_fake, models.parameters())):  # without data: one step tells, as no scaler skips it
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
@@ -98,9 +105,10 @@ class OwnStep(Step):
                 give_zero_gradient(parameter)
 
     def settle(self, start: StartingState) -> None:
-        """Take steps until each optimizer has stepped, while the function's own scaler finds its scale.
+        """Take steps until each optimizer has stepped, while the scaler in the user's function finds its scale.
 
-        They follow one another, as in the user's script; from ``start``, the scaler would begin anew as well.
+        The steps follow one another, as in the user's script, and do not begin from ``start``: a scaler that begins
+        anew each time would never find its scale.
         """
         for _ in range(SCALES):
             if self.is_settled():
@@ -116,7 +124,7 @@ class OwnStep(Step):
         return self.checked_while(lambda optimizer: None)
 
     def checked_while(self, updating: Updating) -> Any:
-        """Run as :meth:`checked` does; ``updating`` is called before every update."""
+        """Run one step as :meth:`checked` does, and call ``updating`` before every update."""
         with watched_modules(self.model) as watched:
             try:
                 output = self.run(updating=updating)
@@ -141,6 +149,7 @@ _HINT = "It is called with the inputs, one for each argument of run, such as `-i
 
 
 def _described(output: Any) -> str:
+    """Return words for ``output``, such as ``a dict``, for a message."""
     return "nothing" if output is None else f"a {type(output).__name__}"
 
 
@@ -152,13 +161,15 @@ class _Watch:
         self._entered = entered
         self._updating = updating
         self._phases: list[Phase] = []
+        """Phases that have begun and not ended, the present one last: backward may run in forward or in an update."""
         self._rates: list[Any] = []
+        """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}
         self._went_backward = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report phases as they begin in the block, and keep optimizers from moving parameters."""
+        """Report phases as they begin in the block, and let optimizers step at a learning rate of zero."""
         enter = functools.partial(self._enter, "backward")
         before, after = (
             register_optimizer_step_pre_hook(self._before_update),
@@ -173,7 +184,7 @@ class _Watch:
             after.remove()
 
     def check(self) -> None:
-        """Raise :class:`StepError` if the step has done something that cannot be counted."""
+        """Raise :class:`StepError` if the step never called backward, or left a sparse gradient."""
         if not self._went_backward:
             raise StepError(
                 "the step never calls backward: it keeps nothing that a plan could save",
@@ -224,16 +235,19 @@ class _Watch:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether a scaler has told ``optimizer``, of the kind that asks, that gradients are not finite."""
+    """Return whether ``optimizer`` will skip its update, as a scaler found gradients that are not finite.
+
+    The scaler skips other optimizers itself; fused ones step always, and read ``found_inf``.
+    """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
-    """Return a number for ``func`` to read from a tensor without data; ``None`` if it does not do so.
+    """Return the number that ``func`` reads from a tensor without data; ``None`` if it does not read one.
 
-    Optimizers read counters ``n`` and divide by ``n`` and ``1 - n``, so they get 0.5.  Other reads, of losses to log
-    and of tests for infinity, get 0.
+    Optimizers read step counters ``n`` and divide by ``n`` and ``1 - n``, so (``updating``) they get 0.5.  Other reads,
+    of losses to log and of tests for infinity, get 0.
     """
     if func is not NUMBER_READ or not is_fake(args[0]):
         return None
@@ -241,7 +255,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
 
 
 class _NumbersGuessed(TorchDispatchMode):
-    """A mode in which a guessed number is read from a tensor without data."""
+    """Dispatch mode that answers reads of numbers from tensors without data by :func:`guessed_number`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients, on a real rank."""
+"""The buckets in which ``DistributedDataParallel`` reduces gradients, found on a real rank by a communication hook.
+
+They are alive all the time, but no attribute of the module refers to them, so that they would not be counted.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from memopt_cli.training.step import Step
 
 
 def buckets_seen(step: Step) -> tuple[Tensor, ...]:
-    """Return the buckets of all replicas in ``step``, which is taken once: only a communication hook is given them.
+    """Take ``step`` once, and return the buckets of all its DDP modules, which only a communication hook gets to see.
 
-    The hook stays, and reduces as DDP does without one.  Raises :class:`StepError` where there is another hook.
+    The hook stays on the modules, and reduces as DDP does without one.  Raises :class:`StepError` if a module has
+    another hook.
     """
     replicas = [part for part in step.model.modules() if isinstance(part, DistributedDataParallel)]
     found: list[Tensor] = []
@@ -29,7 +33,7 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
     for replica in replicas:
         try:
             replica.register_comm_hook(replica.process_group, reduce)
-        except RuntimeError as err:  # there may be another hook
+        except RuntimeError as err:  # PyTorch allows one hook only
             raise StepError(
                 f"DistributedDataParallel with a communication hook cannot be measured: {first_line(err)}",
                 hint="Measure it without.",
