@@ -1,4 +1,8 @@
-"""The memory of one training step, counted at the dispatcher or recorded in full."""
+"""One training step observed at PyTorch's dispatcher: its peak counted, its operators recorded, or timed.
+
+``count`` gives the peak of a step, on real tensors or, as a dry run, on tensors without data (``fake.py``).  ``record``
+gives a :class:`~memopt_cli.records.StepTrace`, on which the search works.
+"""
 
 from memopt_cli.trace.clock import (
     Clock,
