@@ -1,1 +1,4 @@
-"""Comparison of the optimized model with the original: in the recorded step, and in a few further ones."""
+"""Verification: whether a model computes the same with a plan as without, in the recorded step and in further ones.
+
+Also here: trials of modules in chunks (``chunking.py``), and what ``memopt verify`` records to compare two models.
+"""

@@ -1,4 +1,8 @@
-"""Comparison of the optimized model with the original on the same inputs, before anything is written."""
+"""The verification of a plan: compares a step with the plan and without, before the plan is written.
+
+:mod:`memopt_cli.verification.effects` says what is compared.  Further steps follow (``further_steps.py``), since a plan
+could be right for this step alone.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +50,14 @@ def verify(
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
-    Without chunks they must be equal to the bit; where the original itself differs from run to run, within that noise.
+    Without chunks they must be equal to the bit, or, if the original itself differs from run to run, within that noise.
     Chunks change the order of sums, and a difference in rounding can flip a spike.  A plan with chunks is therefore
-    compared in float64, to :data:`TOLERANCE`, with the model's own casts to float32 left out.  In segments that are
-    inexact, as the user allowed, batch norms have fixed statistics during the comparison: everything else must agree.
+    compared in float64, to :data:`TOLERANCE`, in which the model's own casts to float32 do not round.  In segments that
+    the user allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
 
-    With ``resize``, a few steps follow (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the
-    seconds of a step at the size asked for, where this one is smaller.
+    ``install`` and ``remove`` put the plan on the model and take it off.  With ``resize``, a few more steps follow
+    (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the seconds of a step at the requested
+    size, if this one is smaller.
     """
     chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
@@ -101,6 +106,7 @@ class _Compared:
 def _compare(
     step: Step, install: Transform, remove: Transform, *, batch: int, asked_s: float, chunked: bool
 ) -> _Compared:
+    """Take ``step`` without the plan, twice unless it has chunks, and with it; return how far they are apart."""
     start = StartingState(step.model)
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
@@ -153,9 +159,9 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
 
 
 def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
-    """Return twice the original's own difference from run to run, which atomic sums on a GPU may cause.
+    """Return twice the difference of two runs of the original, which atomic additions on a GPU may cause; 0 for none.
 
-    Raises :class:`StepError` for a difference on the CPU, as nothing can be verified for such a model.
+    Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """
     if bit_equal(once, again):
         return 0.0

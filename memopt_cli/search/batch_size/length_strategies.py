@@ -1,4 +1,7 @@
-"""Four strategies to batch sequences of given lengths: padding, buckets, sequence packing, a token budget."""
+"""Four strategies to batch sequences of given lengths, and what an epoch costs under each.
+
+They are padding (random batches), buckets of like length, sequence packing (no padding), and a token budget.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ class BatchExtent:
     """The size of one batch of sequences."""
 
     sequences: int
+    """Number of sequences."""
     steps: int
     """Length of the longest sequence."""
     positions: int
-    """Positions that are computed: ``sequences * steps`` if padded, the sum of lengths if packed."""
+    """Number of computed positions: ``sequences * steps`` if padded, the sum of lengths if packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +37,13 @@ class StrategyReport:
     strategy: str
     """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
     batches: int
+    """Number of batches in an epoch."""
     tokens: int
     """Sum of all lengths."""
     positions: int
-    """Positions computed in an epoch, padding included."""
+    """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most, by the memory model; ``None`` without a model."""
+    """Peak of the batch that needs most bytes, by the memory model; ``None`` without a model."""
     epoch_s: float | None
     """Seconds of all batches, by the time model; ``None`` without a model."""
 
@@ -49,9 +54,9 @@ class StrategyReport:
 
 
 MemoryModel = Callable[[BatchExtent], int]
-"""Gives the peak bytes of one step."""
+"""Returns the peak bytes of one step on a batch."""
 TimeModel = Callable[[BatchExtent], float]
-"""Gives the seconds of one step."""
+"""Returns the seconds of one step on a batch."""
 
 
 def compare_length_strategies(
@@ -72,10 +77,10 @@ def compare_length_strategies(
     batch_size:
         Sequences in a batch, except under the token budget.
     max_tokens:
-        Positions in a batch under the token budget; ``None`` stands for those of an average batch, and at least the
-        longest sequence.
+        Most positions in a batch under the token budget; ``None`` for those of an average batch, or of the longest
+        sequence if that has more.
     memory, step_s:
-        Models of one step: they give its peak in bytes and its seconds for a :class:`BatchExtent`.
+        Models of one step: functions of a :class:`BatchExtent` that return its peak bytes and its seconds.
     seed:
         Seed of the random batches.
 
@@ -117,7 +122,7 @@ def compare_length_strategies(
     )
 
 
-_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"
+_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"  # bounded, as Python refuses to parse integers of thousands of digits
 _LENGTH = re.compile(_NUMBER)
 _COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
@@ -125,7 +130,7 @@ _COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 def read_lengths(path: str | Path) -> list[int]:
     """Read lengths from a text file, one positive whole number a line; empty lines are skipped.
 
-    Raises :class:`UsageError` that names the line which is not a length.
+    Raises :class:`UsageError` that names the first line that is not a length.
     """
     return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 per line.")]
 
@@ -133,8 +138,8 @@ def read_lengths(path: str | Path) -> list[int]:
 def read_histogram(path: str | Path) -> dict[int, int]:
     """Read lengths and their counts from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``.
 
-    A length may occur on several lines, whose counts add up.  Returns length -> count, in ascending order.  Raises
-    :class:`UsageError` that names the line which is none of these.
+    Returns length -> count, in ascending order; counts of several lines for a length add up.  Raises
+    :class:`UsageError` that names the first line of another form.
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 per line, or two: a length and how often it occurs."
@@ -145,7 +150,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
 
 
 def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
-    """Match all lines of the file at ``path`` that are not empty against ``line_of``."""
+    """Match the lines of the file at ``path`` against ``line_of``; empty lines are skipped."""
     try:
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:
