@@ -1,8 +1,4 @@
-"""One training step observed at PyTorch's dispatcher: its peak counted, its operators recorded, or timed.
-
-``count`` gives the peak of a step, on real tensors or, as a dry run, on tensors without data (``fake.py``).  ``record``
-gives a :class:`~memopt_cli.records.StepTrace`, on which the search works.
-"""
+"""One training step observed at PyTorch's dispatcher: its peak counted, its operators recorded and timed."""
 
 from memopt_cli.trace.clock import (
     Clock,

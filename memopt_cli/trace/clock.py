@@ -1,7 +1,4 @@
-"""Times for the cost model, measured on the device: of every operator of a step, of packing, sending and segments.
-
-``time_operators`` times a real step, and ``with_seconds`` puts the times in the recorded step.
-"""
+"""Times for the cost model, measured on the device: of operators, packing, sending, and the overhead of segments."""
 
 from __future__ import annotations
 
@@ -164,10 +161,7 @@ def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
 
 @functools.cache
 def _rates(target: Place, device: str) -> tuple[float, float, float]:
-    """Measure copies from ``device`` to ``target``: bytes a second there, bytes a second back, CPU seconds a byte.
-
-    All are 0 if ``target`` does not take the tensor.  CPU seconds count only where the step itself runs on the CPU.
-    """
+    """Measure copies from ``device`` to ``target``: bytes a second there and back, CPU seconds a byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _LINK_S or rounds < 1:
@@ -219,10 +213,7 @@ def segment_s(device: str) -> float:
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
-    """Return ``trace`` with the ``times`` of its operators, and an empty note.
-
-    If the timed step ran other operators, ``trace`` is unchanged, and the note says so.
-    """
+    """Return ``trace`` with ``times``, and an empty note; unchanged, and why, if the timed step ran other operators."""
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         return trace, (
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "

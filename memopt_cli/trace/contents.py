@@ -36,10 +36,7 @@ class Contents:
         """Storage, version, offset and length of a tensor -> its bytes in each codec."""
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
-        """Return the codec that packs ``tensors`` in the fewest bytes, and those bytes.
-
-        It is ``null`` unless a codec takes half of the bytes or less: packing takes time.
-        """
+        """Return the codec that packs ``tensors`` in the fewest bytes, and these; ``null`` unless it halves them."""
         best: CompressorName = "null"
         least = held_bytes(tensors)
         limit = least // 2

@@ -41,7 +41,6 @@ _WRITES_IN = {
 
 
 def _without(*operators: str) -> dict[str, float]:
-    """Return the share 0 for each of ``operators``."""
     return dict.fromkeys(operators, 0.0)
 
 
@@ -111,10 +110,7 @@ class Formula:
 
 
 def formula_at(tick: int, before: Formula | None) -> Formula | None:
-    """Return the formula that is running; ``None`` if it is none of PyTorch's.
-
-    ``before`` is the formula of the previous operator, returned if it is still running; ``tick`` is the present one.
-    """
+    """Return PyTorch's formula that is running, which may be ``before``, the previous operator's; ``None`` for none."""
     if torch.is_grad_enabled():
         return None
     node = running_node()
@@ -127,6 +123,5 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
 
 
 def _is_shared(node: Any) -> bool:
-    """Return whether two gradients of ``node`` go to the same input of another node."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)

@@ -81,7 +81,6 @@ class InPlace:
         )
 
     def _is_of(self, formula: Formula, tensor: Tensor) -> bool:
-        """Return whether ``formula`` made ``tensor``."""
         made = self._storages.known(tensor)
         return made is not None and made.born > formula.began
 

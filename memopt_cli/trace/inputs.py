@@ -1,7 +1,4 @@
-"""The inputs of every module, recorded in a single forward: bytes, shapes, and the codecs that hold them.
-
-Used where no whole step is recorded, as at level 1 of SpikingJelly's calls.
-"""
+"""The inputs of every module in a single forward, for level 1 of SpikingJelly's calls, which records no whole step."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ def line_of_the_model() -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_model(name: str) -> bool:
-    """Return whether the file ``name`` may contain a model's code."""
     if name.startswith(_OURS[:2]):
         return False
     return name.startswith(_LIBRARIES) or not name.startswith(_OURS[2:])

@@ -52,7 +52,6 @@ class StorageLog(TorchDispatchMode):
         self.workspaces = workspaces
         self.storages = Storages()
         self.phase: Phase = "forward"
-        """Present phase of the step."""
         self.is_own = False
         """Whether the step is a user's own, whose function may read numbers from tensors, such as losses to log."""
         self.peaks = Peaks()

@@ -1,7 +1,4 @@
-"""Notes on every module that a step calls: its inputs and their codec, its outputs, and its state.
-
-They become the :class:`~memopt_cli.records.ModuleTrace` of each module.
-"""
+"""Notes on every module that a step calls (inputs and their codec, outputs, state), which become its record."""
 
 from __future__ import annotations
 
@@ -38,11 +35,9 @@ class ModuleNotes:
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
-    """Storages of the outputs so far."""
     output_bytes: int = 0
     state_bytes: int = 0
     mutates_input: bool = False
-    """Whether forward wrote to one of its inputs."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     """Pairs of an input of the running call and its version when the call began."""
 
@@ -123,10 +118,7 @@ def taking_notes(
 
 
 def asked_compressor(module: nn.Module) -> CompressorName | None:
-    """Return the codec that the attribute ``x_compressor`` of ``module`` asks for.
-
-    ``None`` if there is no such attribute, or if the module cannot be a segment.
-    """
+    """Return the codec that ``x_compressor`` of ``module`` asks for; ``None`` if none, or it cannot be a segment."""
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
@@ -145,7 +137,6 @@ def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> s
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
-    """Return the bytes of ``tensors`` in the codec ``name``, which may be the module's own."""
     codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
         return sum(map(codec.packed_bytes, tensors))

@@ -126,11 +126,7 @@ def _nothing_saved(_: None) -> Tensor:
 
 
 class _Records:
-    """Makes records from the log of a step that has run.
-
-    The log counts *ticks*: 0 is before the first operator, n after the n-th.  Records have indices of operators:
-    operator n runs between the ticks n and n + 1.
-    """
+    """Makes records, with indices of operators, from a log in ticks: operator n runs between the ticks n and n + 1."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -219,7 +215,6 @@ class _Records:
         )
 
     def _end_of(self, tick: int | None) -> int | None:
-        """Return the first operator after ``tick``; ``None`` if there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:
@@ -245,5 +240,4 @@ class _Records:
 
 
 def _dead(storage: Storage, tick: int) -> bool:
-    """Return whether ``storage`` is gone at ``tick``."""
     return storage.died is not None and storage.died <= tick

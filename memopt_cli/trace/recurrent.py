@@ -1,7 +1,4 @@
-"""The workspace that recurrent layers on the CPU (oneDNN) save for backward, which their fake outputs lack.
-
-Its size follows no simple formula, so the layer is run once for each shape, at few time steps and samples.
-"""
+"""The workspace that recurrent layers on the CPU (oneDNN) save for backward, whose size fake tensors do not have."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ class _View(NamedTuple):
     """A result with the storage of an argument."""
 
     argument: int
-    """Index of the argument."""
     offset: int
-    """Storage offset in elements."""
     tensor: _New
 
 
@@ -118,7 +116,6 @@ class RememberingDryRun(DryRun):
         return True
 
     def _made(self, note: Any, args: Sequence[Any]) -> Any:
-        """Make the result that ``note`` describes, for the arguments ``args``."""
         kind = type(note)
         if kind is _New:
             return FakeTensor(self, _without_data(note), note.device)

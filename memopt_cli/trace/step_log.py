@@ -50,13 +50,10 @@ class CalledModule:
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]
-    """Storages of its inputs."""
     end: int = 0
     """Operator after the last of its forward."""
     outputs: tuple[int, ...] = ()
-    """Storages of its outputs."""
     backward: range = range(0)
-    """Operators of its backward."""
 
 
 @dataclass(slots=True)
@@ -195,7 +192,6 @@ class StepLog(StorageLog):
             yield
 
     def _begin_call(self, call: int) -> None:
-        """Note that nodes of autograd made from now on belong to ``call``."""
         self._innermost = call
         self._call_from_node.append((next_node(), call))
 
@@ -216,7 +212,6 @@ class StepLog(StorageLog):
 
     @property
     def _last_node(self) -> int:
-        """Number of the last node that forward has made."""
         return next(reversed(self.op_of_node), 0) + 1
 
     def _save(self, alias: Tensor) -> Tensor:
@@ -237,6 +232,5 @@ class StepLog(StorageLog):
         return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
-        """Return the indices of the storages of the tensors in ``leaves``, each once."""
         seen = (self.known(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         return tuple(dict.fromkeys(storage.index for storage in seen if storage is not None))

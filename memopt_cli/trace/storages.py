@@ -1,7 +1,4 @@
-"""The accounts of a step: which storages are alive, with how many bytes, and the most bytes at any instant.
-
-A storage's death is noticed by a weak reference, so everything that keeps one alive keeps it in the account.
-"""
+"""The accounts of a step: which storages are alive, by weak references, and the most bytes at any instant."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ class Storage:
     nbytes: int
     """Bytes that it takes in a plain step, which may be fewer than under a dispatch mode."""
     born: int
-    """Tick at which it was made."""
     path: str
     """Module that was running when it was made; for a parameter or buffer, its owner."""
     kind: str
@@ -51,7 +47,6 @@ class Peaks:
     """Most bytes of storages alive plus the workspace of the running operator: the allocated peak."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
-    """Phase -> its peaks."""
     phase: Phase | None = None
     """Present phase; ``None`` before the first."""
 
@@ -99,10 +94,7 @@ class Storages:
         self.live_bytes -= record.nbytes
 
     def as_it_was(self, storage: torch.UntypedStorage, until: int) -> Storage | None:
-        """Return the record of ``storage`` if it has one and has not been resized, and ``None`` otherwise.
-
-        The record of a resized storage ends at the tick ``until``; the caller begins a new one.
-        """
+        """Return the record of ``storage`` if it is alive; if it was resized, end its record at ``until`` instead."""
         key = storage_key(storage)
         known = self._alive.get(key)
         if known is None:

@@ -32,11 +32,8 @@ def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
 
 @dataclass(slots=True)
 class _Run:
-    """One recorded run of an operator."""
-
     shapes: Shapes
     nbytes: int
-    """Bytes of its workspace."""
     smaller: _Run | None = None
     """The same run in a step of a smaller batch; ``None`` if there is none."""
 
@@ -128,16 +125,12 @@ class Workspaces:
         return self._known[key]
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
-        """Return the part of the workspace bytes that does not depend on the batch.
-
-        It is :attr:`kept_bytes` alone if the operator was not recorded at two batch sizes.
-        """
+        """Return the part of the bytes that does not depend on the batch, as far as a smaller step has shown it."""
         nbytes = self._own(operator, shapes)
         alike = (run for run in self._runs[operator] if _alike(run.shapes, shapes)) if nbytes else ()
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
-        """Return the workspace bytes of ``operator`` on ``shapes``, scaled from the nearest recorded run."""
         recorded = [run for run in self._runs[operator] if run.nbytes >= LEAST_BYTES]
         if not recorded:
             return 0
@@ -202,7 +195,6 @@ def _differ_in_size(one: Shapes, other: Shapes) -> bool:
 
 
 def _have_same_ranks(one: Shapes, other: Shapes) -> bool:
-    """Return whether all shapes have as many dimensions as their counterparts."""
     return all(len(mine) == len(its) for mine, its in _in_both(one, other))
 
 

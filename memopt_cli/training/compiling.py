@@ -41,10 +41,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
 
 
 def _hooks_on(model: nn.Module) -> str:
-    """Return a string that identifies the hooks of ``model``.
-
-    It is an argument of the compiled function, so that PyTorch compiles anew, and sees the hooks, when they change.
-    """
+    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles anew and sees them."""
     return str([[*vars(model)[name]] for name in _HOOKS])
 
 

@@ -84,10 +84,7 @@ def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
 
 
 def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
-    """Return a message that tells which module raised ``error`` on which input, and what that module takes.
-
-    ``stack`` are the calls that were running, outermost first.
-    """
+    """Return a message on which module of ``stack`` raised ``error``, on which input, and what it takes."""
     if not stack:
         return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]
@@ -132,6 +129,5 @@ def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _shapes(value: Any) -> str:
-    """Return the shapes and dtypes of the tensors in ``value``: ``8x3x32x32@float32``."""
     tensors = tensors_of(value)
     return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"

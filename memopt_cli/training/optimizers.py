@@ -37,7 +37,6 @@ def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None
 
 
 def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
-    """Make the optimizer of PyTorch in ``choice`` for ``model``.  Raises :class:`StepError` if it cannot be made."""
     make = getattr(torch.optim, choice.class_name, None)
     if make is None:
         raise StepError(f"PyTorch {torch.__version__} has no {choice.class_name}")
@@ -53,10 +52,7 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Return the argument that selects the implementation of ``choice``: ``{"foreach": True}``.
-
-    PyTorch's default is selected explicitly as well, since PyTorch would choose another one for tensors without data.
-    """
+    """Return the argument for the implementation, even the default, which PyTorch would not choose without data."""
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":
@@ -66,10 +62,7 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
 
 
 def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
-    """Return the optimizer that the user's ``function`` makes for ``model``, its learning rate set to zero.
-
-    Raises :class:`StepError` if the function fails, or if its result cannot be used.
-    """
+    """Return the optimizer that the user's ``function`` makes, at rate zero; :class:`StepError` if it is unfit."""
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything

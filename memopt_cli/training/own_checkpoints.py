@@ -56,10 +56,7 @@ def resume(model: nn.Module) -> None:
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
-    """Set the attributes ``switches`` of ``model``; entries that are no switches are ignored.
-
-    The list may come from an untrusted file, which must not set other attributes.
-    """
+    """Set those of ``switches`` that are switches of ``model``: the list may come from an untrusted file."""
     modules = dict(model.named_modules())
     for switch in switches:
         path, _, name = str(switch).rpartition(".")

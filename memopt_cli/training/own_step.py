@@ -84,10 +84,7 @@ class OwnStep(Step):
         return tuple(self.models.step.optimizers)
 
     def reset_gradients(self) -> None:
-        """Give gradients of zeros to the parameters that have gradients after a step.
-
-        The first call takes steps to learn which these are.
-        """
+        """Give zeros to the parameters that have gradients after a step, which the first call takes steps to learn."""
         models = self.models
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
@@ -149,7 +146,6 @@ _HINT = "It is called with the inputs, one for each argument of run, such as `-i
 
 
 def _described(output: Any) -> str:
-    """Return words for ``output``, such as ``a dict``, for a message."""
     return "nothing" if output is None else f"a {type(output).__name__}"
 
 
@@ -235,10 +231,7 @@ class _Watch:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` will skip its update, as a scaler found gradients that are not finite.
-
-    The scaler skips other optimizers itself; fused ones step always, and read ``found_inf``.
-    """
+    """Return whether ``optimizer``, a fused one, skips its update, as a scaler found gradients that are not finite."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
 

@@ -38,9 +38,7 @@ class Step:
 
     model: nn.Module
     args: tuple[Any, ...]
-    """Positional inputs of the model."""
     kwargs: dict[str, Any]
-    """Inputs of the model by name."""
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
     """The user's loss, a function of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
@@ -156,10 +154,7 @@ class Step:
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:
-        """Remove all gradients, or, if the step accumulates over micro-batches, set them to zeros.
-
-        Such a step begins with the gradients of earlier micro-batches in memory.
-        """
+        """Remove all gradients; or set them to zeros if the step accumulates, as earlier micro-batches leave some."""
         if self.settings.micro_batches == 1:
             self.model.zero_grad(set_to_none=True)
             return
@@ -224,10 +219,7 @@ def _is_finite(parameter: Tensor) -> bool:
 def _scaled(
     scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Scale what backward starts from: losses into new tensors, as a script does, other ``cotangents`` in place.
-
-    A root of ``roots`` is a loss if its cotangent is ``None``.
-    """
+    """Scale losses into new tensors, as a training script does, and ``cotangents`` of other roots in place."""
     for cotangent in cotangents:
         if cotangent is not None:
             cotangent.mul_(scaler.scale(torch.ones((), device=cotangent.device)))

@@ -60,7 +60,6 @@ def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrap
 
 
 def _wrapper_of(model: Any) -> Wrapper | None:
-    """Return the wrapper that ``model`` is, by its class or a base class; ``None`` if it is no wrapper."""
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 

@@ -41,7 +41,6 @@ from memopt_cli.verification.effects import (
 )
 
 _AXES = (0, 1)
-"""Axes of the inputs along which chunks are tried."""
 SHORT = 5
 """Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs are not cut, since a
 module may do something only after some steps, such as detach its state."""
@@ -145,7 +144,6 @@ def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[in
 
 
 def _leading(lengths: list[int], wanted: int) -> int:
-    """Return how many of the first ``lengths`` are equal to ``wanted``."""
     return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
 
 
@@ -181,10 +179,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
-    """Return why one forward in two chunks differs; ``None`` if it agrees.
-
-    Without gradients, at full length: a cheap trial that settles most hopeless cases.
-    """
+    """Return why a forward in two chunks differs; a cheap trial at full length that settles most hopeless cases."""
     left_behind = []
     for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
         with generators_kept():
@@ -201,7 +196,6 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
 
 
 def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
-    """Return a copy of ``module`` as a segment in ``chunks`` by ``rule``."""
     subject = copy.deepcopy(module)
     install_segment(subject, SegmentConfig(chunks=chunks, **asdict(rule)))
     return subject

@@ -208,7 +208,6 @@ def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
 
 
 def _is_of_library(hook: Callable[..., Any]) -> bool:
-    """Return whether ``hook`` is PyTorch's or memopt's, and so not the user's."""
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return module.partition(".")[0] in _LIBRARIES
 
@@ -247,7 +246,6 @@ class _Watch:
 
     model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
-    """Calls that have returned."""
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[CallPrint] = field(default_factory=list)
     """Calls that have not returned yet, the innermost last."""

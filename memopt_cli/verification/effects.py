@@ -1,7 +1,4 @@
-"""The effects of a training step, which are all tensors that it leaves, by name; and the comparison of two steps.
-
-The effects of a step with a plan and without must be equal to the bit, or in float64 to :data:`TOLERANCE`.
-"""
+"""The effects of a training step (all tensors that it leaves, by name), and the comparison of two steps by them."""
 
 from __future__ import annotations
 
@@ -106,7 +103,6 @@ class Updates:
     def __init__(self, step: OwnStep) -> None:
         self._names = {id(p): name for name, p in step.model.named_parameters()}
         self.count = 0
-        """Number of updates so far."""
         self.gradients: dict[str, Tensor] = {}
         """Name of a gradient, with the number of the update (:data:`AT_UPDATE`) -> a copy of it."""
 
@@ -193,10 +189,7 @@ def generator_state() -> dict[str, Tensor]:
 
 
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
-    """Find the tensor that differs most between ``reference`` and ``other``, the effects of two steps.
-
-    A tensor that only one of them has differs infinitely.
-    """
+    """Find the tensor in which the effects of two steps differ most: infinitely, if only one of the steps has it."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
     least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
@@ -217,10 +210,7 @@ def in_double(value: Any) -> Any:
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """Dispatch mode that turns requests for float32 or complex64 into those of twice the width.
-
-    A model's own ``x.float()`` would otherwise round in a step that is compared in float64.
-    """
+    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]

@@ -50,11 +50,9 @@ class Recorded:
 
     step: Step
     batch: int
-    """Number of samples."""
     gradients: dict[str, Tensor]
     """Name of a parameter -> its gradient."""
     plain_s: float
-    """Seconds of a step without the plan."""
     asked_s: float
     """Seconds of a step without the plan at the requested size, if this step is smaller; else 0."""
     tolerance: float
@@ -66,9 +64,7 @@ class Found:
     """The result of one check."""
 
     check: str
-    """Name of the check: ``in eval mode``."""
     worst: Difference
-    """Tensor that differs most."""
     detail: str = ""
     """Message of the error that the step with the plan raised; empty if there was none."""
 

@@ -70,9 +70,7 @@ class Others:
     """The numbers and random generators in a model's attributes, at one moment."""
 
     numbers: Mapping[str, Sequence[Any]]
-    """Path of an attribute -> the numbers in it."""
     generators: Mapping[str, bytes]
-    """Path of an attribute -> the state of the generator in it."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Others:
@@ -102,7 +100,6 @@ def own_positions(model: nn.Module) -> bytes:
 
 
 def _position(generator: Any) -> bytes:
-    """Return the state of ``generator``, which is PyTorch's, Python's or NumPy's."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().tolist())
     return pickle.dumps(generator)

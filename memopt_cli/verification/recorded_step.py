@@ -1,8 +1,4 @@
-"""The verification of a plan: compares a step with the plan and without, before the plan is written.
-
-:mod:`memopt_cli.verification.effects` says what is compared.  Further steps follow (``further_steps.py``), since a plan
-could be right for this step alone.
-"""
+"""The verification of a plan, before it is written: compares a step with the plan and without, and further ones."""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ def _of_fewest(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
 
 
 def _runs(sizes: Sizes, cuts: Observe) -> bool:
-    """Return whether the model accepts inputs of ``sizes``."""
     try:
         cuts(sizes)
     except Exception:  # the model's own code
@@ -112,5 +111,4 @@ def _steps(length: int, growth: int, asked: int) -> int:
 
 
 def _is_uneven(length: int, asked: int) -> bool:
-    """Return whether ``length`` gives ``asked`` chunks of two lengths."""
     return length > asked and length % asked > 0

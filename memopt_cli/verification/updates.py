@@ -18,10 +18,8 @@ from memopt_cli.verification.effects import cloned, difference, generators_kept,
 from memopt_cli.verification.further_steps import Found
 
 Install = Callable[[nn.Module, Optimizer], object]
-"""Puts a plan on a model and its optimizer."""
 
 _UPDATES = 3
-"""Steps that are compared."""
 RATE = 1e-3
 """Learning rate of optimizers that are to move parameters."""
 NAME = f"in {_UPDATES} updates in backward"

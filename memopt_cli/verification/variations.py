@@ -31,9 +31,7 @@ class Variation:
     name: str
     """End of a sentence, as ``in eval mode``."""
     batch: int
-    """Number of samples."""
     vary: Callable[[Step], AbstractContextManager[Step]]
-    """Yields the changed step."""
 
 
 class CannotVary(StepError):
@@ -59,7 +57,6 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
 
 
 def _both(inputs: _Vary, vary: _Vary) -> _Vary:
-    """Return the variation that applies ``inputs``, then ``vary``."""
 
     @contextlib.contextmanager
     def varied(step: Step) -> Iterator[Step]:
@@ -102,7 +99,6 @@ def _is_mask(leaf: Any) -> bool:
 
 
 def _turned(leaf: Any) -> Any:
-    """Return ``leaf``; if it is a mask, with the last half of its last dimension flipped."""
     if not _is_mask(leaf):
         return leaf
     turned = leaf.clone()

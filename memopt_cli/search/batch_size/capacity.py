@@ -17,7 +17,6 @@ _MEMINFO = Path("/proc/meminfo")
 _SPARED = 0.9
 """Share of the machine's available memory that a run may take: the interpreter and other processes need some."""
 _NAMED_HOLDERS = 3
-"""Most processes that a message names as holders of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Capacity:
     """The memory that a process may use."""
 
     device_bytes: int
-    """Number of bytes."""
     limited_by: str
     """What sets this limit, in words: ``the machine's memory``."""
 

@@ -1,7 +1,4 @@
-"""The ``batch_shaping:`` section of a YAML file, which configures :mod:`memopt_cli.batching`.
-
-It is read strictly: an unknown key, or a value out of its range, is an error.
-"""
+"""The ``batch_shaping:`` section of a YAML file for :mod:`memopt_cli.batching`, in which unknown keys are errors."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from memopt_cli.search.batch_size.lines import fit_line
 RUNS = 2
 """Number of runs beside that of the recommended batch."""
 _SYMBOLS = ("S", "T")
-"""Dimensions of the inputs that may be the length of sequences."""
 
 
 def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
@@ -123,5 +122,4 @@ def compare_lengths(
 
 
 def _tokens_peak(reports: Sequence[StrategyReport]) -> int:
-    """Return the peak bytes of the token budget in ``reports``."""
     return next(report.peak_bytes or 0 for report in reports if report.strategy == TOKEN_BUDGET)

@@ -1,7 +1,4 @@
-"""Four strategies to batch sequences of given lengths, and what an epoch costs under each.
-
-They are padding (random batches), buckets of like length, sequence packing (no padding), and a token budget.
-"""
+"""Four strategies to batch sequences (padding, buckets, sequence packing, a token budget), and what an epoch costs."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class BatchExtent:
     """The size of one batch of sequences."""
 
     sequences: int
-    """Number of sequences."""
     steps: int
     """Length of the longest sequence."""
     positions: int
@@ -37,7 +33,6 @@ class StrategyReport:
     strategy: str
     """``padding`` (random batches), ``buckets``, ``sequence_packing`` (random batches) or ``token_budget``."""
     batches: int
-    """Number of batches in an epoch."""
     tokens: int
     """Sum of all lengths."""
     positions: int

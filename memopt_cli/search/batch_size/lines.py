@@ -1,7 +1,4 @@
-"""Mathematics of functions that rise piecewise linearly, as a peak over the batch: roots, interpolation, fits.
-
-Such a function is slow to evaluate (each value is a dry run), so few values must do.
-"""
+"""Roots, interpolation and fits of functions that rise piecewise linearly, by few values: each takes a dry run."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, kno
 
 
 def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
-    """Return whether ``low`` lies on the line through its two nearest points, and that exceeds ``bound`` right after.
-
-    Then ``low`` is the answer, although no number just above it was evaluated.
-    """
+    """Return whether ``low`` is the answer: on a line through its nearest points that exceeds ``bound`` right after."""
     others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
     if low not in known or len(others) < 2:
         return False
@@ -88,15 +82,11 @@ def between(known: Mapping[int, float], number: int) -> float | None:
 
 
 def _on_line(known: Mapping[int, float], one: int, other: int, number: int) -> float:
-    """Return the value at ``number`` of the line through the ``known`` points at ``one`` and ``other``."""
     return known[one] + (known[other] - known[one]) / (other - one) * (number - one)
 
 
 def _crossing(known: dict[int, float], bound: float) -> int:
-    """Return where the line through the two points nearest to ``bound`` reaches it.
-
-    With only one point, return twice its number, or half of it if it is above the bound.
-    """
+    """Return where the line through the two points nearest to ``bound`` reaches it; from one point, double or halve."""
     below = sorted(n for n, value in known.items() if value <= bound)
     above = sorted(n for n, value in known.items() if bound < value < math.inf)
     pair = sorted([*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]])

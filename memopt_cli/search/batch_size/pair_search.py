@@ -65,7 +65,6 @@ class PairSearch:
     run: Callable[[Plan, int], BatchProbe | Failure]
     """Measures a step under a plan at a batch."""
     runs_left: Callable[[], int]
-    """Returns how many more runs there may be."""
     over: Callable[[], bool]
     """Tells whether the search must end."""
     bias: float = 1.0

@@ -1,7 +1,4 @@
-"""The search for how many copies of a model train fastest when run as one (``--replicas``).
-
-Each number of copies is run once, at one batch size.
-"""
+"""The search for how many copies of a model train fastest as one (``--replicas``); each number is run once."""
 
 from __future__ import annotations
 

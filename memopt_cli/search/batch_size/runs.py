@@ -37,7 +37,6 @@ class Limits:
     most_samples: int | None = None
     """Largest useful batch; ``None`` for no such bound."""
     probes: int = MOST_PROBES
-    """Most runs."""
 
     @property
     def text(self) -> str:
@@ -94,10 +93,7 @@ class Runs(dict[int, BatchProbe | Failure]):
         return describe(run)
 
     def below_failures(self, candidate: int) -> int:
-        """Return ``candidate``, or a smaller batch if it is not below all that failed.
-
-        It is nine tenths of the smallest that failed, or half of that as long as no batch has fitted.
-        """
+        """Return ``candidate``, or less if a batch up to it failed: half of that while none has fitted, then 9/10."""
         failed = self.failed
         if not failed or candidate < min(failed):
             return candidate

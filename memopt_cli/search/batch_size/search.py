@@ -162,7 +162,6 @@ class BatchSearch:
         return batch if is_worth_it and batch not in self.runs else None
 
     def _at_least(self, batch: int) -> int:
-        """Return ``batch``, or the smallest batch that may run if that is larger."""
         return batch if batch >= max(FEWEST, self.runs.limits.multiple_of) else self.model.least
 
     def _begins_small(self, candidate: int, within: int) -> bool:

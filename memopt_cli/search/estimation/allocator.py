@@ -33,7 +33,6 @@ class _Block:
     before: _Block | None = None
     """Previous block of the segment; ``None`` for the first."""
     after: _Block | None = None
-    """Next block of the segment; ``None`` for the last."""
     free: bool = True
 
 
@@ -184,7 +183,6 @@ def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
 
 
 def _join(before: _Block | None, after: _Block | None) -> None:
-    """Make two blocks of a segment neighbours; ``None`` is the segment's edge."""
     if before is not None:
         before.after = after
     if after is not None:
@@ -192,5 +190,4 @@ def _join(before: _Block | None, after: _Block | None) -> None:
 
 
 def _up(nbytes: int, multiple: int) -> int:
-    """Round ``nbytes`` up to a multiple of ``multiple``."""
     return -(-nbytes // multiple) * multiple

@@ -62,7 +62,6 @@ class Block:
     given_bytes: int = 0
     """Bytes of all its inputs."""
     output_bytes: int = 0
-    """Bytes of its outputs, each storage once."""
     state_bytes: int = 0
     """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
@@ -88,10 +87,7 @@ def block_tree(model: CostModel) -> Block:
 
 @dataclass(slots=True)
 class _Node:
-    """A call of a module; or a round of a user's own step, such as the calls and the backward of a discriminator.
-
-    A GAN's step has two rounds, as the discriminator's backward is over before the generator is trained.
-    """
+    """A call of a module; or a round of a user's own step, as where a GAN's two models are trained in turn."""
 
     call: ModuleCall
     """The call; for a round, a call that ends when the next block begins."""
@@ -114,10 +110,7 @@ def _nest(calls: Sequence[ModuleCall]) -> _Node:
 
 
 def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
-    """Gather ``nodes`` in one round that ends before ``ops``.
-
-    Consecutive nodes whose backward is over before the next call form a round inside of it.
-    """
+    """Gather ``nodes`` in a round up to ``ops``; those whose backward ends before the next call are rounds in it."""
     parts: list[_Node] = []
     for node in nodes:
         first = len(parts)
@@ -148,10 +141,7 @@ def _round(parts: list[_Node], stop: int) -> _Node:
 
 
 def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
-    """Return, for each gap before, between and after ``calls`` inside ``call``, the range of its backward.
-
-    Backward goes through ``calls`` in reverse, so that of a gap lies between the backwards of its two neighbours.
-    """
+    """Return the backward of each gap around ``calls`` in ``call``: it lies between the backwards of its neighbours."""
     upper = [call.backward_end]
     for child in calls:
         upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
@@ -163,8 +153,6 @@ def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range
 
 
 class _Builder:
-    """Builds the tree of one recorded step."""
-
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._trace = model.trace
@@ -188,7 +176,6 @@ class _Builder:
         return block
 
     def _block(self, node: _Node) -> Block:
-        """Make the block of ``node``, with those below it."""
         if node.around is not None:
             return self._round(node.around, node.children)
         call = node.call
@@ -268,10 +255,7 @@ class _Builder:
         )
 
     def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs of ``call``, and their codec; ``null`` if packing does not help.
-
-        Inputs of the step count as well, although the caller holds them: the segment holds a packed copy.
-        """
+        """Return the bytes of the packed inputs and their codec; the step's own inputs count, as segments copy them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}

@@ -1,8 +1,4 @@
-"""The choice of ranges for a plan by length: where one plan ends and the next begins.
-
-Inputs shorter than the longest leave memory unused, so a faster plan suffices for them.  Each range costs a search, a
-measurement and a verification; so there are few, with the bounds that make an epoch shortest.
-"""
+"""The choice of ranges for a plan by length: few, as each is searched and verified, and such that an epoch is short."""
 
 from __future__ import annotations
 
@@ -21,10 +17,7 @@ _CANDIDATES = 24
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of an epoch, by length of the inputs.
-
-    Its unit is arbitrary: a step of the original on inputs of length n is taken to need n units.
-    """
+    """The work of an epoch by length, where a step of the original on inputs of length n counts as n."""
 
     lengths: tuple[int, ...]
     """Lengths that occur, in ascending order."""

@@ -55,8 +55,7 @@ SEGMENT_OP_S = 16e-6
 _PACKING_S, _LOOK_S = 280e-6, 60e-6
 """Seconds to pack a small tensor and unpack it again, and seconds to find that a tensor is not to be packed."""
 KEEP_OP_S = 20e-6
-"""Seconds that a segment which keeps outputs adds to each operator, in either run: a dispatch mode sees it in
-Python."""
+"""Seconds that a segment which keeps outputs adds to each operator, in either run, by passing through Python."""
 NORM_S = 0.9e-3
 """Seconds that each norm adds to a chunk where batch statistics are gathered: the norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
@@ -128,7 +127,6 @@ class BatchNorm:
     """A norm by the statistics of a batch, as one operator of a step."""
 
     op: int
-    """Index of the operator."""
     source: int
     """Operator that makes the tensor that the norm normalizes."""
     nbytes: int = 0
@@ -184,7 +182,6 @@ def statistics_passes(
 
 
 def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
-    """Return the index in ``norms`` of the first at operator ``op`` or later."""
     return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
 
 
@@ -287,14 +284,12 @@ class CostModel:
         )
 
     def _waits_s(self, replay: Replay) -> float:
-        """Return the seconds that the step waits for tensors on their way to another place and back."""
         seconds = (0.0 if op is None else self.seconds[op] for op in replay.operators)
         rates = self.trace.out_bytes_per_s, self.trace.in_bytes_per_s
         out_rate, in_rate = (rate or LINK_BYTES_PER_S for rate in rates)
         return waits_s(replay.sent, [0.0, *accumulate(seconds)], out_rate, in_rate)
 
     def _added_s(self, block: ReplayedSegment) -> float:
-        """Return the seconds that the segment ``block`` adds to the step."""
         rerun = self.rerun(block.call)
         saved_s = sum(self.seconds[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in block.packed)
@@ -408,10 +403,7 @@ class CostModel:
                 yield call
 
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return input -> its packed bytes, for inputs of ``block`` that packing makes smaller.
-
-        Parts of a concatenation that are in ``stored`` are alive anyway, so the codec ``parts`` gets them for nothing.
-        """
+        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are alive anyway: they cost nothing."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]
         if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):

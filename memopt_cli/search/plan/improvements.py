@@ -1,7 +1,4 @@
-"""Plans that differ a little from one that was found: other chunks, or fewer segments, chunks and copies.
-
-The cost model prices them.  It is more exact than the solver's sums, and so finds improvements that the solver missed.
-"""
+"""Variants of a plan that was found, priced by the cost model, which is more exact than the solver's sums."""
 
 from __future__ import annotations
 

@@ -78,10 +78,7 @@ def _names(own: Sequence[Costly], kept: Collection[int]) -> Iterator[str]:
 
 
 def numbered(keep: Collection[str]) -> bool:
-    """Return whether ``keep`` names single calls (``aten::mm#2``).
-
-    A segment in chunks cannot keep those: each chunk makes all of the calls once more.
-    """
+    """Return whether ``keep`` names single calls, which chunks rule out: each chunk makes all of them once more."""
     return any("#" in name for name in keep)
 
 

@@ -76,10 +76,7 @@ class LevelRuns:
         return replace(plan, segments=(*others, *heads))
 
     def to_beat(self, found: Priced) -> int:
-        """Return the bytes that another plan's predicted peak must stay below to beat ``found``.
-
-        They are the larger of its counted and its predicted peak, as predictions tend to be off in one direction.
-        """
+        """Return the peak below which a plan must be predicted to beat ``found``, whose prediction may be off."""
         return max(found.peak_bytes, self.space.proposals.peak_of(found.plan))
 
     def may_be_smallest(self, plan: Plan, most_slowdown: float) -> bool:
@@ -183,11 +180,7 @@ class LevelSearch:
             target += unused * 3 // 4  # not all of it: peaks grow in jumps, and the next should still fit
 
     def _fastest(self, packed: bool, target: int, budget_bytes: int, *, may_learn: bool) -> Plan | None:
-        """Return the solver's fastest plan within ``target`` bytes, its chunks confirmed.
-
-        If there is none, and ``may_learn``, ask modules for chunks, as long as that may give a plan that is faster than
-        those within ``budget_bytes``.
-        """
+        """Return the solver's fastest plan within ``target``; if there is none, ask modules for chunks first."""
         while True:
             plan = self.space.proposals.solvers.fastest(packed, target)
             if plan is not None:

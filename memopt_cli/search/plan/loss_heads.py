@@ -18,7 +18,6 @@ _LEAST_ROWS = 128
 _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 """Operators allowed between the head and its loss, besides views: casts and copies."""
 _LOSS = "aten::_log_softmax"
-"""First operator of a cross-entropy."""
 
 
 def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable[[Plan], float]) -> Plan:

@@ -90,10 +90,7 @@ class OperatorBytes:
         return self._backward_starts[min(place, len(self._backward_starts) - 1)]
 
     def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Return, at every operator of a block, bytes made in its ``forward`` for which a later operator pays.
-
-        They are two dictionaries by operator: of all storages, and of those that no codec packs.
-        """
+        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of those never packed."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]

@@ -146,7 +146,6 @@ class Selection:
     """The modules that become segments, and the rule that chose them."""
 
     policy: SelectionPolicy
-    """Name of the rule."""
     candidates: int
     """Number of modules that could have been selected."""
     selected: tuple[ModuleTrace, ...]
@@ -254,10 +253,7 @@ STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_spl
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
-    """Return the code of the reason why ``level`` changed nothing in a plan of ``segments`` segments.
-
-    ``tried`` is the number of plans that were tried.
-    """
+    """Return the code of why ``level`` changed nothing in a plan of ``segments`` segments, after ``tried`` plans."""
     reason = "no_improving_candidate"
     if level > 1 and not segments:
         reason = "no_gccontainers"

@@ -26,10 +26,7 @@ class Solvers:
     def __init__(
         self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], heads_slowdown: float
     ) -> None:
-        """Take the solver with packing as ``solvers[True]``, and that without as ``solvers[False]``.
-
-        The segments ``heads`` are in every plan, and slow it down by the factor ``heads_slowdown``.
-        """
+        """Take ``solvers`` by whether they pack; all plans contain ``heads``, which slow them by ``heads_slowdown``."""
         self._model = model
         self._solvers = solvers
         self._heads = heads

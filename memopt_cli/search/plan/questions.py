@@ -1,8 +1,4 @@
-"""The two kinds of questions that a search asks about the model, with their answers: dry runs, and trials of chunks.
-
-A dry run counts the peak of a plan exactly, and takes about a second.  A trial runs a step of one module in chunks, to
-find out whether it computes the same.
-"""
+"""The questions that a search asks about the model: dry runs of plans, and trials of whether modules run in chunks."""
 
 from __future__ import annotations
 
@@ -61,10 +57,7 @@ class DryRuns:
         return len(self._found) - 1
 
     def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
-        """Return ``plan`` with its dry run, which happens at the first call; ``None`` if the plan cannot run.
-
-        Raises :class:`TimeIsUp`.
-        """
+        """Return ``plan`` with its dry run, made once; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
         if plan not in self._found:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
@@ -88,10 +81,7 @@ class DryRuns:
         return [found for found in self._found.values() if found is not None and found.level <= level]
 
     def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """Return the smallest plan of ``level`` whose slowdown is at most ``most_slowdown``; of equals, the fastest.
-
-        The original always counts, so there is one.
-        """
+        """Return the smallest plan of ``level`` whose slowdown is at most ``most_slowdown``; of equals, the fastest."""
         usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
         return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
 
@@ -122,7 +112,6 @@ class ChunkQuestions:
         self._certain = {head.path for head in proposals.heads}
         """Paths of modules that were asked themselves."""
         self.questions = 0
-        """Number of all questions."""
         self.known: Mapping[str, tuple[ChunkRule, int]] = {}
         """Path -> how that module may run in chunks, and the length of the axis that is cut."""
 
@@ -191,7 +180,6 @@ class ChunkQuestions:
         return may_be and self._may_save(proposals.modules[path])
 
     def _may_save(self, module: ModuleTrace) -> bool:
-        """Return whether ``module`` in chunks could save memory, and the options do not rule its chunks out."""
         few_norms = self._allow_inexact or self._proposals.norms[module.path] <= MOST_NORMS
         return few_norms and self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
 
@@ -219,10 +207,7 @@ class ChunkQuestions:
         return rule if isinstance(rule, ChunkRule) else None
 
     def _like(self, path: str) -> list[str]:
-        """List ``path`` and the modules of its class that chunks may help, too.
-
-        When one layer of a deep model no longer is at the peak, the next of its class usually is.
-        """
+        """List ``path`` and the modules of its class: when one is no longer at the peak, another of them often is."""
         modules = self._proposals.modules
         kind = modules[path].class_name
         alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)

@@ -163,10 +163,7 @@ class _Order:
         return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """Return the instant right after the recorded operator ``op`` - 1; for ``None``, the end of the step.
-
-        A storage that dies at ``op`` is last used by the operator before, and recomputations may come in between.
-        """
+        """Return the instant after operator ``op`` - 1, where what dies at ``op`` ends; for ``None``, the last instant."""
         return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
@@ -185,7 +182,6 @@ class _Ledger:
         self.behind = [0] * (length + 1)
         """Bytes alive only right after an instant, once those freed at the next are gone."""
         self._freed = [0] * (length + 1)
-        """Bytes freed at an instant."""
         self.made = [0] * (length + 1)
         """Bytes that the operator of an instant makes."""
 
@@ -390,7 +386,6 @@ class _Parcels:
         follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
-        """Yield the saves outside of segments in groups of a parcel each, with the entries of the constructor."""
         storages, savers = self._original.trace.storages, self._original.savers
         large = (index for index, storage in enumerate(storages) if storage.nbytes >= LEAST_PACKED_BYTES)
         saves = sorted((op, index) for index in large for op in savers[index] if inner[op] is None)
@@ -518,10 +513,7 @@ class Replay:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> tuple[int, int]:
-        """Return until when ``storage``, made in ``block``, is held on the device, and its copy at another place.
-
-        The second is 0 for a storage that is not sent.
-        """
+        """Return until when ``storage``, made in ``block``, is held here, and until when its sent copy, or 0."""
         end, sent_end = self._lives.forward_end(storage, block), 0
         parcels = self._parcels if block is None and self._parcels and index in self._parcels.holding else None
         if savers.get(block) and block is None and self._packs(storage):

@@ -1,7 +1,4 @@
-"""A recorded step at batch sizes at which it was not recorded: interpolated linearly from two recordings.
-
-So plans for many batch sizes can be priced without recording a step at each.
-"""
+"""A recorded step at other batch sizes, interpolated linearly between recordings at two of them."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ def _shape(step: StepTrace) -> tuple[object, ...]:
 
 
 def _on_the_line(small: Any, large: Any, share: float) -> Any:
-    """Interpolate numbers that differ between ``small`` and ``large``, to 0 at least; take the rest from ``large``.
-
-    ``share`` is 0 at ``small`` and 1 at ``large``.  Records and sequences are interpolated entry by entry.
-    """
+    """Interpolate numbers, ``share`` of the way from ``small`` to ``large``; take all else from ``large``."""
     if small == large:
         return large
     if is_dataclass(large) and not isinstance(large, type):

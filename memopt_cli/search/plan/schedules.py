@@ -83,7 +83,6 @@ def cuts(chunks: int, factor: int) -> int:
 
 
 def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
-    """Return whether ``segment`` lies inside ``other``."""
     return segment is not other and is_within(segment.path, other.path)
 
 
@@ -173,7 +172,6 @@ class Bounds:
     """Upper bounds on a schedule of a whole step."""
 
     budget_bytes: int
-    """Most bytes of its peak."""
     added_s: float
     """Most seconds that it may add.  No block of a step adds less than 0, so a part over the bound can be dropped."""
     limits: Limits

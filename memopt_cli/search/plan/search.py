@@ -34,10 +34,7 @@ _GALLOP = 16
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One decision on the modules that are called several times, and the answers found under it so far.
-
-    A plan puts a segment on all calls of a module or on none, so this cannot be decided call by call.
-    """
+    """One decision on which repeatedly called modules are segments, in all their calls; and its answers so far."""
 
     segmented: frozenset[str]
     """Paths of the repeatedly called modules that get a segment."""
@@ -103,7 +100,6 @@ class _Candidates:
         return _Choice(segmented, kinds, Counter(kinds.values()))
 
     def may_be_segment(self, block: Block, segmented: frozenset[str]) -> bool:
-        """Return whether ``block`` may get a segment, if of repeatedly called modules only ``segmented`` do."""
         return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
 
     def _is_target(self, block: Block) -> bool:
@@ -217,10 +213,7 @@ class Solver:
         return thinned([*plain, *segments], MOST_SCHEDULES, bounds.budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
-        """Return whether ``block`` is solved by itself.
-
-        It is if it has no parts, if there are equal blocks, which share the answer, or if it is a round.
-        """
+        """Return whether ``block`` is solved by itself: if it has no parts, has equals, or is a round."""
         if block.is_round:
             return block is not self._root
         return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
@@ -240,7 +233,6 @@ class Solver:
         return [schedule.moved_to(moved, more_bytes) for schedule in schedules]
 
     def _solve(self, block: Block, around: Context) -> list[Schedule]:
-        """Return the Pareto set of ``block`` in the context ``around``, with and without a segment on it."""
         self._tick()
         if block.is_round:
             return thinned([schedule.finished() for schedule in self._inside(block, around)], MOST_INNER_SCHEDULES)

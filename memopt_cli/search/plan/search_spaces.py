@@ -181,7 +181,6 @@ class SearchSpaces:
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
     def _headed_by(self, found: Plan, trace: StepTrace) -> SearchSpace:
-        """Return the search space of ``trace``, a step recorded with the heads of ``found``."""
         trace, slowdown = timed_like(trace, self._trace)
         proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
         for plan in (found, Plan(segments=proposals.heads)):

@@ -1,8 +1,4 @@
-"""Segments that a plan may put on a block, each priced as a schedule, and the permissions that decide which may be.
-
-The solver (``search.py``) asks for these at every block: the segment as a whole, in several numbers of chunks, with its
-input packed or not, and with some outputs kept.
-"""
+"""Segments that a plan may put on a block (whole or in chunks, packed or not), each priced as a schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ class Allowed:
     nested: bool = True
     """Whether segments may lie in other segments."""
     compress: bool = True
-    """Whether inputs of segments may be packed."""
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
     """Path -> how that module may run in chunks, and the length of the axis that is cut."""
     may_cut: bool = True
@@ -123,7 +118,6 @@ class Segments:
             )
 
     def _spent(self, segment: SegmentPlan, inside: Schedule, *, counts: bool) -> Spent:
-        """Count ``segment`` and those ``inside`` it towards the limits; empty where no limit is set."""
         if not self._allowed.limits.hold:
             return ()
         own = int(counts), int(inside.has_segments), cuts(segment.chunks, self._allowed.chunk_factor)

@@ -64,11 +64,7 @@ def left_out(refusals: Mapping[str, str]) -> list[str]:
 def without_segment(
     classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
 ) -> list[str]:
-    """Return a note for each of ``classes`` of which no module became a segment.
-
-    ``classes`` has the name of each class and the paths of its modules; ``dropped`` is the plan that would be applied
-    if it had not been dropped.
-    """
+    """Return a note for each of ``classes`` of which no module became a segment, by name and paths of its modules."""
     return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
 
 

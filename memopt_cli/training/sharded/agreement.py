@@ -143,10 +143,7 @@ def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
-    """List name, shape and dtype of every parameter of ``model``.
-
-    Ranks whose lists differ must not start: their collectives would not match, and they would wait for ever.
-    """
+    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait for ever."""
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 

@@ -1,7 +1,4 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients, found on a real rank by a communication hook.
-
-They are alive all the time, but no attribute of the module refers to them, so that they would not be counted.
-"""
+"""The buckets in which ``DistributedDataParallel`` reduces gradients, which only a communication hook is given."""
 
 from __future__ import annotations
 

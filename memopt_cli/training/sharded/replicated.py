@@ -92,11 +92,7 @@ def _not_predicted(what: str) -> StepError:
 
 
 class _Handle:
-    """A reference to a reducer, for attributes of a module.
-
-    Attributes of a module are restored before every counted step, objects that they hold included.  The reducer must
-    keep its state over these steps, so the attribute only holds its number.
-    """
+    """A reference to a reducer by number, since a module's attributes, unlike a reducer, are reset before each step."""
 
     __slots__ = ("_number",)
 
@@ -118,7 +114,6 @@ class Reducer:
     """
 
     def __init__(self, wrapper: Any, parameters: list[Tensor], of_all: list[Tensor], *, is_static: bool) -> None:
-        """Make the reducer of the DDP module ``wrapper``, and add its buckets to the list ``of_all``."""
         self._parameters, self._of_all = parameters, of_all
         self._group = wrapper.process_group
         self._as_view: bool = wrapper.gradient_as_bucket_view
@@ -186,7 +181,6 @@ class Reducer:
         self._of_all.extend(bucket.flat for bucket in self._buckets)
 
     def _bucket(self, numbers: list[int]) -> _Bucket:
-        """Make a bucket for the parameters ``numbers``."""
         parameters = [self._parameters[number] for number in numbers]
         flat = parameters[0].detach().new_empty(sum(p.numel() for p in parameters))
         parts = torch.split(flat, [p.numel() for p in parameters])
@@ -246,4 +240,3 @@ class _Bucket:
     parts: dict[int, Tensor]
     """Number of a parameter -> the view of :attr:`flat` for its gradient."""
     missing: set[int] = field(default_factory=set)
-    """Parameters whose gradients have not come yet."""

@@ -48,10 +48,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
 
 
 def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
-    """Spread ``model`` like :func:`spread`, on a rank of a real group, to measure it.
-
-    Raises :class:`UsageError` for the same reasons, and :class:`StepError` if its step cannot be measured.
-    """
+    """Spread ``model`` like :func:`spread`, to measure a real rank.  Raises :class:`StepError` if not countable."""
     return _spread(model, mesh, layout, function, "measured")
 
 
@@ -94,7 +91,6 @@ def data_ranks(model: nn.Module) -> int:
 
 
 def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
-    """Call ``function``.  Raises :class:`UsageError` if it fails, or makes its own process group."""
     group = dist.group.WORLD
     try:
         made = function(model, mesh)
