@@ -198,8 +198,8 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
             places.append(index)
             continue
         with unseen():
-            found = next(values).nonzero(as_tuple=True)
-        places += [numbers.made_known(place, x.device) for place in found]
+            true_at = next(values).nonzero(as_tuple=True)
+        places += [numbers.made_known(place, x.device) for place in true_at]
     taken: Tensor = _aten.index.Tensor(x, places)
     return taken
 

@@ -52,11 +52,11 @@ class ModuleNotes:
         if contents is not None:
             name, held = contents.smallest_codec(inputs)
             packed = nbytes if name == "null" else held
-            asked = asked_compressor(module)
-            if asked is not None:
-                packed = _bytes_in(asked, module, inputs)
-                name = asked if packed < nbytes else "null"  # a codec that saves nothing would only take time
-                self.codec_misfit = self.codec_misfit or _misfit(asked, module, inputs)
+            requested = asked_compressor(module)
+            if requested is not None:
+                packed = _bytes_in(requested, module, inputs)
+                name = requested if packed < nbytes else "null"  # a codec that saves nothing would only take time
+                self.codec_misfit = self.codec_misfit or _misfit(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed
         self.compressor = name if self.compressor in (None, name) else "null"

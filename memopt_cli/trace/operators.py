@@ -60,8 +60,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 def dtype_of(leaves: Iterable[Any]) -> str:
     """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``; empty if none is."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
-    found = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    return next((str(dtype).removeprefix("torch.") for dtype in found), "")
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return next((str(dtype).removeprefix("torch.") for dtype in floating), "")
 
 
 _STATISTICS = ("running_mean", "running_var")

@@ -112,7 +112,7 @@ class StepLog(StorageLog):
         # Only in a step without data: to learn these bytes, the layer is run, which a measured step would count.
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
-        given = tree_leaves((args, kwargs))
+        arguments = tree_leaves((args, kwargs))
         fixed = self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         self.ops.append(
             RanOp(
@@ -120,12 +120,12 @@ class StepLog(StorageLog):
                 phase=phase,
                 module=module,
                 call=call,
-                reads=self._indices(given),
+                reads=self._indices(arguments),
                 mutates=self._indices(modified(func, args, kwargs)),
                 random=draws(func, args, kwargs),
                 flops=flops_of(func, args, kwargs, output),
-                dtype=dtype_of(given),
-                moved_bytes=self._bytes_of([*given, *tree_leaves(output)]),
+                dtype=dtype_of(arguments),
+                moved_bytes=self._bytes_of([*arguments, *tree_leaves(output)]),
                 workspace_bytes=workspace_bytes,
                 fixed_workspace_bytes=fixed,
                 line=line_of_the_model() if self.phase == "forward" else "",

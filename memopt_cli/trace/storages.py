@@ -107,8 +107,8 @@ class Storages:
     def known(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         part = next(parts_of(tensor), tensor)
-        found = self._alive.get(memory_of(part)) if has_storage(part) else None
-        return found[1] if found else None
+        entry = self._alive.get(memory_of(part)) if has_storage(part) else None
+        return entry[1] if entry else None
 
     def drop(self, storage: Storage) -> None:
         """Remove ``storage`` from the account, as if it had never had any bytes."""

@@ -45,7 +45,7 @@ class _Run:
         of that with the highest :func:`_rank`.  Without a smaller run with another number, and for larger shapes if
         the line falls, bytes are proportional to that number.
         """
-        differ = [n for n, (mine, its) in enumerate(_in_both(self.shapes, shapes)) if mine != its]
+        differ = [n for n, (own, wanted) in enumerate(_in_both(self.shapes, shapes)) if own != wanted]
         if not differ:
             return self.nbytes
         largest = max(differ, key=lambda n: _rank(self.shapes[n]))
@@ -94,16 +94,16 @@ class Workspaces:
 
     def compared(self, smaller: Workspaces) -> Workspaces:
         """Return these workspaces, each run paired with that of a ``smaller`` step, to show how it grows."""
-        found = Workspaces(self.kept_bytes)
+        paired = Workspaces(self.kept_bytes)
         for operator, runs in self._runs.items():
             for run in runs:
-                found.record(operator, run.shapes, run.nbytes)
+                paired.record(operator, run.shapes, run.nbytes)
             others = smaller._runs.get(operator, [])
             if len(others) == len(runs):  # otherwise nobody knows which runs correspond
-                for run, other in zip(found._runs[operator], others, strict=True):
+                for run, other in zip(paired._runs[operator], others, strict=True):
                     is_same = list(map(len, run.shapes)) == list(map(len, other.shapes))
                     run.smaller = other if is_same and _differ_in_size(run.shapes, other.shapes) else None
-        return found
+        return paired
 
     def of(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
@@ -170,7 +170,7 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     levels = [0]
     for _, change in allocations:
         levels.append(levels[-1] + change)
-    found = Workspaces()
+    workspaces = Workspaces()
     caller: OperatorRun | None = None
     for run in runs:
         if caller and caller.calls_again(run):
@@ -179,28 +179,28 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
         first, last = bisect.bisect_left(times, run.start_ns), bisect.bisect_right(times, run.end_ns)
         if last > first:
             during = levels[first : last + 1]
-            found.record(run.operator, run.shapes, max(during) - max(during[0], during[-1]))
-    return found
+            workspaces.record(run.operator, run.shapes, max(during) - max(during[0], during[-1]))
+    return workspaces
 
 
 def _alike(one: Shapes, other: Shapes) -> bool:
     """Return whether all shapes differ from their counterparts in the first dimension at most."""
-    return all(mine[1:] == its[1:] for mine, its in _in_both(one, other))
+    return all(first[1:] == second[1:] for first, second in _in_both(one, other))
 
 
 def _differ_in_size(one: Shapes, other: Shapes) -> bool:
     """Return whether all shapes differ from their counterparts in the length of at most one dimension."""
     pairs = _in_both(one, other)
-    return all(len(mine) == len(its) and sum(map(ne, mine, its)) <= 1 for mine, its in pairs)
+    return all(len(first) == len(second) and sum(map(ne, first, second)) <= 1 for first, second in pairs)
 
 
 def _have_same_ranks(one: Shapes, other: Shapes) -> bool:
-    return all(len(mine) == len(its) for mine, its in _in_both(one, other))
+    return all(len(first) == len(second) for first, second in _in_both(one, other))
 
 
 def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Pair the shapes at the same positions; a tensor that only one has is paired with itself."""
-    return [(mine or its, its or mine) for mine, its in zip(one, other, strict=False)]
+    return [(first or second, second or first) for first, second in zip(one, other, strict=False)]
 
 
 def _rank(shape: tuple[int, ...]) -> tuple[bool, int]:

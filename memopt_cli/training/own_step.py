@@ -232,8 +232,8 @@ class _Watch:
 
 def _is_skipped(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer``, a fused one, skips its update, as a scaler found gradients that are not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, Tensor) and not is_fake(found_inf) and bool(found_inf.any())
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:

@@ -321,9 +321,9 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             continue  # reading it would compute it whole, which its layer runs in chunks to avoid
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            found = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
+            description = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
             raise StepError(
-                f"{what} {found if tensor.dim() else 'is NaN or infinite'}",
+                f"{what} {description if tensor.dim() else 'is NaN or infinite'}",
                 hint="Check the input values (`-i …=LOW..HIGH`, normal, spikes:RATE) and the stored parameters.",
             )
 

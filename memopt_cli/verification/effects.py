@@ -63,9 +63,9 @@ def effects(step: Step) -> dict[str, Tensor]:
     try:
         with generators_kept():
             seed_everything(step.settings.seed)
-            found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
-            found |= generator_state()
-        return found | _gradients(step.model) | state_of(step.model)
+            collected = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
+            collected |= generator_state()
+        return collected | _gradients(step.model) | state_of(step.model)
     finally:
         step.model.zero_grad(set_to_none=True)
 
@@ -82,10 +82,12 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
     # A head that runs through its loss has a deferred output.  Read before the loss, it would be computed as a whole,
     # and so would the loss; so it is read afterwards.
     late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
-    found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
+    collected = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
     step.backward(output)
-    found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
-    return found | {f"gradient of input {i}": t.grad for i, t in enumerate(tensors_of(inputs)) if t.grad is not None}
+    collected |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
+    return collected | {
+        f"gradient of input {i}": t.grad for i, t in enumerate(tensors_of(inputs)) if t.grad is not None
+    }
 
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:

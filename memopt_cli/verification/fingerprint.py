@@ -72,8 +72,8 @@ def _weights() -> Tensor:
 
 def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
     """Return ``once``, marked as repeatable or not by ``again``, the fingerprint of a second run without outputs."""
-    bits = {found.name: found.bits for found in once.tensors if not _is_gone(found.name)}
-    return replace(once, repeats=bits == {found.name: found.bits for found in again.tensors})
+    bits = {tensor.name: tensor.bits for tensor in once.tensors if not _is_gone(tensor.name)}
+    return replace(once, repeats=bits == {tensor.name: tensor.bits for tensor in again.tensors})
 
 
 def _is_gone(name: str) -> bool:

@@ -60,7 +60,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckResult:
     """The result of one check."""
 
     check: str
@@ -75,7 +75,7 @@ class Found:
 
 def follow(
     recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
-) -> tuple[tuple[FurtherCheck, ...], Found | None]:
+) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
     """Take further steps with and without the plan, which ``install`` puts on a copy, up to the first that differs.
 
     Returns all checks, and the one that differs, or ``None``.  If there is not enough time for all, the steps have
@@ -95,21 +95,21 @@ def follow(
 
 def _followed(
     recorded: Recorded, pair: _Pair, varied: Iterable[Variation]
-) -> tuple[tuple[FurtherCheck, ...], Found | None]:
+) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
     checks: list[FurtherCheck] = []
     deadline = _Deadline(recorded)
     for variation in varied:
         try:
             with deadline.watching(variation):
-                found = pair.compare(variation)
+                result = pair.compare(variation)
         except Exception as error:  # the model's own code may raise anything
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
             skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
             continue
-        checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=found.worst.compared))
-        if found.differs(recorded.tolerance):
-            return tuple(checks), found
+        checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=result.worst.compared))
+        if result.differs(recorded.tolerance):
+            return tuple(checks), result
     return tuple(checks), None
 
 
@@ -176,7 +176,7 @@ class _CannotCopy(StepError):
     """Raised for a model that cannot be copied."""
 
 
-class _Course:
+class _SteppingCopy:
     """A copy of the model that takes one step after another.
 
     Each step begins with the state in which the last one ended, detached from its graph.  That state is restored first,
@@ -216,11 +216,11 @@ class _Course:
     def _take(self, variation: Variation) -> dict[str, Tensor]:
         (self._start if self.at_start else self._reached).enter()
         with variation.vary(self._step) as step:
-            found = effects(step)
+            collected = effects(step)
         synchronize(step.settings.device)
         self._reached = StartingState(self.model)
         self.took_from_start, self.at_start = self.at_start, False
-        return found
+        return collected
 
     def noise(self, variation: Variation) -> Difference:
         """Return the difference between two steps from the same state."""
@@ -247,34 +247,34 @@ class _Pair:
     """Two copies of the model, one of them with the plan."""
 
     def __init__(self, recorded: Recorded, install: Callable[[nn.Module], object]) -> None:
-        self._plain, self._planned = _Course(recorded.step), _Course(recorded.step)
+        self._plain, self._planned = _SteppingCopy(recorded.step), _SteppingCopy(recorded.step)
         self._tolerance = recorded.tolerance
         self._gradients = recorded.gradients
         install(self._planned.model)
 
-    def compare(self, variation: Variation) -> Found:
+    def compare(self, variation: Variation) -> CheckResult:
         """Update both copies, take one step of each, and compare these.  Raises whatever the plain model raises."""
         gradients, self._gradients = self._gradients, {}
-        for course in (self._plain, self._planned):
-            course.update(gradients)
+        for stepping in (self._plain, self._planned):
+            stepping.update(gradients)
         reference = self._plain.take(variation)
         self._planned.at_start = self._plain.took_from_start
-        found = self._planned_against(reference, variation)
-        if found.differs(self._tolerance):
+        result = self._planned_against(reference, variation)
+        if result.differs(self._tolerance):
             noise = self._plain.noise(variation)
-            if noise.name and found.worst.relative <= _TIMES_NOISE * noise.relative:
+            if noise.name and result.worst.relative <= _TIMES_NOISE * noise.relative:
                 raise CannotVary("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
-        return found
+        return result
 
-    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> Found:
+    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> CheckResult:
         try:
-            return Found(variation.name, difference(reference, self._planned.take(variation)))
+            return CheckResult(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
             if is_out_of_memory(error):
                 self._plain.at_start = True  # so that both copies begin the next step alike
                 raise
-            return Found(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
+            return CheckResult(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
 
 
 def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:

@@ -27,7 +27,7 @@ from memopt_cli.verification.effects import (
     gradients_by_parameter,
     step_in_double,
 )
-from memopt_cli.verification.further_steps import Found, Recorded, follow
+from memopt_cli.verification.further_steps import CheckResult, Recorded, follow
 from memopt_cli.verification.variations import Resize
 
 Transform = Callable[[nn.Module], object]
@@ -59,27 +59,27 @@ def verify(
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        found = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
+        compared = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
-        differs: Found | None = None
-        if found.passed and resize is not None and not plan.is_empty:
-            further, differs = follow(found.recorded, install, resize)
-    worst = differs.worst if differs else found.worst
+        differing: CheckResult | None = None
+        if compared.passed and resize is not None and not plan.is_empty:
+            further, differing = follow(compared.recorded, install, resize)
+    worst = differing.worst if differing else compared.worst
     return Verification(
-        passed=found.passed and differs is None,
-        exact=found.exact,
+        passed=compared.passed and differing is None,
+        exact=compared.exact,
         precision="fp64" if chunked else step.settings.precision,
-        tolerance=found.recorded.tolerance,
-        compared=found.worst.compared,
+        tolerance=compared.recorded.tolerance,
+        compared=compared.worst.compared,
         worst_name=worst.name,
         worst_difference=worst.relative,
         batch=batch,
         full_size=full_size,
-        detail=differs.detail if differs else "",
+        detail=differing.detail if differing else "",
         inexact=inexact,
         further=further,
-        whole=found.whole,
-        differs_in=differs.check if differs else "",
+        whole=compared.whole,
+        differs_in=differing.check if differing else "",
     )
 
 
@@ -144,9 +144,9 @@ def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor], float]:
     began = time.monotonic()
-    found = _effects(step, start)
+    collected = _effects(step, start)
     synchronize(step.settings.device)
-    return found, time.monotonic() - began
+    return collected, time.monotonic() - began
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:

@@ -85,17 +85,17 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
 def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
     """Yield ``sizes`` with one of them larger, to give a segment the chunks, or the uneven chunks, that it lacks."""
     present = cuts(sizes)
-    wanting = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
-    if not wanting:
+    lacking = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
+    if not lacking:
         return
     by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
     grown = [cuts(larger) if _runs(larger, cuts) else present for larger in by_one]
-    for key in wanting:
+    for key in lacking:
         length, asked = present[key].length, present[key].asked
-        steps = [_steps(length, found[key].length - length, asked) for found in grown]
+        steps = [_steps(length, cuts_then[key].length - length, asked) for cuts_then in grown]
         larger = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
         if larger:
-            yield min(larger, key=lambda found: math.prod(found.values()))
+            yield min(larger, key=lambda candidate: math.prod(candidate.values()))
 
 
 def _steps(length: int, growth: int, asked: int) -> int:

@@ -15,7 +15,7 @@ from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import Step, begin
 from memopt_cli.verification.effects import cloned, difference, generators_kept, state_of
-from memopt_cli.verification.further_steps import Found
+from memopt_cli.verification.further_steps import CheckResult
 
 Install = Callable[[nn.Module, Optimizer], object]
 
@@ -25,7 +25,9 @@ RATE = 1e-3
 NAME = f"in {_UPDATES} updates in backward"
 
 
-def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: int) -> tuple[FurtherCheck, Found]:
+def compare_updates(
+    step: Step, plain: Install, in_backward: Install, *, batch: int
+) -> tuple[FurtherCheck, CheckResult]:
     """Compare parameters, buffers and the optimizer's state after a few steps with ``plain`` and with ``in_backward``.
 
     Each of the two puts the plan on a copy of the model and on its optimizer.  They must be equal to the bit.  Raises
@@ -33,7 +35,7 @@ def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: 
     """
     reference = _effects(step, plain)
     worst = difference(reference, _effects(step, in_backward))
-    return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), Found(NAME, worst)
+    return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), CheckResult(NAME, worst)
 
 
 def _effects(step: Step, install: Install) -> dict[str, Tensor]:

@@ -150,17 +150,17 @@ def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.M
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:
         raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
-    found = []
+    matches = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         match = line_of.fullmatch(text)
         if text and match is None:
             raise UsageError(f"{path}, line {number}: '{printable(text[:40])}' is not a length", hint=hint)
         if match is not None:
-            found.append(match)
-    if not found:
+            matches.append(match)
+    if not matches:
         raise BatchShapeError(f"{path} holds no lengths", hint=hint)
-    return found
+    return matches
 
 
 def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:

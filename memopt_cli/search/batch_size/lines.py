@@ -26,9 +26,9 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, kno
     otherwise every further number would be barely above, too.
     """
     # An infinite value does not bound the answer from above: a batch norm refuses one sample and accepts two.
-    known = {number: found for number in known_at if math.isfinite(found := value(number))}
-    high = min((number for number, found in known.items() if found > bound), default=_LARGEST)
-    low = max((number for number, found in known.items() if found <= bound and number < high), default=0)
+    known = {number: result for number in known_at if math.isfinite(result := value(number))}
+    high = min((number for number, result in known.items() if result > bound), default=_LARGEST)
+    low = max((number for number, result in known.items() if result <= bound and number < high), default=0)
     aim, gap, is_bent = bound, math.inf, False
     while high - low > _within_reach(low) and len(known) - len(known_at) < _MOST_DRY_RUNS:
         if _is_settled(known, low, bound):

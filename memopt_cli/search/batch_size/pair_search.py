@@ -142,14 +142,14 @@ class PairSearch:
 
     def _run(self, candidate: Candidate) -> list[Candidate]:
         """Run ``candidate``; return the next of its plan: a smaller batch if this did not fit, else a larger one."""
-        found = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
-        self.lost = self.lost + 1 if isinstance(found, OutOfMemory) else 0
+        outcome = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
+        self.lost = self.lost + 1 if isinstance(outcome, OutOfMemory) else 0
         if self.lost:
             self.room *= _LESS[min(self.lost, len(_LESS)) - 1]
         others = self._sized(candidate.plan, candidate.model)
-        if isinstance(found, BatchProbe) and found.allocated_peak_bytes <= self.within_bytes:
-            self.ran.append(found)
-            self.bias = self._measured_rate(found) / self._rate(candidate.plan, candidate.batch)
+        if isinstance(outcome, BatchProbe) and outcome.allocated_peak_bytes <= self.within_bytes:
+            self.ran.append(outcome)
+            self.bias = self._measured_rate(outcome) / self._rate(candidate.plan, candidate.batch)
             return [other for other in others if other.batch >= _WORTH_ANOTHER_RUN * candidate.batch]
         return [other for other in others if other.batch < candidate.batch]
 

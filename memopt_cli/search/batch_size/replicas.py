@@ -89,10 +89,10 @@ class ReplicaSearch:
 
     def _run(self, size: int) -> str:
         """Run ``size`` copies; return why no more are worth a run, or an empty text."""
-        found = self.outcomes[size] = self.probe(size)
-        if not isinstance(found, BatchProbe):
-            return f"a run of {format_copies(size)}: {describe(found)}"
-        if found.allocated_peak_bytes > self.limits.budget_bytes:
+        outcome = self.outcomes[size] = self.probe(size)
+        if not isinstance(outcome, BatchProbe):
+            return f"a run of {format_copies(size)}: {describe(outcome)}"
+        if outcome.allocated_peak_bytes > self.limits.budget_bytes:
             return self.limits.name
         rates = [run.samples_per_s for run in self.runs]
         return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""

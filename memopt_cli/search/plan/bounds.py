@@ -60,10 +60,10 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
     candidates = _spread([length for length in work.lengths if plain < length < longest], work)
     best: tuple[int, ...] = ()
     for number in range(1, MOST_RANGES - (plain > 0)):
-        found = min(itertools.combinations(candidates, number), key=epoch, default=())
-        if not found or epoch(found) > (1 - _WORTH) * epoch(best):
+        bounds = min(itertools.combinations(candidates, number), key=epoch, default=())
+        if not bounds or epoch(bounds) > (1 - _WORTH) * epoch(best):
             break
-        best = found
+        best = bounds
     return best
 
 

@@ -332,8 +332,8 @@ class CostModel:
             block.state_bytes = self.modules[call.path].state_bytes
             if segment.gathers:
                 first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
-                given = trained_input_bytes(self.trace, call)
-                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= given)
+                trained_bytes = trained_input_bytes(self.trace, call)
+                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= trained_bytes)
             block.keeps_graph = self._outliving(call) > block.state_bytes > 0
             block.first_saver = _first_saver(self._ends, call)
             block.length = self._length(segment)
@@ -403,7 +403,7 @@ class CostModel:
                 yield call
 
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are alive anyway: they cost nothing."""
+        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are alive anyway, and cost 0."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]
         if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):

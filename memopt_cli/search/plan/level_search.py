@@ -44,10 +44,10 @@ class LevelRuns:
 
     def count(self, plan: Plan) -> Priced | None:
         """Dry-run ``plan``; if it cannot run because of a single segment, forbid that segment from now on."""
-        found = self.dry_runs.count(plan, self.space.proposals)
-        if found is None and (segment := self._failing(plan)):
+        priced = self.dry_runs.count(plan, self.space.proposals)
+        if priced is None and (segment := self._failing(plan)):
             self.spaces.forbid(segment.path, self.space, self.level)
-        return found
+        return priced
 
     def is_allowed(self, plan: Plan) -> bool:
         """Return whether no segment of ``plan`` has been forbidden since it was made."""
@@ -65,9 +65,9 @@ class LevelRuns:
     def smallest(self, most_slowdown: float) -> Priced | None:
         """Return the smallest plan so far with the heads of this search space; ``None`` if all exceed the slowdown."""
         heads = self.space.proposals.heads
-        here = [found for found in self.dry_runs.up_to(self.level) if heads_of(found.plan) == heads]
-        usable = [found for found in here if found.slowdown <= most_slowdown]
-        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown), default=None)
+        of_space = [priced for priced in self.dry_runs.up_to(self.level) if heads_of(priced.plan) == heads]
+        usable = [priced for priced in of_space if priced.slowdown <= most_slowdown]
+        return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown), default=None)
 
     def smallest_with_heads(self, most_slowdown: float) -> Plan:
         """Return the smallest plan without heads, with this space's heads added, as the solver here may miss it."""
@@ -167,10 +167,10 @@ class LevelSearch:
             predicted_bytes = self.space.proposals.peak_of(plan)
             peak_bytes = int(predicted_bytes * bias)
             if peak_bytes <= (1 + _DOUBT) * budget_bytes and self.runs.would_be_fastest(plan, budget_bytes):
-                found = self.runs.count(plan)
+                counted = self.runs.count(plan)
                 dry_runs += 1
-                peak_bytes = found.peak_bytes if found else budget_bytes + 1
-                bias = peak_bytes / predicted_bytes if found else bias
+                peak_bytes = counted.peak_bytes if counted else budget_bytes + 1
+                bias = peak_bytes / predicted_bytes if counted else bias
             if peak_bytes > budget_bytes:
                 target -= max(peak_bytes - budget_bytes, step)
                 continue
@@ -210,8 +210,8 @@ class LevelSearch:
         while best is not None and best.peak_bytes > budget_bytes:
             asked_before, smallest = questions.questions, best
             for plan in self._rearranged(best, most_slowdown):
-                if self._seems_below(plan, smallest) and questions.confirm(plan) and (found := self.runs.count(plan)):
-                    smallest = min(smallest, found, key=lambda found: found.peak_bytes)
+                if self._seems_below(plan, smallest) and questions.confirm(plan) and (priced := self.runs.count(plan)):
+                    smallest = min(smallest, priced, key=lambda priced: priced.peak_bytes)
             # A module may have answered with another rule, which gives other plans to try.
             learned = asked_before < questions.questions and questions.may_ask
             if smallest is best and not learned:

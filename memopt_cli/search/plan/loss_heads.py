@@ -63,7 +63,7 @@ def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
     """
     call = next(call for call in trace.calls if call.path == module.path)
     logits = set(call.outputs)
-    found = False
+    reaches_loss = False
     for op in trace.ops[call.end :]:
         if op.phase != "forward":
             break
@@ -71,6 +71,6 @@ def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
             continue
         if op.mutates or not (op.name in _ON_THE_WAY or op.name == _LOSS or not op.makes):
             return False
-        found |= op.name == _LOSS
+        reaches_loss |= op.name == _LOSS
         logits |= set() if op.name == _LOSS else set(op.makes)
-    return found
+    return reaches_loss

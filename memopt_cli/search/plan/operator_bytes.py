@@ -90,7 +90,7 @@ class OperatorBytes:
         return self._backward_starts[min(place, len(self._backward_starts) - 1)]
 
     def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of those never packed."""
+        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of unpacked ones."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]

@@ -82,8 +82,8 @@ class Planner:
         if own is None:
             return None, None
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in refused]
-        faster = [found for found in frontier if found.slowdown <= (1 - _WORTH_NAMING) * own.slowdown]
-        smaller = [found for found in frontier if found.peak_bytes <= (1 - _WORTH_NAMING) * own.peak_bytes]
+        faster = [priced for priced in frontier if priced.slowdown <= (1 - _WORTH_NAMING) * own.slowdown]
+        smaller = [priced for priced in frontier if priced.peak_bytes <= (1 - _WORTH_NAMING) * own.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(own.peak_bytes)
 
     def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
@@ -110,10 +110,10 @@ class Planner:
             below = self.dry_runs.smallest(level - 1, most_slowdown)
             nearly, lower = (1 + _NEARLY) * least.peak_bytes, (1 - WORTH_LOWERING) * below.peak_bytes
             is_worth_it = least.peak_bytes <= lower
-            found = self.within(level, int(min(nearly, lower)) if is_worth_it else below.peak_bytes) or least
+            fastest = self.within(level, int(min(nearly, lower)) if is_worth_it else below.peak_bytes) or least
             known, least = least, self.dry_runs.smallest(level, most_slowdown)
             if least.peak_bytes == known.peak_bytes:  # otherwise the search came by a smaller plan: begin again there
-                return found
+                return fastest
 
     def within(self, level: int, budget_bytes: int) -> Priced | None:
         """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none does."""
@@ -126,9 +126,9 @@ class Planner:
             self._relax(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _WITHIN_REACH * budget_bytes:
-                    for asked in range(level, 0, -1):
+                    for lower_level in range(level, 0, -1):
                         self._begin_anew()  # what modules answered during one level can mislead another
-                        self.best(asked)  # the sums are off: a plan just above their least may have a lower peak
+                        self.best(lower_level)  # the sums are off: a plan just above their least may have a lower peak
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
                 self._relax(level, budget_bytes)
@@ -144,7 +144,7 @@ class Planner:
                 self._search(level, budget)
                 self._send(level, budget)
                 self._relax(level, budget)
-        return [found for found in self.frontier_so_far if found.slowdown <= most_slowdown]
+        return [priced for priced in self.frontier_so_far if priced.slowdown <= most_slowdown]
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Predict the least peak by the solver alone; ``None`` if it is not clearly below ``peak_bytes``."""
@@ -190,10 +190,10 @@ class Planner:
         if not self._may_send(level) or self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
         hopeful: dict[Plan, tuple[float, int, Plan, SearchSpace]] = {}
-        for found in [found for found in self.dry_runs.up_to(level) if not found.plan.sends]:
-            space = self._spaces.of(found.plan)
-            off_bytes = found.peak_bytes - space.proposals.peak_of(found.plan)
-            for sent in variants(found.plan, self._place):
+        for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
+            space = self._spaces.of(priced.plan)
+            off_bytes = priced.peak_bytes - space.proposals.peak_of(priced.plan)
+            for sent in variants(priced.plan, self._place):
                 plan = self._in_room(sent, space)
                 peak_bytes, slowdown = space.proposals.peak_of(plan) + off_bytes, space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= most_slowdown:
@@ -227,13 +227,13 @@ class Planner:
             relaxed = space.improvements.relaxed(
                 best.plan, functools.partial(self._fits, space, budget_bytes - bias, best)
             )
-            found = self.dry_runs.count(relaxed, space.proposals) if relaxed != best.plan else None
-            if found is None:
+            counted = self.dry_runs.count(relaxed, space.proposals) if relaxed != best.plan else None
+            if counted is None:
                 break
-            is_over = found.peak_bytes > budget_bytes
+            is_over = counted.peak_bytes > budget_bytes
             if not is_over and self.dry_runs.fastest(level, budget_bytes) is best:
                 break
-            over_bytes, refuted = (over_bytes + found.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
+            over_bytes, refuted = (over_bytes + counted.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
 
     def _fits(self, space: SearchSpace, most_bytes: int, best: Priced, plan: Plan) -> bool:
         """Tell whether ``plan``, which is ``best`` relaxed, is within ``most_bytes`` and no slower than ``best``.

@@ -78,17 +78,17 @@ class DryRuns:
 
     def up_to(self, level: int) -> list[Priced]:
         """List the counted plans that ``level`` allows, the original among them."""
-        return [found for found in self._found.values() if found is not None and found.level <= level]
+        return [priced for priced in self._found.values() if priced is not None and priced.level <= level]
 
     def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
         """Return the smallest plan of ``level`` whose slowdown is at most ``most_slowdown``; of equals, the fastest."""
-        usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
-        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
+        usable = [priced for priced in self.up_to(level) if priced.slowdown <= most_slowdown or priced.plan.is_empty]
+        return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown))
 
     def fastest(self, level: int, budget_bytes: int) -> Priced | None:
         """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none is."""
-        fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
+        fitting = [priced for priced in self.up_to(level) if priced.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda priced: (priced.slowdown, priced.peak_bytes), default=None)
 
 
 class ChunkQuestions:
@@ -149,7 +149,7 @@ class ChunkQuestions:
         rule = self._ask(segment.path) if self.questions < self._most else None
         if rule == self.known[segment.path][0]:
             return True
-        others = {path: found for path, found in self.known.items() if path != segment.path}
+        others = {path: answer for path, answer in self.known.items() if path != segment.path}
         if rule is not None:
             others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
         self._allow(others)
@@ -194,10 +194,10 @@ class ChunkQuestions:
         self._learned += 1
         rule = self._ask(path)
         if rule is not None:
-            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
-            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            shapes = {path: modules[path].input_shape[rule.axis :] for path in alike}
+            answers = {path: (rule, shape[0]) for path, shape in shapes.items() if shape}
             self._certain.add(path)
-            self._allow({**self.known, **found})
+            self._allow({**self.known, **answers})
         return rule is not None
 
     def _ask(self, path: str) -> ChunkRule | None:

@@ -163,7 +163,7 @@ class _Order:
         return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """Return the instant after operator ``op`` - 1, where what dies at ``op`` ends; for ``None``, the last instant."""
+        """Return the instant after operator ``op`` - 1, where what dies at ``op`` ends; ``None`` means the last one."""
         return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
@@ -371,18 +371,18 @@ class _Parcels:
         stored: list[tuple[int, int, int, SentParcel]] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
-                self.of[block] = SentParcel(complete=order.after(block.call.end), asked=block.offset)
+                self.of[block] = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
                 raw = (index for index in block.call.inputs if index not in block.packed)
                 stored += [(block.call.start, block.offset, index, self.of[block]) for index in raw]
         groups = list(self._groups(inner)) if outside else []
         stored += [entry for group in groups for entry in group]
-        for _, asked, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+        for _, needed, index, parcel in sorted(stored, key=lambda entry: entry[0]):
             storage = original.trace.storages[index]
             if storage.kind == "inputs" and storage.nbytes >= LEAST_SENT_BYTES:
                 self.copied[index] = storage.nbytes
             elif storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
                 first = self.holding.setdefault(index, parcel)
-                first.asked = min(first.asked, asked)
+                first.needed_at = min(first.needed_at, needed)
         follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
@@ -393,10 +393,10 @@ class _Parcels:
             group = saves[start : start + SAVES_OF_A_PARCEL]
             following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
             complete = self._order.place[following if following is not None else group[-1][0]]
-            parcel = SentParcel(complete=complete, asked=NEVER)
-            yield [(op, self._asked(index, op), index, parcel) for op, index in group]
+            parcel = SentParcel(complete_at=complete, needed_at=NEVER)
+            yield [(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
-    def _asked(self, index: int, saver: int) -> int:
+    def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
         reader = self._original.first_read_back.get(index)
         return (
@@ -495,15 +495,15 @@ class Replay:
     def _add_sent(self, parcel: SentParcel, begin: int, held_until: int, end: int, nbytes: int) -> None:
         """Enter a tensor of ``parcel`` that is made at ``begin`` and last needed before ``end``.
 
-        The model itself holds it until ``held_until``; if that is after it is fetched again, sending it frees nothing.
+        The model itself holds it until ``held_until``.  If that is after the fetch, sending the tensor frees nothing.
         """
         self.sent_bytes += nbytes
-        gone = None if parcel.gone is None else max(parcel.gone, held_until)
-        if gone is None or gone >= parcel.fetched:
+        gone = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
+        if gone is None or gone >= parcel.fetch_at:
             self._ledger.live(begin, end, nbytes)
             return
         self._ledger.live(begin, gone, nbytes)
-        self._ledger.live(parcel.fetched, end, nbytes, is_made=False)
+        self._ledger.live(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
     def _until(

@@ -154,8 +154,8 @@ class Solver:
 
     def schedules(self, most_added_s: float) -> Iterator[Schedule]:
         """Yield the schedules found so far that add at most ``most_added_s``."""
-        found = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
-        return (schedule for schedule in found if schedule is not None and schedule.added_s <= most_added_s)
+        schedules = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
+        return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= most_added_s)
 
     def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
         """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
@@ -185,8 +185,8 @@ class Solver:
             bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
             # Count the segments on repeatedly called modules here, once each, and not at every call.
             spent = (len(choice.segmented), 0, 0) if bounds.limits.hold and choice.segmented else ()
-            found = self._through([Schedule(spent=spent)], self._root, bounds)
-            schedule = min(found, key=lambda schedule: schedule.added_s, default=None)
+            schedules = self._through([Schedule(spent=spent)], self._root, bounds)
+            schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
             least_s = math.nextafter(most_added_s, math.inf) if schedule is None else schedule.added_s
             choice.answers[budget_bytes] = schedule, least_s
         return schedule if schedule is not None and schedule.added_s <= most_added_s else None

@@ -164,14 +164,14 @@ class SearchSpaces:
         First come the heads that lower the peak of the smallest plan so far: in the original, another part of the step
         may be at the peak, which heads cannot lower.  Then come those that lower the peak of the original.
         """
-        starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
+        starts = {priced.plan: priced for priced in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
-            if heads := heads_of(found):
+            headed = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
+            if heads := heads_of(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
-                    yield self._headed_by(found, trace)
-                self._dry_runs.count(found, self.plain.proposals)
+                    yield self._headed_by(headed, trace)
+                self._dry_runs.count(headed, self.plain.proposals)
 
     def _peak_of(self, plan: Plan) -> float:
         """Count the peak of ``plan`` by a dry run; infinite if the run fails."""
@@ -180,10 +180,10 @@ class SearchSpaces:
             raise TimeIsUp
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, found: Plan, trace: StepTrace) -> SearchSpace:
+    def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = timed_like(trace, self._trace)
-        proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
-        for plan in (found, Plan(segments=proposals.heads)):
+        proposals = Proposals(trace, self._tick, heads=heads_of(headed), slowdown=slowdown)
+        for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
 

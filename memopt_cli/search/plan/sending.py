@@ -34,13 +34,13 @@ SEND_S: Final = 0.3e-3
 class SentParcel:
     """Tensors that are sent together; times are instants of a replayed step."""
 
-    complete: int
+    complete_at: int
     """Instant at which the last tensor of the parcel is stored."""
-    asked: int
+    needed_at: int
     """Instant at which backward needs the parcel."""
-    gone: int | None = None
+    given_up_at: int | None = None
     """Instant at which the parcel is given up; ``None`` for the last one, which stays."""
-    fetched: int = 0
+    fetch_at: int = 0
     """Instant at which the fetch of the parcel begins."""
 
 
@@ -55,11 +55,11 @@ class SentTensor:
 
 
 def follow_each_other(parcels: Sequence[SentParcel]) -> None:
-    """Set when each of ``parcels`` is given up, and when it is fetched, by the next one."""
-    gone, asked_next = None, NEVER
-    for parcel in sorted(parcels, key=lambda parcel: parcel.complete, reverse=True):
-        parcel.gone, parcel.fetched = gone, min(asked_next, parcel.asked)
-        gone, asked_next = parcel.complete, asked_next if parcel.asked == NEVER else parcel.asked
+    """Set when each of ``parcels`` is given up and fetched: when the next one is complete, and needed."""
+    next_complete, next_needed = None, NEVER
+    for parcel in sorted(parcels, key=lambda parcel: parcel.complete_at, reverse=True):
+        parcel.given_up_at, parcel.fetch_at = next_complete, min(next_needed, parcel.needed_at)
+        next_complete, next_needed = parcel.complete_at, next_needed if parcel.needed_at == NEVER else parcel.needed_at
 
 
 def waits_s(
@@ -78,8 +78,12 @@ def waits_s(
     # for the copy out), 1 begin a copy out, 2 begin a copy in, 3 use (wait for the copy in).
     events: list[tuple[int, int, SentParcel, int]] = [(t.stored, 1, t.parcel, t.nbytes) for t in tensors]
     for parcel, nbytes in sizes.items():
-        assert parcel.gone is not None, "the last parcel, which stays, has no sent tensors"
-        events += [(parcel.gone, 0, parcel, 0), (parcel.fetched, 2, parcel, nbytes), (parcel.asked, 3, parcel, 0)]
+        assert parcel.given_up_at is not None, "the last parcel, which stays, has no sent tensors"
+        events += [
+            (parcel.given_up_at, 0, parcel, 0),
+            (parcel.fetch_at, 2, parcel, nbytes),
+            (parcel.needed_at, 3, parcel, 0),
+        ]
     delay_s = 0.0
     free_s = {True: 0.0, False: 0.0}  # when the link is free, for copies out (True) and in (False)
     done_s: dict[tuple[SentParcel, bool], float] = {}

@@ -44,8 +44,8 @@ def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions,
     candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
     segments = outermost([by_path[segment.path] for segment in plan.segments])
-    found = chosen(candidates, segments, options, by_goal=by_goal)
-    return replace(found, asked=tuple(asked or ()), refused=refused(modules, options))
+    selection = chosen(candidates, segments, options, by_goal=by_goal)
+    return replace(selection, asked=tuple(asked or ()), refused=refused(modules, options))
 
 
 def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
@@ -96,8 +96,8 @@ def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> 
         matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
         usable = [m for m in matches if not m.refusal]
         if not usable:
-            said = _no_match(modules, target, matches)
-            raise PlanError(said, hint="Name a class or a path glob: `--target Bottleneck`.")
+            message = _no_match(modules, target, matches)
+            raise PlanError(message, hint="Name a class or a path glob: `--target Bottleneck`.")
         chosen += [m for m in usable if m not in chosen]
     return outermost(chosen)
 

@@ -29,7 +29,7 @@ from memopt_cli.records import to_data
 from memopt_cli.runtime.private_torch import is_of_lost_rank
 from memopt_cli.training.step import is_out_of_memory
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Ranks:
@@ -40,7 +40,7 @@ class Ranks:
         self.rank: int = dist.get_rank(group)
         self.count: int = dist.get_world_size(group)
 
-    def each(self, do: Callable[[], Found]) -> Found:
+    def each(self, do: Callable[[], Result]) -> Result:
         """Call ``do`` on all ranks, and return this rank's result; ``do`` itself must not wait for other ranks.
 
         If it fails on any rank, all ranks raise.  The first rank that failed raises its own exception; the others raise
@@ -48,7 +48,7 @@ class Ranks:
         """
         error: BaseException | None = None
         try:
-            found = do()
+            result = do()
         except BaseException as err:  # also Ctrl-C: the other ranks would wait for this one
             error = err
         failures = {rank: sent for rank, sent in enumerate(self._gathered(_as_sent(error))) if sent is not None}
@@ -58,7 +58,7 @@ class Ranks:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
             raise failure if alike else _named(failure, first, self.count)
-        return found
+        return result
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -78,17 +78,17 @@ class Ranks:
                 raise
             raise _named(StepError(first_line(err)), self.rank, self.count) from err
 
-    def all(self, do: Callable[[], Found]) -> list[Found]:
+    def all(self, do: Callable[[], Result]) -> list[Result]:
         """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
         return self._gathered(self.each(do))
 
-    def _gathered(self, mine: Found) -> list[Found]:
+    def _gathered(self, mine: Result) -> list[Result]:
         results: list[Any] = [None] * self.count
         with reporting_lost_ranks():
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
-    def first(self, do: Callable[[], Found]) -> Found:
+    def first(self, do: Callable[[], Result]) -> Result:
         """Call ``do`` on rank 0 alone, and return its result on all ranks.  Raises like :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
