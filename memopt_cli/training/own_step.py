@@ -157,7 +157,7 @@ class _Watch:
         self._entered = entered
         self._updating = updating
         self._phases: list[Phase] = []
-        """Phases that have begun and not ended, the present one last: backward may run in forward or in an update."""
+        """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
         """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}

@@ -234,10 +234,8 @@ _CHOICES = {
     _aten.argmax.default: 0,
     _aten.argmin.default: 0,
 }
-"""Operator that chooses among values -> index of its output with the indices of the chosen values.
-
-When two values are nearly equal, a difference in rounding can change the choice, and then all that follows.
-"""
+"""Operator that chooses among values -> index of its output that tells which were chosen.  If two values are nearly
+equal, a difference in rounding can change the choice, and then all that follows."""
 
 
 @dataclass(slots=True)

@@ -85,9 +85,8 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
     collected = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
     step.backward(output)
     collected |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
-    return collected | {
-        f"gradient of input {i}": t.grad for i, t in enumerate(tensors_of(inputs)) if t.grad is not None
-    }
+    leaves = enumerate(tensors_of(inputs))
+    return collected | {f"gradient of input {i}": t.grad for i, t in leaves if t.grad is not None}
 
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:

@@ -117,8 +117,7 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
 def _finite(numbers: Tensor, place: int, not_finite: list[bytes]) -> Tensor:
     """Return ``numbers`` with zeros for those that are not finite; add a digest of these to ``not_finite``.
 
-    The digest tells where they are, and whether they are NaN or an infinity.  Such numbers are no failure: masks
-    contain -inf.  ``place`` is the number of the piece.
+    The digest has their places and kinds.  They are no failure: masks contain -inf.  ``place``: number of the piece.
     """
     if numbers.isfinite().all():
         return numbers

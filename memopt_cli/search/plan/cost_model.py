@@ -157,12 +157,12 @@ def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
 
 
 def statistics_passes(
-    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, given_bytes: int
+    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, trained_bytes: int
 ) -> Passes:
     """Price the passes over the operators from ``start`` to ``stop`` that gather batch statistics.
 
     ``elapsed`` has the seconds before every operator of the step, ``norms`` are the step's batch norms, and
-    ``given_bytes`` comes from :func:`trained_input_bytes`.
+    ``trained_bytes`` comes from :func:`trained_input_bytes`.
     """
     within = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
@@ -170,7 +170,7 @@ def statistics_passes(
         norm_s = elapsed[norm.op + 1] - elapsed[norm.op]
         handed_on_s = elapsed[norm.source + 1] - elapsed[norm.source] if norm.source >= start else 0.0
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
-        if norm.nbytes <= given_bytes:  # linked: the pass runs in forward, and once more in backward
+        if norm.nbytes <= trained_bytes:  # linked: the pass runs in forward, and once more in backward
             seconds += 2 * until_s - handed_on_s
         else:  # not linked: the next pass's backward goes through this pass as well, at twice the time of its forward
             seconds += 4 * until_s
@@ -302,14 +302,14 @@ class CostModel:
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
             stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
-            given_bytes = trained_input_bytes(self.trace, call)
+            trained_bytes = trained_input_bytes(self.trace, call)
             self._reruns[key] = Rerun(
                 stop=stop,
                 seconds=self.elapsed[stop] - self.elapsed[call.start],
                 ops=call.end - call.start,
                 products=self._products[call.end] - self._products[call.start],
                 modules=self._modules_in[call.path],
-                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes),
+                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,
             )
         return self._reruns[key]
@@ -327,34 +327,37 @@ class CostModel:
                 around.pop()
             if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
-            block = ReplayedSegment(call, segment, around[-1] if around else None)
-            block.stop = self.rerun(call).stop
-            block.state_bytes = self.modules[call.path].state_bytes
-            if segment.gathers:
-                first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
-                trained_bytes = trained_input_bytes(self.trace, call)
-                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= trained_bytes)
-            block.keeps_graph = self._outliving(call) > block.state_bytes > 0
-            block.first_saver = _first_saver(self._ends, call)
-            block.length = self._length(segment)
-            share = longest_share(segment.chunks, block.length)
-            block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
-            block.shares = (block.parent.shares if block.parent else 1.0) / share
-            blocks.append(block)
-            around.append(block)
+            blocks.append(self._block(call, segment, around[-1] if around else None))
+            around.append(blocks[-1])
         within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
         for block in blocks:
             within[block.parent].append(block.call)
         stored: set[int] = set()
         for block in blocks:
             if block.parent is None:
-                block.packed = self._packed(
-                    block, stored | self._saved_before(block, blocks) if plan.packed else stored
-                )
+                alive = stored | self._saved_before(block, blocks) if plan.packed else stored
+                block.packed = self._packed(block, alive)
                 stored.update(block.call.inputs if block.segment.chunks == 1 else ())
             if block.segment.keep:
                 block.kept = self._kept(block, within[block])
         return blocks
+
+    def _block(self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None) -> ReplayedSegment:
+        """Return ``call`` of ``segment`` to replay; its packed and kept tensors depend on other segments: set later."""
+        block = ReplayedSegment(call, segment, parent)
+        block.stop = self.rerun(call).stop
+        block.state_bytes = self.modules[call.path].state_bytes
+        if segment.gathers:
+            first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
+            trained_bytes = trained_input_bytes(self.trace, call)
+            block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= trained_bytes)
+        block.keeps_graph = self._outliving(call) > block.state_bytes > 0
+        block.first_saver = _first_saver(self._ends, call)
+        block.length = self._length(segment)
+        share = longest_share(segment.chunks, block.length)
+        block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
+        block.shares = (parent.shares if parent else 1.0) / share
+        return block
 
     def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
         """Return the parts of the inputs of ``block`` that autograd has saved outside of segments before it."""

@@ -366,8 +366,7 @@ class _Parcels:
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
         """Input of the step -> its bytes.  It is copied, too, which frees nothing here, as the caller holds it."""
-        # Of each stored tensor: the operator before which it is stored, the instant at which backward asks for it, the
-        # storage and the parcel.
+        # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
         stored: list[tuple[int, int, int, SentParcel]] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
@@ -399,9 +398,8 @@ class _Parcels:
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
         reader = self._original.first_read_back.get(index)
-        return (
-            self._order.after(self._original.backward_end[saver]) - 1 if reader is None else self._order.place[reader]
-        )
+        end = self._order.after(self._original.backward_end[saver]) - 1
+        return end if reader is None else self._order.place[reader]
 
 
 class Replay:

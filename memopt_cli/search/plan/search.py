@@ -53,9 +53,7 @@ class _Choice:
     def known(self, budget_bytes: int) -> Schedule | None:
         """Return the answer for a budget from ``budget_bytes`` on if it happens to fit that; else ``None``."""
         larger = (schedule for budget, (schedule, _) in self.answers.items() if budget >= budget_bytes)
-        return next(
-            (schedule for schedule in larger if schedule is not None and schedule.peak_bytes <= budget_bytes), None
-        )
+        return next((s for s in larger if s is not None and s.peak_bytes <= budget_bytes), None)
 
 
 @dataclass(slots=True)

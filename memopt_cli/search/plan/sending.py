@@ -79,11 +79,8 @@ def waits_s(
     events: list[tuple[int, int, SentParcel, int]] = [(t.stored, 1, t.parcel, t.nbytes) for t in tensors]
     for parcel, nbytes in sizes.items():
         assert parcel.given_up_at is not None, "the last parcel, which stays, has no sent tensors"
-        events += [
-            (parcel.given_up_at, 0, parcel, 0),
-            (parcel.fetch_at, 2, parcel, nbytes),
-            (parcel.needed_at, 3, parcel, 0),
-        ]
+        given_up, fetch = (parcel.given_up_at, 0, parcel, 0), (parcel.fetch_at, 2, parcel, nbytes)
+        events += [given_up, fetch, (parcel.needed_at, 3, parcel, 0)]
     delay_s = 0.0
     free_s = {True: 0.0, False: 0.0}  # when the link is free, for copies out (True) and in (False)
     done_s: dict[tuple[SentParcel, bool], float] = {}
