@@ -62,7 +62,7 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
 
 
 def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
-    """Return the optimizer that the user's ``function`` makes, at rate zero; :class:`StepError` if it is unfit."""
+    """Return the user's optimizer, its learning rate set to 0.  Raises :class:`StepError` if it cannot be used."""
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything

@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class PairSearch:
-    """The search.  It calls the functions that it is given, and so knows neither models nor processes."""
+    """The search for pairs.  It calls the functions that it is given, and so knows neither models nor processes."""
 
     limits: Limits
     fastest: Callable[[int], Plan | None]

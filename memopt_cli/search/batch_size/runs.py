@@ -18,7 +18,7 @@ _PUNCTUAL = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on the batch."""
+    """Limits of a search: on what it may run, and on what it may recommend."""
 
     budget_bytes: int
     """Most bytes of the allocated peak."""

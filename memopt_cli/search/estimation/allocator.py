@@ -146,7 +146,7 @@ class Lifetime:
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
-    """Return the lifetimes of ``storages``, but of none without bytes, or freed by the operator that makes it."""
+    """Return the lifetimes of those of ``storages`` that have bytes and outlive the operator that makes them."""
     lasting = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
 

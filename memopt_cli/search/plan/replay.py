@@ -511,7 +511,7 @@ class Replay:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> tuple[int, int]:
-        """Return until when ``storage``, made in ``block``, is held here, and until when its sent copy, or 0."""
+        """Return two ends of ``storage``, made in ``block``: of its life here, and of its sent copy (0 without one)."""
         end, sent_end = self._lives.forward_end(storage, block), 0
         parcels = self._parcels if block is None and self._parcels and index in self._parcels.holding else None
         if savers.get(block) and block is None and self._packs(storage):

@@ -51,7 +51,7 @@ class _Choice:
         return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
 
     def known(self, budget_bytes: int) -> Schedule | None:
-        """Return the answer for a budget from ``budget_bytes`` on if it happens to fit that; else ``None``."""
+        """Return the answer for a larger budget, or this one, if it fits ``budget_bytes``; else ``None``."""
         larger = (schedule for budget, (schedule, _) in self.answers.items() if budget >= budget_bytes)
         return next((s for s in larger if s is not None and s.peak_bytes <= budget_bytes), None)
 

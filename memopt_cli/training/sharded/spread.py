@@ -48,7 +48,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
 
 
 def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
-    """Spread ``model`` like :func:`spread`, to measure a real rank.  Raises :class:`StepError` if not countable."""
+    """Spread ``model`` like :func:`spread`, on a real rank.  Raises :class:`StepError` if it cannot be measured."""
     return _spread(model, mesh, layout, function, "measured")
 
 
