@@ -86,8 +86,8 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 def closure_refusal(optimizer: Optimizer) -> str:
     """Return a message that tells why memopt refuses ``optimizer``, whose step takes a closure."""
     return (
-        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt measures steps "
-        "that do so once"
+        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt can only measure "
+        "a step that runs each of them once"
     )
 
 

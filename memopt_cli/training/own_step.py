@@ -203,7 +203,7 @@ class _Watch:
         if id(optimizer) not in self._listed:
             raise StepError(
                 f"the step uses an optimizer, {type(optimizer).__name__}, that it does not list",
-                hint="List all in optimizers: their state counts.",
+                hint="List all that it uses in optimizers=[...], since their state takes memory.",
             )
         self._refuse_sparse()
         if not _is_skipped(optimizer):
@@ -226,7 +226,7 @@ class _Watch:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise StepError(
                     f"the gradient of '{name}' is sparse, which is not counted",
-                    hint="Make it dense, an embedding's with sparse=False.",
+                    hint="Make it dense; for an nn.Embedding, set sparse=False.",
                 )
 
 

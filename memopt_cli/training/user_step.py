@@ -53,7 +53,7 @@ _EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[o
 
 def _check_models(models: Mapping[str, nn.Module]) -> None:
     if not isinstance(models, Mapping) or not models:
-        raise OptionError("models is not a mapping of names to modules, or an empty one", hint=_EXAMPLE)
+        raise OptionError("models must be a mapping of names to modules, with at least one of them", hint=_EXAMPLE)
     for name, model in models.items():
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")

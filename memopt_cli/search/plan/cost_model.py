@@ -355,7 +355,8 @@ class CostModel:
         block.first_saver = _first_saver(self._ends, call)
         block.length = self._length(segment)
         share = longest_share(segment.chunks, block.length)
-        block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
+        are_uneven = share * segment.chunks > 1 + 1e-9
+        block.longest_adds_in_place = segment.chunks > 2 and are_uneven  # the longest come first, so last in backward
         block.shares = (parent.shares if parent else 1.0) / share
         return block
 

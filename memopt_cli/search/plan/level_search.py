@@ -196,7 +196,7 @@ class LevelSearch:
         """Return the plan of the least peak whose slowdown is at most ``most_slowdown``, its chunks confirmed."""
         proposals = self.space.proposals
         while True:
-            plan = proposals.solvers.least(2 * proposals.model.peak_bytes, most_slowdown)
+            plan = proposals.solvers.least(2 * proposals.model.peak_bytes, most_slowdown)  # 2: its sums are a bit off
             if plan is None or self.space.questions.confirm(plan):
                 return plan
 

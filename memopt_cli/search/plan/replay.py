@@ -584,7 +584,7 @@ class Replay:
             for op in range(storage.born, end):
                 self._ledger.extra[self._order.place[op]] += storage.nbytes
             if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
-                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes
+                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes  # a chunk's own, and the new sum
 
     def _end_of_node(self, gradient: StorageTrace) -> int:
         """Return the first operator after ``gradient`` that makes no gradient of the same module."""

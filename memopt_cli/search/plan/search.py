@@ -79,7 +79,7 @@ class _Candidates:
     def choices(self) -> list[_Choice]:
         """List the decisions to try on modules that are called several times.
 
-        They are: no segment on any; a segment on one of the outermost (the first eight); segments on all outermost.
+        They are: no segments; one on a single outermost module (eight tries, as each is a search); one on each of them.
         """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))

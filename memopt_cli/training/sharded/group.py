@@ -64,5 +64,5 @@ def _mesh(device_type: str, layout: Layout) -> DeviceMesh:
 def _require_distributed() -> None:
     if not dist.is_available():
         raise StepError(
-            "this PyTorch comes without torch.distributed", hint="Take one that has it: torch.__config__ says."
+            "this PyTorch comes without torch.distributed", hint="Install a PyTorch that was built with it."
         )

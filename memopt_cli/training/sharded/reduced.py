@@ -33,7 +33,7 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
         except RuntimeError as err:  # PyTorch allows one hook only
             raise StepError(
                 f"DistributedDataParallel with a communication hook cannot be measured: {first_line(err)}",
-                hint="Measure it without.",
+                hint="Measure it without the hook.",
             ) from err
     if replicas:
         step.take()
