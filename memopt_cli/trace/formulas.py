@@ -1,9 +1,9 @@
 """PyTorch's derivative formulas that run other operators under a dispatch mode, or on fake tensors: how to count these.
 
 Many formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which is true of
-every tensor under a dispatch mode.  If so, they write nothing in place: where a plain step has one tensor, the watched
-one has two, and some formulas compute in another way altogether.  This cannot be turned off, as fake tensors are
-subclasses.  So the tensors of a watched formula are counted as if they were those of the plain one.
+every tensor in a *watched* step, one under a dispatch mode.  Then they write nothing in place: where a plain step has
+one tensor, the watched one has two, and some formulas compute in another way altogether.  This cannot be turned off, as
+fake tensors are subclasses.  So the tensors of a watched formula are counted as if they were those of the plain one.
 """
 
 from __future__ import annotations

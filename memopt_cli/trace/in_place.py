@@ -1,4 +1,4 @@
-"""Corrections of the counted bytes where autograd writes in place in a plain step, and not in a watched one.
+"""Corrections of the counted bytes where autograd writes in place, but not under a dispatch mode.
 
 If a tensor has several gradients, autograd adds each of them to the first in place, unless something else holds the
 first.  Under a dispatch mode, or on fake tensors, autograd makes a new tensor instead.  Such a sum is therefore counted

@@ -57,7 +57,7 @@ class OwnStep(Step):
         models, is_first = self.models, self.models.leaves is None
         models.restore_moved()
         real = (p for p in models.parameters() if is_first and not is_fake(p))
-        before = {p: p.detach().clone() for p in real}
+        before = {p: p.detach().clone() for p in real}  # to learn which parameters the function itself changes
         watch = _Watch(self, entered, updating)
         with watch.watching():
             output = models.step.run(*self.args, **self.kwargs)
@@ -198,7 +198,7 @@ class _Watch:
         self._entered(self._phases[-1])
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise StepError(closure_refusal(optimizer), hint="Call backward, then step without a closure.")
         if id(optimizer) not in self._listed:
             raise StepError(

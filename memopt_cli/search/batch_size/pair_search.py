@@ -95,19 +95,19 @@ class PairSearch:
 
     def priced(self, after: int) -> list[tuple[Plan, int]]:
         """List the fastest plans at batches above ``after``, each with the largest batch at which it is the fastest."""
-        found: dict[Plan, int] = {}
+        largest: dict[Plan, int] = {}
         for batch in self.batches(after):
             plan = None if self.over() else self.fastest(batch)
             if plan is None:
                 break
             is_late = self.step_s(plan, batch) > self.limits.longest_step_s
-            if is_late and (after or found):
+            if is_late and (after or largest):
                 break
             if not plan.is_empty:
-                found[plan] = batch
+                largest[plan] = batch
             if is_late:  # even the least batch takes too long, but there may be no other answer: see _sized
                 break
-        return list(found.items())
+        return list(largest.items())
 
     def seek(self, pairs: Sequence[tuple[Plan, int]], best: float) -> None:
         """Run those of ``pairs`` that may be faster than ``best`` samples a second, the most promising first.
@@ -118,15 +118,15 @@ class PairSearch:
         waiting, candidates = list(pairs), list[Candidate]()
         while self.runs_left() > 0 and not self.over():
             pair = max(waiting, key=lambda pair: self._rate(*pair), default=None)
-            candidate = max(candidates, key=lambda found: self._rate(found.plan, found.batch), default=None)
-            hopeful = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias if self.growth_known() else 0.0
+            candidate = max(candidates, key=lambda c: self._rate(c.plan, c.batch), default=None)
+            least_rate = best * (1 - (_CLOSE if self.ran else _DOUBT)) / self.bias if self.growth_known() else 0.0
             next_rate = 0.0 if candidate is None else self._rate(candidate.plan, candidate.batch)
-            if pair is not None and self._rate(*pair) >= max(hopeful, next_rate):
+            if pair is not None and self._rate(*pair) >= max(least_rate, next_rate):
                 waiting.remove(pair)
                 plan, batch = pair
                 model = PeakModel(batch=batch, runs=Runs(self.limits), predict=self.predict(plan), ratio=self.ratio)
                 candidates += self._sized(plan, model)
-            elif candidate is not None and next_rate >= hopeful:
+            elif candidate is not None and next_rate >= least_rate:
                 candidates.remove(candidate)
                 candidates += self._run(candidate)
                 best = max([best, *map(self._measured_rate, self.ran)])

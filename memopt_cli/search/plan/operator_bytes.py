@@ -59,7 +59,7 @@ class OperatorBytes:
                 if counts and died > born:
                     level[born] += storage.nbytes
                     level[died] -= storage.nbytes
-            if index not in self.payer and died > born + 1:
+            if index not in self.payer and died > born + 1:  # before an operator runs: from the one after its maker
                 entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
                 entry[died] -= storage.nbytes
         levels = list(accumulate(base[:-1]))

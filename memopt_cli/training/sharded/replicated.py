@@ -40,13 +40,13 @@ def without_reducer() -> Iterator[list[Tensor]]:
 
     The list changes after the first step.  Raises :class:`StepError` for features that are not counted.
     """
-    buckets, made = list[Tensor](), list[list[Tensor]]()
+    buckets, noted = list[Tensor](), list[list[Tensor]]()
     signature = inspect.signature(DistributedDataParallel.__init__)
 
     # DDP's constructor calls the method that makes the C++ reducer; that is replaced, and notes the parameters.  Then
     # the replaced constructor makes the reducer in Python from them.
-    def making(plain: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> None:
+    def with_python_reducer(plain: Any) -> Any:
+        def construct(*args: Any, **kwargs: Any) -> None:
             arguments = signature.bind(*args, **kwargs).arguments
             uncounted = next((name for name in _UNCOUNTED if arguments.get(name)), None)
             if uncounted is not None:
@@ -58,17 +58,17 @@ def without_reducer() -> Iterator[list[Tensor]]:
                 | {"static_graph": False, "find_unused_parameters": finds_unused, "init_sync": False}
             )
             wrapper = arguments["self"]
-            wrapper.reducer = wrapper.logger = _Handle(Reducer(wrapper, made.pop(), buckets, is_static=is_static))
+            wrapper.reducer = wrapper.logger = _Handle(Reducer(wrapper, noted.pop(), buckets, is_static=is_static))
 
-        return make
+        return construct
 
-    def reducing(_: object) -> Any:
-        def make(wrapper: object, parameters: list[Tensor], sparse: list[bool], *_: object) -> None:
+    def without_cpp_reducer(_: object) -> Any:
+        def note_parameters(wrapper: object, parameters: list[Tensor], sparse: list[bool], *_: object) -> None:
             if any(sparse):
                 raise _not_predicted("sparse gradients")
-            made.append(parameters)
+            noted.append(parameters)
 
-        return make
+        return note_parameters
 
     def refusing(name: str) -> Callable[[object], Any]:
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -77,8 +77,8 @@ def without_reducer() -> Iterator[list[Tensor]]:
         return lambda _: refuse
 
     with contextlib.ExitStack() as changed:
-        changed.enter_context(replaced(DistributedDataParallel, "__init__", making))
-        changed.enter_context(replaced(DistributedDataParallel, MAKES_REDUCER, reducing))
+        changed.enter_context(replaced(DistributedDataParallel, "__init__", with_python_reducer))
+        changed.enter_context(replaced(DistributedDataParallel, MAKES_REDUCER, without_cpp_reducer))
         for name in SETS_HOOKS:
             changed.enter_context(replaced(DistributedDataParallel, name, refusing(name)))
         yield buckets
