@@ -236,10 +236,8 @@ class _Builder:
         outside = max(passed.values(), default=0), max((known.whole[i] for i in ops), default=0)
         # A rerun begins beside the bytes that are there before backward, where the first run had those before forward.
         highest = max((base[i] for i in forward if i < stop), default=0)
-        before_backward, before_forward = (
-            known.entry[r.start] if r.start < len(known.entry) else 0 for r in (backward, forward)
-        )
-        more_bytes = max(0, before_backward - before_forward)
+        entries = [known.entry[part.start] if part.start < len(known.entry) else 0 for part in (backward, forward)]
+        more_bytes = max(0, entries[0] - entries[1])
         fallback = known.base[forward.start] if forward.start < len(known.base) else 0
         return Block(
             path=path,
