@@ -97,6 +97,7 @@ def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace
 
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
+    """Return the bytes of activations and temporaries in ``storages`` by module, most bytes first."""
     held: dict[str, int] = defaultdict(int)
     for s in storages:
         if s.kind in ("activations", "temporaries"):

@@ -123,5 +123,6 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
 
 
 def _is_shared(node: Any) -> bool:
+    """Return whether two gradients of ``node`` go to the same input of another node."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)

@@ -24,13 +24,7 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
-from memopt_cli.runtime.private_torch import (
-    TorchDispatchMode,
-    is_fake,
-    is_made_of_others,
-    parts_of,
-    tree_leaves,
-)
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen

@@ -35,9 +35,11 @@ class ModuleNotes:
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
+    """Storages of the outputs so far."""
     output_bytes: int = 0
     state_bytes: int = 0
     mutates_input: bool = False
+    """Whether forward wrote to one of its inputs."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     """Pairs of an input of the running call and its version when the call began."""
 

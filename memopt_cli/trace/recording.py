@@ -16,15 +16,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.contents import Contents, with_parts
-from memopt_cli.trace.log import (
-    Codecs,
-    StorageLog,
-    active,
-    module_stack,
-    packed_as,
-    resident_bytes,
-    run_step,
-)
+from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
@@ -215,6 +207,7 @@ class _Records:
         )
 
     def _end_of(self, tick: int | None) -> int | None:
+        """Return the first operator after ``tick``; ``None`` if there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:

@@ -50,10 +50,13 @@ class CalledModule:
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]
+    """Storages of its inputs."""
     end: int = 0
     """Operator after the last of its forward."""
     outputs: tuple[int, ...] = ()
+    """Storages of its outputs."""
     backward: range = range(0)
+    """Operators of its backward; empty if it has none."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ class Storage:
     nbytes: int
     """Bytes that it takes in a plain step, which may be fewer than under a dispatch mode."""
     born: int
+    """Tick at which it was made."""
     path: str
     """Module that was running when it was made; for a parameter or buffer, its owner."""
     kind: str
@@ -47,6 +48,7 @@ class Peaks:
     """Most bytes of storages alive plus the workspace of the running operator: the allocated peak."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
+    """Phase -> its own peaks."""
     phase: Phase | None = None
     """Present phase; ``None`` before the first."""
 

@@ -34,6 +34,7 @@ def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
 class _Run:
     shapes: Shapes
     nbytes: int
+    """Bytes of its workspace."""
     smaller: _Run | None = None
     """The same run in a step of a smaller batch; ``None`` if there is none."""
 

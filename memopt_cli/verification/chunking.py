@@ -41,6 +41,7 @@ from memopt_cli.verification.effects import (
 )
 
 _AXES = (0, 1)
+"""Axes of the inputs along which chunks are tried."""
 SHORT = 5
 """Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs are not cut, since a
 module may do something only after some steps, such as detach its state."""
@@ -144,6 +145,7 @@ def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[in
 
 
 def _leading(lengths: list[int], wanted: int) -> int:
+    """Return how many of the first ``lengths`` are equal to ``wanted``."""
     return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
 
 

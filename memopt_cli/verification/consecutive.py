@@ -29,14 +29,7 @@ from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
 from memopt_cli.verification.effects import Updates, as_leaf, copied, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
-from memopt_cli.verification.named import (
-    Others,
-    computed,
-    effects_on,
-    numbers_by_name,
-    own_positions,
-    tensors_by_name,
-)
+from memopt_cli.verification.named import Others, computed, effects_on, numbers_by_name, own_positions, tensors_by_name
 from memopt_cli.verification.updates import RATE, set_rate
 
 _LIBRARIES = ("torch", "memopt_cli")
@@ -244,6 +237,7 @@ class _Watch:
 
     model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
+    """Calls that have returned."""
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[CallPrint] = field(default_factory=list)
     """Calls that have not returned yet, the innermost last."""

@@ -24,12 +24,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
-from memopt_cli.verification.effects import (
-    Difference,
-    difference,
-    effects,
-    gradients_by_parameter,
-)
+from memopt_cli.verification.effects import Difference, difference, effects, gradients_by_parameter
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS, _STEPS_AS_ASKED = 4, 3
@@ -50,9 +45,11 @@ class Recorded:
 
     step: Step
     batch: int
+    """Number of samples in it."""
     gradients: dict[str, Tensor]
     """Name of a parameter -> its gradient."""
     plain_s: float
+    """Seconds of the step without the plan."""
     asked_s: float
     """Seconds of a step without the plan at the requested size, if this step is smaller; else 0."""
     tolerance: float
@@ -64,6 +61,7 @@ class CheckResult:
     """The result of one check."""
 
     check: str
+    """Name of the check, which ends a sentence: ``in eval mode``."""
     worst: Difference
     detail: str = ""
     """Message of the error that the step with the plan raised; empty if there was none."""

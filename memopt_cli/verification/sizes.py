@@ -111,4 +111,5 @@ def _steps(length: int, growth: int, asked: int) -> int:
 
 
 def _is_uneven(length: int, asked: int) -> bool:
+    """Return whether ``length`` gives ``asked`` chunks of two lengths."""
     return length > asked and length % asked > 0

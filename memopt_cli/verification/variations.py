@@ -31,7 +31,9 @@ class Variation:
     name: str
     """End of a sentence, as ``in eval mode``."""
     batch: int
+    """Number of samples."""
     vary: Callable[[Step], AbstractContextManager[Step]]
+    """Yields the changed step, and undoes the change."""
 
 
 class CannotVary(StepError):

@@ -180,7 +180,11 @@ class LevelSearch:
             target += unused * 3 // 4  # not all of it: peaks grow in jumps, and the next should still fit
 
     def _fastest(self, packed: bool, target: int, budget_bytes: int, *, may_learn: bool) -> Plan | None:
-        """Return the solver's fastest plan within ``target``; if there is none, ask modules for chunks first."""
+        """Return the solver's fastest plan within ``target`` bytes, its chunks confirmed.
+
+        If there is none, and ``may_learn``, ask modules for chunks, as long as that may give a plan that is faster than
+        those within ``budget_bytes``.
+        """
         while True:
             plan = self.space.proposals.solvers.fastest(packed, target)
             if plan is not None:

@@ -164,11 +164,8 @@ class Planner:
 
     def _at(self, level: int) -> LevelSearch:
         space = self._spaces.at(level)
-        return LevelSearch(
-            space=space,
-            runs=LevelRuns(level, space, self._spaces, self.dry_runs),
-            options=self._options,
-        )
+        runs = LevelRuns(level, space, self._spaces, self.dry_runs)
+        return LevelSearch(space=space, runs=runs, options=self._options)
 
     def _search(self, level: int, budget_bytes: int) -> None:
         """Dry-run plans of ``level`` within ``budget_bytes``, then the fastest of them relaxed."""
@@ -224,9 +221,8 @@ class Planner:
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refuted < _REFUTATIONS:
             space = self._spaces.of(best.plan)
             bias = best.peak_bytes - space.proposals.peak_of(best.plan) + over_bytes
-            relaxed = space.improvements.relaxed(
-                best.plan, functools.partial(self._fits, space, budget_bytes - bias, best)
-            )
+            fits = functools.partial(self._fits, space, budget_bytes - bias, best)
+            relaxed = space.improvements.relaxed(best.plan, fits)
             counted = self.dry_runs.count(relaxed, space.proposals) if relaxed != best.plan else None
             if counted is None:
                 break

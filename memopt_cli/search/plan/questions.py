@@ -167,9 +167,8 @@ class ChunkQuestions:
             length = max(lengths, default=0)
             if path not in self._asked and length > 1 and self.is_cuttable(path):
                 axis = lengths.index(length)
-                rule = ChunkRule(
-                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
-                )
+                gathers = norms > 0 and not self._allow_inexact
+                rule = ChunkRule(axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=gathers)
                 hopeful.setdefault(path, (rule, length))
         return hopeful
 
