@@ -58,7 +58,7 @@ class StorageLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
-        self._in_place.settle()
+        self._in_place.settle()  # only now it shows whether something else holds what the last operator wrote to
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two of three calls ask for this, and the fake mode below answers slowly
         updating = self.phase == "update" or is_updating()

@@ -44,7 +44,7 @@ def record(
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
     start.enter()  # gives the model copies, so that the step can free its state although ``start`` holds the originals
-    step.reset_gradients()
+    step.reset_gradients()  # only now, so that nothing here keeps the gradients alive: a user's own step may free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.named) as running:
         log = StepLog(running, workspaces)
