@@ -1,4 +1,4 @@
-"""The memory of one training step, counted at the dispatcher or recorded in full."""
+"""One training step observed at PyTorch's dispatcher: its peak counted, its operators recorded and timed."""
 
 from memopt_cli.trace.clock import (
     Clock,

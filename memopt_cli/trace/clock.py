@@ -1,4 +1,4 @@
-"""The time of every operator of a real step, and its place in the trace of the same step."""
+"""Times for the cost model, measured on the device: of operators, packing, sending, and the overhead of segments."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.training.step import Step, begin, synchronize
 
 _ENOUGH_S, _MOST_STEPS = 1.0, 5
-"""Seconds of the steps whose operators are timed, and their number, after which no further one is taken.  The share of
-a third of the operators varies by 10 % from step to step on a busy machine; taking the shortest time of each in four
-steps leaves 4 %."""
+"""Seconds and number of timed steps after which no further one is taken.  On a busy machine, a third of the operators
+varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
-"""Elements of the tensor that is packed to learn the speed: 2 MiB, a common size of dropout masks."""
+"""Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
-"""Times that it is packed; the first ones are slow."""
+"""Number of timed packings; the first ones are slow."""
 _CACHES_BYTES = 2**26
-"""Bytes that are written before each timed call, more than caches hold: a tensor that lies in them is packed in half
-the time that it takes in a step."""
+"""Bytes written before each timed packing, more than caches hold: from the caches, a tensor is packed in half the time
+that it takes in a step."""
 _SENT_BYTES = 2**24
-"""Size of the tensor that is sent to a place and fetched to learn the rates."""
+"""Size of the tensor whose copies to a place and back are timed."""
 _LINK_S = 0.2
-"""Seconds that this takes, at least."""
+"""Least seconds for which such copies are timed."""
 _LAYERS = 10
-"""Tiny layers in the segment that is run to learn the overhead of one."""
+"""Tiny layers in the segment whose overhead is measured."""
 _SEGMENT_RUNS = 12
-"""Times that it is run; the first ones check more."""
+"""Number of its timed runs; the first ones check more."""
 _SEGMENT_S = 1.2e-3
-"""Its overhead, in seconds, on the machine where the constants of the cost model come from
+"""Seconds of its overhead on the machine where the constants of the cost model come from
 (``benchmarks/overhead.py``)."""
 
 
@@ -57,7 +56,7 @@ class OperatorTime:
 
 
 class Clock(TorchDispatchMode):
-    """A mode that times every operator, waiting for the device before and after: kernels, not their launch.
+    """Dispatch mode that times every operator; it waits for the device before and after, and so times kernels.
 
     Entered after a :class:`StorageLog` in the same step, it times the operators that the log sees.
     """
@@ -77,11 +76,11 @@ class Clock(TorchDispatchMode):
 
 
 def time_operators(step: Step) -> tuple[OperatorTime, ...]:
-    """Time the operators of ``step`` in their order; afterwards there are no gradients.
+    """Time the operators of ``step``, and return them in their order; gradients are removed.
 
-    A short step is taken several times, and each operator has its shortest time.  Where a device runs operators while
-    the next ones are launched, a step takes less than its operators one by one.  Times are then scaled down to that of
-    a whole step.
+    A short step is taken several times, and each operator gets its shortest time.  On a GPU, a step takes less than its
+    operators one by one, as kernels run while the next ones are launched.  So there the times are scaled down to add up
+    to the time of a whole step.
     """
     device, start = step.settings.device, StartingState(step.model)
     steps: list[list[OperatorTime]] = []
@@ -95,9 +94,9 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
 
 
 def shortest(steps: Sequence[Sequence[OperatorTime]]) -> tuple[OperatorTime, ...]:
-    """Return the operators of the last of ``steps``, each with its shortest time in the steps that ran the same ones.
+    """Return the operators of the last of ``steps``, each with its shortest time in all steps that ran the same ones.
 
-    The first step may run others, such as those that make the optimizer's state.
+    The first step may run other operators, such as those that make the optimizer's state.
     """
     names = [timed.name for timed in steps[-1]]
     alike = [times for times in steps if [timed.name for timed in times] == names]
@@ -111,7 +110,7 @@ def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime
 
 
 def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> float:
-    """Time one step from ``start`` in seconds, its operators by ``clock`` if there is one; leaves no gradients."""
+    """Return the seconds of one step from ``start``, with its operators timed by ``clock`` if given."""
     begin(step, start)
     with clock or contextlib.nullcontext():
         _, seconds = _timed(step.take, step.settings.device)
@@ -135,37 +134,39 @@ def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 @functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """Measure how fast ``device`` packs dropout masks and unpacks them, in bytes a second; once in a process."""
+    """Measure how fast ``device`` packs and unpacks dropout masks, in bytes a second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
-    codec, other = COMPRESSORS["two-valued"], torch.zeros(_CACHES_BYTES // 4, device=device)
+    codec, flush = COMPRESSORS["two-valued"], torch.zeros(_CACHES_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PACKINGS):
-        other.add_(1)
-        packed, there_s = _timed(functools.partial(codec.compress, mask), device)
-        other.add_(1)
-        _, back_s = _timed(functools.partial(codec.decompress, packed), device)
-        seconds.append(there_s + back_s)
-    return mask.nbytes / statistics.quantiles(seconds, n=4)[0]  # what else a machine does makes calls longer
+        flush.add_(1)  # evicts the mask from the caches
+        packed, pack_s = _timed(functools.partial(codec.compress, mask), device)
+        flush.add_(1)
+        _, unpack_s = _timed(functools.partial(codec.decompress, packed), device)
+        seconds.append(pack_s + unpack_s)
+    # The lower quartile, not the mean: other work of the machine only makes calls longer.
+    return mask.nbytes / statistics.quantiles(seconds, n=4)[0]
 
 
 def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
-    """Return ``trace`` with the room of ``place``, and how fast tensors of ``device`` go there and come back.
+    """Return ``trace`` with the free bytes of ``place``, and the rates of copies from ``device`` to it and back.
 
-    The rates, and the work that copies are for the CPU, are measured once in a process.
+    The rates, and the CPU time that copies take, are measured once in a process.
     """
-    there = place_named(place)
-    out_rate, in_rate, copying_s = _rates(there, device)
+    target = place_named(place)
+    out_rate, in_rate, copying_s = _rates(target, device)
     rated = replace(trace, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, copying_s_per_byte=copying_s)
-    return replace(rated, room_bytes=there.room_bytes())
+    return replace(rated, room_bytes=target.room_bytes())
 
 
 @functools.cache
-def _rates(there: Place, device: str) -> tuple[float, float, float]:
+def _rates(target: Place, device: str) -> tuple[float, float, float]:
+    """Measure copies from ``device`` to ``target``: bytes a second there and back, CPU seconds a byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _LINK_S or rounds < 1:
-        cpu_s = time.process_time()  # of all threads: the one that waits takes next to nothing
-        sent = there.send(tensor.untyped_storage(), 0, _SENT_BYTES)
+        cpu_s = time.process_time()  # of all threads, as others copy while this one waits
+        sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
             return 0.0, 0.0, 0.0
 
@@ -173,11 +174,11 @@ def _rates(there: Place, device: str) -> tuple[float, float, float]:
             sent.fetch(tensor)
             sent.arrived()
 
-        gone, back = _timed(sent.has_gone, device), _timed(fetch, device)
+        (_, sending_s), (_, fetching_s) = _timed(sent.has_gone, device), _timed(fetch, device)
         sent.release()
         rounds += 1
-        if rounds:  # the first time, the file grows, or memory is pinned
-            out_s, in_s = out_s + gone[1], in_s + back[1]
+        if rounds:  # not the first round, in which the file grows, or memory is pinned
+            out_s, in_s = out_s + sending_s, in_s + fetching_s
             copying_s += time.process_time() - cpu_s
     sent_bytes = rounds * _SENT_BYTES
     return sent_bytes / out_s, sent_bytes / in_s, copying_s / sent_bytes if device == "cpu" else 0.0
@@ -185,15 +186,15 @@ def _rates(there: Place, device: str) -> tuple[float, float, float]:
 
 @functools.cache
 def segment_overhead(device: str) -> float:
-    """Return the overhead of a segment on ``device``, divided by that where the cost model's constants come from.
+    """Return the overhead of a segment on ``device``, divided by that on the CPU of the cost model's constants.
 
-    They come from a CPU, so it is 1 there.  On other devices a small segment is run, once in a process.
+    On a CPU it is taken to be 1.  On other devices a small segment is run, once in a process.
     """
     return 1.0 if device == "cpu" else max(1.0, segment_s(device) / _SEGMENT_S)
 
 
 def segment_s(device: str) -> float:
-    """Measure the seconds that a segment of ten small layers takes beside its operators."""
+    """Measure the overhead of a segment of ten small layers in seconds: what it takes beside its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)
@@ -212,7 +213,7 @@ def segment_s(device: str) -> float:
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
-    """Return ``trace`` with ``times``, and ``""``; or unchanged, and why: the timed step ran other operators."""
+    """Return ``trace`` with ``times``, and an empty note; unchanged, and why, if the timed step ran other operators."""
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         return trace, (
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
@@ -225,7 +226,7 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
 
 
 def _forward_seconds(ops: Sequence[OpTrace]) -> dict[str, float]:
-    """Return module -> the seconds of its forward, children included."""
+    """Return path of a module -> the seconds of its forward, modules below it included."""
     seconds: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.phase == "forward":

@@ -1,8 +1,8 @@
-"""The exchange among ranks in a step: its collectives, their bytes, and the tensors that serve it alone.
+"""The exchange among ranks in a step: counts its collectives and their bytes, and labels the tensors that serve it.
 
-FSDP2 gathers parameters into buffers of its own, frees these by resizing their storages, which no operator does, and
-reduces gradients in other buffers.  Its operators (``fsdp::``) and those of process groups (``c10d::``) show which is
-which.
+FSDP2 gathers parameters into buffers of its own, frees these by resizing their storages (which is not an operator), and
+reduces gradients in other buffers.  Its operators (``fsdp::``) and those of process groups (``c10d::``) tell which
+buffer is which.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""Beginning of the name of such an operator, without underscores -> its kind; others exchange nothing."""
+"""Beginning of an operator's name, without underscores -> the kind of collective; other operators exchange nothing."""
 
 
 @functools.cache
 def collective_of(func: Any) -> str:
-    """Return the kind of collective that ``func`` is; empty if it is none."""
+    """Return the kind of collective that ``func`` is (``all-gather``); empty if it is none."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
         return ""
@@ -56,7 +56,7 @@ class Exchanged:
         self._bytes: Counter[str] = Counter()
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Count an operator, if it is a collective; the whole tensor is the larger of its inputs and its output."""
+        """Count ``func`` if it is a collective, with the bytes of its largest tensor, which is the whole one."""
         kind = collective_of(func)
         if kind:
             self._calls[kind] += 1
@@ -73,7 +73,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def labelled(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
-    """Yield the tensors that an operator fills for an exchange, with their kind: ``gathered`` or ``reduction``."""
+    """Yield the tensors that ``func`` fills for an exchange, with their kind: ``gathered`` or ``reduction``."""
     kind, places = _label_of(func)
     for place in places:
         for leaf in tree_leaves(kwargs.get(place) if isinstance(place, str) else args[place]):
@@ -93,8 +93,9 @@ _LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "fsdp::chunk_cat": ("reduction", ("out",)),
     "c10d::_reduce_scatter_base_": ("reduction", (0,)),
 }
-"""Operator -> the kind of the tensors that it fills for an exchange, and their place among its arguments.  The first
-copies where it casts.  The last fills gradients in the end, which are labelled as such later."""
+"""Operator -> the kind of the tensors that it fills for an exchange, and which of its arguments these are.  The first
+has a second one, its input, which is a copy if it casts.  The last fills gradients, which are labelled as such
+later."""
 
 
 @contextlib.contextmanager
@@ -115,9 +116,9 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def staging_unseen() -> Iterator[None]:
-    """Hide from all modes in the block the tensors that a backend copies while it is waited for, as gloo does.
+    """Hide from all dispatch modes the tensors that a backend makes in ``wait()``, as gloo does to copy results.
 
-    Like the workspaces of kernels, these are no tensors of the step.
+    They are not tensors of the step, just as the workspaces of kernels are not.
     """
 
     def waiting(plain: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Contents of tensors, by which a codec is chosen: seen in a small real step, and used for a large one without data."""
+"""The choice of codecs by the values of tensors: which codec holds each input and each saved tensor in fewest bytes.
+
+Only real tensors have values, so codecs are found in a step of a few samples, and carried over to the record of the
+full step on tensors without data (:func:`with_contents`).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,16 @@ from memopt_cli.trace.storages import held_bytes
 from memopt_cli.trace.workspace import ASIDE
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
+"""Codecs that are tried for inputs of segments."""
 
 
 class Contents:
-    """Looks into tensors, once each: a module and its parts are often given the same ones."""
+    """Examines the values of tensors, once each, as a module and its parts often get the same ones."""
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log
         self._known: dict[tuple[int, ...], dict[CompressorName, int]] = {}
+        """Storage, version, offset and length of a tensor -> its bytes in each codec."""
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
         """Return the codec that packs ``tensors`` in the fewest bytes, and these; ``null`` unless it halves them."""
@@ -42,7 +48,7 @@ class Contents:
         return best, least
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
-        """Return the codec that packing chooses for ``tensor``, and its packed bytes."""
+        """Return the codec that packing outside of segments chooses for ``tensor``, and its packed bytes."""
         with aside():
             codec = codec_for(tensor)
             packed = codec.compress(tensor) if codec else None
@@ -67,15 +73,15 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Keep the block out of the step: no mode sees it, and profiles label it."""
+    """Keep the block out of the step: dispatch modes do not see it, and a profile marks it with a label."""
     with torch.no_grad(), unseen(), record_function(ASIDE):
         yield
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
-    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on a smaller batch.
+    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples, and a note.
 
-    Where the small step ran other operators, only modules get their codecs, and a note says why.
+    If the small step ran other operators, only modules get their codecs, and the note says so; otherwise it is empty.
     """
     seen = {module.path: module for module in small.modules}
     modules = tuple(_module_with(module, seen.get(module.path)) for module in full.modules)
@@ -91,7 +97,7 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
 
 
 def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tuple[StorageTrace, ...]:
-    """Mark concatenations whose parts are saved by something else, so that the parts codec can refer to them."""
+    """Set the codec ``parts`` for concatenations of which some parts are saved anyway: the codec refers to these."""
 
     def as_parts(storage: StorageTrace) -> StorageTrace:
         made = ops[storage.born] if storage.born >= 0 else None
@@ -105,17 +111,17 @@ def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tupl
 
 
 _LIKE = ("forward", "backward")
-"""Phases that must be alike; a step of a few samples may lack that of the optimizer."""
+"""Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
-    """Return whether the same operators made equal numbers of storages."""
+    """Return whether ``full`` and ``small`` ran the same operators, and each made as many storages."""
     first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase in _LIKE] for trace in (full, small))
     return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
 
 
 def _born_in_turn(trace: StepTrace) -> list[int]:
-    """Return the indices of storages that are neither the optimizer's nor made after backward."""
+    """Return the indices of storages in the order of birth, but for the optimizer's and those made after backward."""
     updates = {index for op in trace.ops if op.phase not in _LIKE for index in op.makes}
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 

@@ -1,4 +1,7 @@
-"""The peak of one step, on real or fake tensors, and the modules that hold it: all that a search asks about a plan."""
+"""The count of one step: its peaks, on real or fake tensors, and which modules hold the bytes at the peak.
+
+On fake tensors this is the dry run, by which a search decides on a plan.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step
 
 Life = tuple[int, int, int | None]
-"""Bytes of a storage, the operator that made it (-1 if it was there before) and the first that ran without it."""
+"""Bytes of a storage; the operator that made it, or -1 if it existed before the step; and the first operator that ran
+without it, or ``None`` if it outlives the step."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
-"""Lives of storages, in the order of birth -> most bytes that an allocator hands out for them."""
+"""Function of the lives of storages, in the order of birth: the most bytes that an allocator takes for them."""
 
 
 def count(
@@ -27,19 +31,19 @@ def count(
     allocated: AllocatedPeak | None = None,
     stand_ins: StandIns | None = None,
 ) -> Counted:
-    """Run one ``step`` under the counter of storages; afterwards gradients are ``None``.
+    """Run one ``step`` under the counter of storages, and remove its gradients.
 
-    ``codecs`` are those that tensors without data are packed in.  ``allocated`` stands for the allocator of another
-    device.  With ``stand_ins``, the middle ones of many equal chunks do not run, and their module holds what its parts
-    would.
+    ``codecs`` are those in which tensors without data are packed.  ``allocated`` computes the allocated peak of another
+    device.  With ``stand_ins``, of many equal chunks only the first and last ones run; the bytes of the others are
+    attributed to the module in chunks, and not to its parts.
     """
     step.reset_gradients()
     with module_stack(step.named) as running:
         log = StorageLog(running, workspaces)
-        abridged = (
+        few_chunks = (
             stand_ins.counting(lambda: log.storages.live_bytes) if stand_ins is not None else contextlib.nullcontext()
         )
-        with packed_as(log, codecs), active(log, step), abridged, counted_elsewhere() as elsewhere:
+        with packed_as(log, codecs), active(log, step), few_chunks, counted_elsewhere() as elsewhere:
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
@@ -57,27 +61,25 @@ def count(
 
 
 def _lives(log: StorageLog) -> list[Life]:
-    """Return the lives of storages that have bytes and outlive an operator."""
-    there = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
-    return [(s.nbytes, s.born - 1, s.died) for s in there]
+    """Return the lives of storages that have bytes and outlive the operator that made them."""
+    lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
+    return [(s.nbytes, s.born - 1, s.died) for s in lasting]
 
 
 def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
     """Return the codecs of storages and inputs that packed to fewer bytes in ``trace``, for use in a dry run.
 
-    Storages of a module that makes them by other operators in ``dry_run`` have none.
+    A module whose forward makes its storages by other operators in ``dry_run`` is left out.
     """
-    made, there = _made_in_forward(trace), _made_in_forward(dry_run)
-    alike = (
-        path for path in made.keys() & there.keys() if [op for op, _ in made[path]] == [op for op, _ in there[path]]
-    )
-    found = {(path, n): s.compressor for path in alike for n, (_, s) in enumerate(made[path]) if s.compressor != "null"}
+    real, dry = _made_in_forward(trace), _made_in_forward(dry_run)
+    alike = (path for path in real.keys() & dry.keys() if [op for op, _ in real[path]] == [op for op, _ in dry[path]])
+    saved = {(path, n): s.compressor for path in alike for n, (_, s) in enumerate(real[path]) if s.compressor != "null"}
     inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
-    return Codecs(saved=found, outputs=_of_outputs(trace), inputs=inputs)
+    return Codecs(saved=saved, outputs=_of_outputs(trace), inputs=inputs)
 
 
 def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
-    """Return the codecs of outputs that have the same one in every call of a module."""
+    """Return module, and index of an output -> its codec, for outputs that have the same codec in every call."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in trace.calls:
         for place, index in enumerate(call.outputs):
@@ -86,7 +88,7 @@ def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
-    """Return path of a module -> the storages that its forward makes, in order, each with the name of the operator."""
+    """Return path of a module -> the storages that its forward makes, in order, each with its operator's name."""
     made: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
     for storage in trace.storages:
         if storage.born >= 0 and trace.ops[storage.born].phase == "forward":
@@ -95,6 +97,7 @@ def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace
 
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
+    """Return the bytes of activations and temporaries in ``storages`` by module, most bytes first."""
     held: dict[str, int] = defaultdict(int)
     for s in storages:
         if s.kind in ("activations", "temporaries"):

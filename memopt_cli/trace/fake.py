@@ -1,4 +1,9 @@
-"""A training step on tensors without data (fake tensors)."""
+"""A training step on tensors without data (PyTorch's fake tensors): the dry run.
+
+It runs the model's code and makes the same storages as a real step, but takes no memory and computes nothing.  Code
+that reads a number from a tensor cannot go on without data, unless that number follows from code and inputs alone
+(:mod:`memopt_cli.trace.known_numbers`).
+"""
 
 from __future__ import annotations
 
@@ -38,20 +43,20 @@ from memopt_cli.training.user_step import StepModels
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors have no data, and may be combined with tensors that have."""
+    """Return a mode in which new tensors have no data, and operators may mix them with tensors that have data."""
     mend_copies_of_fakes()
     return RememberingDryRun(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Build models without data in the block; they may change the dtype of their tensors."""
+    """Build models without data in the block, also such as change the dtype of their tensors."""
     with mode, fakes_exchanged(), NumbersKnown():
         yield
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """Place ``model``, without data, as :func:`~memopt_cli.training.step.place` does: ``Module.to`` cannot."""
+    """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`, as ``Module.to`` cannot do that."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):
@@ -73,9 +78,9 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         with mode, NumbersKnown():
             try:
                 return model.anew()
-            except MemoptError as error:  # it blames the user's function, which is right where tensors have data
+            except MemoptError as error:  # its hint blames the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
-    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # copied in the mode, they would lose their state
+    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # the mode would copy them without their state
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)
 
@@ -85,17 +90,17 @@ def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
 
 
 class FakeStep:
-    """A step on fake tensors, which takes no memory and has the same storages as a real one.
+    """A step on fake tensors, with the same storages as a real one.
 
-    ``mode`` is that of tensors in ``step`` that are fake already.  ``sharded`` is a model without data to use in place
-    of a copy of the step's.  Raises whatever the model raises when it needs data that fake tensors do not have.
+    ``mode`` is the mode of tensors in ``step`` that are fake already.  ``sharded`` is a model without data to use
+    instead of a copy of the step's.  Raises whatever the model raises when it needs data that fake tensors do not have.
     """
 
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
         self._given: list[tuple[Tensor, Tensor]] = []
-        """Inputs without data, each with its values: integers and masks, which models read."""
+        """Pairs of an input without data and its values, for integers and masks, whose numbers models read."""
         model = _copied_without_data(step.model, self._mode) if sharded is None else sharded
         args, kwargs = self._without_data(step)
         with self._mode:
@@ -111,7 +116,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def fed(self, step: Step) -> Iterator[FakeStep]:
-        """Take the inputs of another ``step`` for the block."""
+        """Use the inputs of another ``step`` in the block."""
         own = self.step, self._given
         self._take_inputs(step)
         try:
@@ -120,7 +125,7 @@ class FakeStep:
             self.step, self._given = own
 
     def feed(self, step: Step) -> None:
-        """Go on with the inputs of another ``step``; for a sharded model."""
+        """Use the inputs of another ``step`` from now on; for a sharded model."""
         self._take_inputs(step)
         self._start.enter()
         self._settle()
@@ -130,7 +135,7 @@ class FakeStep:
         self.step = replace(self.step, args=args, kwargs=kwargs)
 
     def _settle(self) -> None:
-        """Take a first step, in which a ``DTensor`` makes more tensors to find out how operators are sharded."""
+        """Take a step that is not counted: in the first, ``DTensor`` makes tensors to learn how to shard operators."""
         with self._running():
             self.step.reset_gradients()
             self.step.take()
@@ -142,9 +147,10 @@ class FakeStep:
         codecs: Codecs | None = None,
         allocated: AllocatedPeak | None = None,
     ) -> Counted:
-        """Count the step like :func:`~memopt_cli.trace.count`; of many equal chunks, few run."""
-        stand_ins = self._stand_ins if allocated is None else None  # an allocator places many small tensors differently
-        while True:
+        """Count the step like :func:`~memopt_cli.trace.count`, where of many equal chunks only a few run."""
+        # An allocator's peak depends on every single tensor, so all chunks run for that.
+        stand_ins = self._stand_ins if allocated is None else None
+        while True:  # until no more chunks turn out to differ
             self._start.enter()
             with contextlib.suppress(ChunksDiffer), self._running():
                 return count(self.step, workspaces, codecs, allocated, stand_ins)
@@ -157,7 +163,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the step in the block; it knows the same numbers every time, even if it writes to its inputs."""
+        """Run the step in the block, with the known values of its inputs, which an earlier run may have overwritten."""
         numbers = NumbersKnown()
         for tensor, values in self._given:
             numbers.tell(tensor, values)
@@ -181,6 +187,6 @@ class FakeStep:
         owners: dict[int, set[int]] = defaultdict(set)
         for _, values in self._given:
             owners[values.untyped_storage().data_ptr()].add(memory_of(values))
-        # Where two storages share memory, a write to one changes the other, which nobody sees here.
+        # Where two storages share memory, a write to one changes the other's values unnoticed: they are not known.
         self._given = [pair for pair in self._given if len(owners[pair[1].untyped_storage().data_ptr()]) == 1]
         return args, kwargs

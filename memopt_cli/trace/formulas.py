@@ -1,9 +1,9 @@
-"""Derivative formulas that behave differently under a dispatch mode, or on fake tensors, and how to count them.
+"""PyTorch's derivative formulas that run other operators under a dispatch mode, or on fake tensors: how to count these.
 
-Many of PyTorch's formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which
-is true of every tensor while somebody watches the dispatcher.  Then they write nothing in place: where a plain step has
+Many formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which is true of
+every tensor in a *watched* step, one under a dispatch mode.  Then they write nothing in place: where a plain step has
 one tensor, the watched one has two, and some formulas compute in another way altogether.  This cannot be turned off, as
-fake tensors are subclasses.  So the tensors of a watched formula are counted as those of the plain one.
+fake tensors are subclasses.  So the tensors of a watched formula are counted as if they were those of the plain one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _WRITES = {
     "aten::scatter",
     "aten::scatter_add",
 }
-"""Operators that a watched formula calls, on its own results, only where the plain one calls the in-place operator."""
+"""Operators that a watched formula calls on its own results where the plain one calls the in-place operator."""
 
 _COMBINES = {"aten::logical_and", "aten::logical_or"}
-"""Operators on masks for which the same is true, even where the formula keeps the mask."""
+"""Operators on masks that the plain formula calls in place, too, even where it keeps the mask."""
 
 _WRITES_IN = {
     "BinaryCrossEntropyBackward0": {"aten::mul"},
     "AminmaxBackward0": {"aten::add"},
     "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
 }
-"""Formula -> further operators that it calls in place of in-place ones."""
+"""Formula -> further operators that the plain one calls in place."""
 
 
 def _without(*operators: str) -> dict[str, float]:
@@ -72,8 +72,8 @@ _SHARES: dict[str, dict[str, float]] = {
 }
 """Formula -> operators that only the watched one calls, each with the share of its bytes that the plain one takes.
 
-A watched formula may not look at values.  A plain one does; it is assumed to find no zeros in a product, and no NaN.
-``aten::cumsum#1`` is the first call of that operator.
+A plain formula chooses a shorter way by the values of its input, which a watched one may not read; the plain one is
+assumed to find no zeros in a product, and no NaN.  ``aten::cumsum#1`` is the first call of that operator.
 """
 
 
@@ -88,12 +88,12 @@ class Formula:
     began: int
     """Tick before its first operator."""
     is_shared: bool
-    """Whether two of its gradients are of the same tensor, and are summed."""
+    """Whether it gives two gradients of the same tensor, which the engine then sums."""
     calls: Counter[str] = field(default_factory=Counter)
     """Operator -> the number of its calls."""
 
     def writes(self, operator: str) -> bool:
-        """Return whether ``operator``, called on a result of the formula, writes in place in a plain step."""
+        """Return whether a plain step calls ``operator`` in place on a result of the formula."""
         return operator in _WRITES | _COMBINES or operator in _WRITES_IN.get(self.name, ())
 
     def combines(self, operator: str) -> bool:
@@ -101,7 +101,7 @@ class Formula:
         return operator in _COMBINES
 
     def share_of(self, operator: str) -> float:
-        """Return the share of the bytes of ``operator`` that a plain step takes; to be asked once for every call."""
+        """Count a call of ``operator``, and return the share of its bytes that a plain step takes."""
         shares = _SHARES.get(self.name)
         if shares is None:
             return 1.0
@@ -110,7 +110,7 @@ class Formula:
 
 
 def formula_at(tick: int, before: Formula | None) -> Formula | None:
-    """Return the formula of PyTorch's that is running; ``before`` is the one of the previous operator."""
+    """Return PyTorch's formula that is running, which may be ``before``, the previous operator's; ``None`` for none."""
     if torch.is_grad_enabled():
         return None
     node = running_node()
@@ -123,5 +123,6 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
 
 
 def _is_shared(node: Any) -> bool:
+    """Return whether two gradients of ``node`` go to the same input of another node."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)

@@ -1,9 +1,10 @@
-"""Results that a plain step writes to an existing storage, where a watched step makes another.
+"""Corrections of the counted bytes where autograd writes in place, but not under a dispatch mode.
 
 If a tensor has several gradients, autograd adds each of them to the first in place, unless something else holds the
 first.  Under a dispatch mode, or on fake tensors, autograd makes a new tensor instead.  Such a sum is therefore counted
-as replacing its first summand, and so is the result of a derivative formula that would be written in place
-(:mod:`memopt_cli.trace.formulas`).
+as replacing its first summand; and so is the result of a derivative formula that would be written in place
+(:mod:`memopt_cli.trace.formulas`).  Whether something else holds the summand shows only once the operator has returned:
+the account of an operator is settled when the next one begins.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages
 
 
 class InPlace:
-    """Accounts for the storage that the last operator of a derivative would have written to in a plain step."""
+    """Keeps account of the storage to which the last operator of backward would have written in a plain step."""
 
     def __init__(self, storages: Storages, peaks: Peaks) -> None:
         self._storages = storages
         self._peaks = peaks
         self._formula: Formula | None = None
-        """Formula of the last operator; ``None`` if it belongs to none."""
+        """Derivative formula that the last operator belongs to; ``None`` if it belongs to none."""
         self._first: Storage | None = None
-        """Storage that the last operator would have written to in a plain step, if nobody else holds it."""
+        """Storage that the last operator would have written to, if nobody else holds it; ``None`` for a new one."""
         self._with_first_bytes = 0
+        """Bytes alive with both ``_first`` and the result."""
         self._written: Storage | None = None
         """Result of the last operator, if a plain step writes it into ``_first`` even where others hold that."""
 
     def share_of(self, func: Any, *, differentiates: bool) -> float:
-        """Return the share of the bytes of an operator that a plain step takes; to be asked once, before its tick."""
+        """Return the share of the result's bytes that a plain step takes; call it once, before the operator counts."""
         formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
         return 0.0 if func is _ZEROS else formula.share_of(name_of(func)) if formula else 1.0
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
-        """Return the bytes of the storage that a plain step would write the result to; 0 if there is none."""
+        """Return the bytes of the storage to which a plain step would write ``output``; 0 if it makes a new one."""
         if not self._is_written(func, args) and not self._is_sum(func, args):
             return 0
         self._first, self._with_first_bytes = self._storages.known(args[0]), self._storages.live_bytes
@@ -52,10 +54,10 @@ class InPlace:
         return self._first.nbytes
 
     def settle(self) -> None:
-        """Close the account of the last operator.
+        """Settle the account of the last operator.
 
-        If something else still holds the storage to write to, a plain step makes a new one as well, which counts; only
-        masks are combined in place all the same.
+        If something else still holds the storage to write to, a plain step makes a new one as well, which then counts.
+        Masks are an exception: formulas combine them in place in any case.
         """
         if self._first is not None:
             self._first.is_replaced = False
@@ -67,12 +69,12 @@ class InPlace:
         self._first = self._written = None
 
     def _is_written(self, func: Any, args: Any) -> bool:
-        """Return whether a formula calls ``func``, which in a plain step writes to its first argument."""
+        """Return whether a formula calls ``func`` where, in a plain step, it writes to its first argument."""
         formula = self._formula
         return formula is not None and formula.writes(name_of(func)) and self._is_of(formula, args[0])
 
     def _is_sum(self, func: Any, args: Any) -> bool:
-        """Return whether autograd adds up gradients of a tensor, and not a formula two of its own results."""
+        """Return whether ``func`` is autograd's sum of gradients, and not a sum inside a derivative formula."""
         formula = self._formula
         return _adds_gradients(func, args) and (
             formula is None or formula.is_shared or not self._is_of(formula, args[0])
@@ -84,10 +86,10 @@ class InPlace:
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
-    """Return whether autograd itself, and no function of a node, calls ``func`` to add up the gradients of a tensor.
+    """Return whether autograd's engine, and not the code of a node, calls ``func`` to sum gradients of a tensor.
 
-    It adds in place only to a gradient that is dense, without overlaps and no view, since the base would hold it; and a
-    sparse one only to one that is contiguous.
+    The engine adds in place only to a gradient that is dense, without overlaps, and not a view, whose base may be in
+    use; and a sparse gradient only to a contiguous one.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
@@ -101,7 +103,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
-"""Operator whose result stands for zeros and takes no memory."""
+"""Operator whose result represents zeros without memory."""
 
 _AROUND = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
-"""Modules on the stack between an operator and a mode that sees it."""
+"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""

@@ -1,4 +1,4 @@
-"""The inputs of every module, recorded in a single forward."""
+"""The inputs of every module in a single forward, for level 1 of SpikingJelly's calls, which records no whole step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from memopt_cli.training.step import Step
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
-    """Record the modules that one forward of ``step`` calls, and the codec that holds their inputs exactly.
+    """Record the modules that one forward of ``step`` calls, each with the codec that holds its inputs exactly.
 
-    The model's state advances.  Nothing is kept for backward, so no bytes are saved.
+    The forward advances the model's state.  It runs without gradients, so the records have no saved bytes.
     """
     notes: dict[str, ModuleNotes] = {}
     with (
@@ -38,10 +38,10 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
 
 
 def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
-    """Return path of a module -> how its own codec fails to restore zeros with the shapes and dtypes of its inputs.
+    """Return path of a module -> how its ``x_compressor`` fails on zeros with the shape and dtype of its inputs.
 
-    Every codec can hold zeros, so one that fails here fits no input of that shape and dtype.  The model's state
-    advances.
+    Every codec can hold zeros, so one that fails here fits no input of that shape and dtype.  The forward that this
+    runs advances the model's state.
     """
     found: dict[str, str] = {}
 

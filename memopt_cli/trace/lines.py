@@ -1,4 +1,4 @@
-"""The line of the model's code that is running."""
+"""The line of the model's code that calls an operator, for profiles that show which line holds the memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OURS = (
 )
 """Prefixes of files that belong to no model: PyTorch's, memopt's, and those of the standard library."""
 _TAKES_STEPS = tuple(str(Path(__file__).parents[1] / "training" / name) for name in ("step.py", "own_step.py"))
-"""Files whose functions call the model: the frames above them are memopt's."""
+"""Files whose functions call the model: frames outside of these are not the model's."""
 _LIBRARIES = str(Path(torch.__file__).parents[1]) + os.sep
-"""Folder of installed packages: models of libraries are there, although it is within the standard library's folder."""
+"""Folder of installed packages, where models of libraries are; it lies within the standard library's folder."""
 
 
 def line_of_the_model() -> str:

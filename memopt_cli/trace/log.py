@@ -1,10 +1,10 @@
-"""The counter of storages: the bytes that a training step holds at any instant, seen at the dispatcher.
+"""The counter of storages: a dispatch mode that adds up the bytes alive at every instant of a training step.
 
 It sees every storage that an operator returns, of real tensors and of fake ones alike, and counts the same bytes in
-every run: the *tensor peak*.  It does not see memory that kernels allocate for themselves, which the allocated peak
-includes.
+every run: the *tensor peak*.  Memory that kernels allocate for themselves, which the allocated peak includes, is not
+seen here, but added from :mod:`memopt_cli.trace.workspace`.
 
-Where a plain step writes in place and a watched one makes a new storage, that is not counted
+Some operators write in place in a plain step and make a new storage under a dispatch mode; that is not counted
 (:mod:`memopt_cli.trace.in_place`).  A tensor made of others, such as a ``DTensor``, is counted as these.
 """
 
@@ -24,13 +24,7 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
-from memopt_cli.runtime.private_torch import (
-    TorchDispatchMode,
-    is_fake,
-    is_made_of_others,
-    parts_of,
-    tree_leaves,
-)
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen
@@ -53,23 +47,24 @@ class StorageLog(TorchDispatchMode):
         self.storages = Storages()
         self.phase: Phase = "forward"
         self.is_own = False
-        """Whether the step is a user's own, which may read numbers outside of its modules."""
+        """Whether the step is a user's own, whose function may read numbers from tensors, such as losses to log."""
         self.peaks = Peaks()
         self.module_running = module_running
         self.exchanged = Exchanged()
         self._in_place = InPlace(self.storages, self.peaks)
         self._made: Counter[str] = Counter()
-        """Module -> number of storages that it has made in forward."""
+        """Path of a module -> number of storages that it has made in forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
-        self._in_place.settle()
+        self._in_place.settle()  # only now it shows whether something else holds what the last operator wrote to
         if func is _DEVICE and is_fake(args[0]):
-            return args[0].fake_device  # two calls of three are this one, and the mode below is slow to answer
+            return args[0].fake_device  # two of three calls ask for this, and the fake mode below answers slowly
         updating = self.phase == "update" or is_updating()
+        # Optimizers, and a user's own function between its models, may read numbers: no size depends on these.
         guesses = updating or (self.is_own and not self.module_running())
-        output: Any = guessed_number(func, args, updating=updating) if guesses else None  # no size depends on it
+        output: Any = guessed_number(func, args, updating=updating) if guesses else None
         if output is None:
             output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
         counts = not is_bookkeeping(func)
@@ -89,7 +84,7 @@ class StorageLog(TorchDispatchMode):
         return output
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Give tensors that ranks exchange the kind of their purpose."""
+        """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
         self.exchanged.note(func, args, kwargs, output)
         for tensor, kind in labelled(func, args, kwargs):
             made = self.known(tensor)
@@ -97,10 +92,10 @@ class StorageLog(TorchDispatchMode):
                 made.kind = kind
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
-        """Note that an operator ran; a hook for subclasses."""
+        """Do nothing; subclasses note an operator that ran."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage`` anew after a resize without an operator, by which FSDP frees and restores parameters."""
+        """Count ``storage`` anew after Python code resized it, as FSDP does to free and restore parameters."""
         self.settle()
         storages, nbytes = self.storages, storage.nbytes()
         if storages.as_it_was(storage, storages.tick) is None and nbytes:
@@ -110,17 +105,18 @@ class StorageLog(TorchDispatchMode):
             self.grew(nbytes)
 
     def grew(self, nbytes: int) -> None:
-        """Note that a resize gave a storage ``nbytes``, which counts as an operator; a hook for subclasses."""
+        """Do nothing; subclasses note a resize to ``nbytes`` as if an operator had made them."""
 
     def see(
         self, tensor: Tensor, kind: str | None = None, path: str | None = None, *, share: float = 1.0
     ) -> Storage | None:
         """Return the record of the storage of ``tensor``, made now if it is new; ``None`` for tensors without one.
 
-        A plain step has ``share`` of its bytes.  All parts of a tensor are counted; the record is that of the first.
+        A new record gets ``kind``, the module ``path`` (by default the running one), and ``share`` of the bytes, which
+        a plain step would take.  Of a tensor made of others, all parts are counted, and the first is returned.
         """
-        found = [self._see(part, kind, path, share) for part in parts_of(tensor)]
-        return next(iter(found), None)
+        records = [self._see(part, kind, path, share) for part in parts_of(tensor)]
+        return next(iter(records), None)
 
     def _see(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:
         if not has_storage(tensor):
@@ -139,11 +135,11 @@ class StorageLog(TorchDispatchMode):
         return record
 
     def settle(self) -> None:
-        """Close the account of the last operator, whose output nothing else happens to."""
+        """Finish the count of the last operator; to be called before the next one, and at the end of a phase."""
         self._in_place.settle()
 
     def enter(self, phase: Phase) -> None:
-        """Go on to ``phase`` of the step."""
+        """Begin ``phase`` of the step."""
         self.settle()
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
@@ -168,6 +164,7 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
     path_of: dict[int, str] = {id(module): path for path, module in named_parts(model)}
 
     def running() -> str:
+        # In backward the stack is empty, but a segment may recompute operators outside of its inner modules.
         segment = recomputing_module()
         if segment is not None and not stack:
             return path_of.get(id(segment), "")
@@ -188,39 +185,42 @@ class Codecs:
     """Codecs of tensors that packed to fewer bytes in a step with data."""
 
     saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """(module, rank of a storage among those that its forward makes) -> the codec that held it."""
+    """Module, and index of a storage among those that its forward makes -> the codec that held that storage."""
     outputs: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """(module, place among its outputs) -> the codec that held it, whichever module had made it."""
+    """Module, and index among its outputs -> the codec that held that output, whichever module had made it."""
     inputs: Mapping[str, float] = field(default_factory=dict)
-    """Module -> share of its inputs' bytes that remained in their codec."""
+    """Module -> packed bytes of its inputs, divided by their bytes."""
 
 
 @contextmanager
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
-    """Pack tensors without data that ``log`` sees in the block as ``codecs`` says."""
+    """Pack tensors without data in the block, which ``log`` watches, by the codecs that ``codecs`` names."""
     known = codecs or Codecs()
-    of_joined: dict[int, str] = {}
-    """Index of the storage of an output that chunks were joined to -> its codec."""
+    codec_of_whole: dict[int, str] = {}
+    """Index of the storage of an output that was concatenated from chunks -> its codec."""
 
-    def joined(outputs: Sequence[Tensor]) -> None:
+    def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
         for place, output in enumerate(outputs):
             if (storage := log.known(output)) is not None:
-                of_joined[storage.index] = known.outputs.get((path, place), "null")
+                codec_of_whole[storage.index] = known.outputs.get((path, place), "null")
 
     def codec_of(tensor: Tensor) -> str:
         storage = log.known(tensor)
         if storage is None:
             return "null"
-        return of_joined.get(storage.index) or known.saved.get((storage.path, storage.rank), "null")
+        return codec_of_whole.get(storage.index) or known.saved.get((storage.path, storage.rank), "null")
 
-    with recorded_answers(codec_of, joined), recorded_shares(lambda: known.inputs.get(log.module_running(), 1.0)):
+    def share_of_inputs() -> float:
+        return known.inputs.get(log.module_running(), 1.0)
+
+    with recorded_answers(codec_of, note_concatenated), recorded_shares(share_of_inputs):
         yield
 
 
 @contextmanager
 def active(log: StorageLog, step: Step) -> Iterator[None]:
-    """Let ``log`` count the block, with everything that exists before ``step`` in it; generators are seeded."""
+    """Let ``log`` count the block, beginning with the tensors that exist before ``step``; seed all generators."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
     for name, parameter in step.named.named_parameters():
@@ -240,7 +240,7 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
 
 
 def run_step(step: Step, log: StorageLog) -> None:
-    """Take one ``step`` under an active ``log``, and leave its gradients."""
+    """Take one ``step`` under an active ``log``; its gradients stay."""
 
     def enter(phase: Phase) -> None:
         if log.phase == "backward":
@@ -273,6 +273,7 @@ def optimizer_tensors(step: Step) -> list[Tensor]:
 
 
 def _label_gradients(log: StorageLog, model: nn.Module) -> None:
+    """Label the gradients of ``model``, which were temporaries until autograd stored them."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             storage = log.see(parameter.grad, "gradients")
@@ -281,6 +282,6 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
 
 
 _MADE = frozenset(("activations", "temporaries"))
-"""Kinds of storages that say no more than when they were made."""
+"""Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
 
 _DEVICE = torch.ops.prim.device.default

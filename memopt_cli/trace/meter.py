@@ -1,4 +1,4 @@
-"""Workspaces of the kernels of a GPU, operator by operator, asked of its allocator."""
+"""Workspaces of the kernels of a GPU, read from its allocator before and after every operator."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def meter_on(device: str) -> Meter | None:
 
 
 class Meter(TorchDispatchMode):
-    """A mode that asks the allocator around every operator of a real step; it resets the peak each time.
+    """Dispatch mode that reads the allocator's statistics around every operator, and resets its peak each time.
 
-    The allocator hands out memory when an operator is launched, so there is no need to wait for the device.
+    PyTorch allocates when an operator is launched, so there is no need to wait for the device.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Notes on every module of a recorded step: its inputs, outputs and state."""
+"""Notes on every module that a step calls (inputs and their codec, outputs, state), which become its record."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from memopt_cli.training.module_calls import module_hooks
 
 @dataclass(slots=True)
 class ModuleNotes:
-    """Sums over the calls of one module."""
+    """Notes on one module, with sums over its calls; :class:`~memopt_cli.records.ModuleTrace` explains most fields."""
 
     calls: int = 0
     input_bytes: int = 0
     packed_bytes: int = 0
+    """Bytes of the inputs in their codec."""
     compressor: CompressorName | None = None
+    """Codec of the inputs in all calls so far; ``null`` if calls differ, and ``None`` before the first call."""
     codec_misfit: str = ""
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
+    """Storages of the outputs so far."""
     output_bytes: int = 0
     state_bytes: int = 0
     mutates_input: bool = False
+    """Whether forward wrote to one of its inputs."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Pairs of an input of the running call and its version when the call began."""
 
     def enter(self, module: nn.Module, inputs: list[Tensor], contents: Contents | None) -> None:
         """Note that forward of ``module`` begins on ``inputs``."""
@@ -49,11 +54,11 @@ class ModuleNotes:
         if contents is not None:
             name, held = contents.smallest_codec(inputs)
             packed = nbytes if name == "null" else held
-            asked = asked_compressor(module)
-            if asked is not None:
-                packed = _bytes_in(asked, module, inputs)
-                name = asked if packed < nbytes else "null"  # otherwise every step would try it in vain
-                self.codec_misfit = self.codec_misfit or _misfit(asked, module, inputs)
+            requested = asked_compressor(module)
+            if requested is not None:
+                packed = _bytes_in(requested, module, inputs)
+                name = requested if packed < nbytes else "null"  # a codec that saves nothing would only take time
+                self.codec_misfit = self.codec_misfit or _misfit(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed
         self.compressor = name if self.compressor in (None, name) else "null"
@@ -94,9 +99,9 @@ class ModuleNotes:
 def taking_notes(
     model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: Contents | None
 ) -> Iterator[None]:
-    """Fill ``notes`` by path in every forward, but not in recomputations.
+    """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
 
-    ``contents`` looks into the inputs of every module for the codec that holds them exactly.
+    ``contents`` finds the codec that holds the inputs of a module exactly; ``None`` for inputs without data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -115,17 +120,17 @@ def taking_notes(
 
 
 def asked_compressor(module: nn.Module) -> CompressorName | None:
-    """Return the codec that ``module`` asks for by ``x_compressor``; ``None`` if none, or it cannot be a segment."""
+    """Return the codec that ``x_compressor`` of ``module`` asks for; ``None`` if none, or it cannot be a segment."""
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of modules that can be segments and ask by ``x_compressor`` for packed inputs."""
+    """Return the paths of modules that can be segments and whose ``x_compressor`` asks for packed inputs."""
     return tuple(path for path, module in named_parts(model) if asked_compressor(module) not in (None, "null"))
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Say how a user's own codec fails to restore ``tensors``; empty if it restores them, or is one of memopt's."""
+    """Return how the user's own codec fails to restore ``tensors``; empty if it restores them, or is memopt's."""
     if name != OWN_COMPRESSOR:
         return ""
     codec = OwnCompressor(cast("Codec", module.x_compressor))
@@ -140,7 +145,7 @@ def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) ->
 
 
 def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
-    """List every module of ``model`` in its order, without inputs and calls."""
+    """List every module of ``model`` in its order, as if none was called: without inputs and outputs."""
     return tuple(
         ModuleTrace(
             path=path,

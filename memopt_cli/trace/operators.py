@@ -23,27 +23,28 @@ def name_of(func: Any) -> str:
 
 @functools.cache
 def is_bookkeeping(func: Any) -> bool:
-    """Return whether ``func`` does nothing that counts; some such calls reach the dispatcher only on fake tensors."""
+    """Return whether ``func`` is not counted as an operator; some such calls are seen on fake tensors only."""
     return func is _aten.detach.default or func.name().startswith("prim::")
 
 
 def modified(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call writes in place."""
+    """Return the tensors that a call of ``func`` writes in place."""
     names = _written(func)
     if not names:
         return []
-    given = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
-    if names is _STATISTICS and not (given.get("training") or given.get("train")):
+    arguments = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
+    if names is _STATISTICS and not (arguments.get("training") or arguments.get("train")):
         return []
-    return [leaf for name in names for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+    return [leaf for name in names for leaf in tree_leaves(arguments.get(name)) if isinstance(leaf, Tensor)]
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call draws from a generator; fused attention does so only with dropout."""
+    """Return whether a call of ``func`` draws from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    given = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
-    rates = [given.get(name, 0) for name in ("dropout_p", "dropout") if name in _parameters(func)]
+    # Fused attention has the tag, too, but draws only with dropout.
+    arguments = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
+    rates = [arguments.get(name, 0) for name in ("dropout_p", "dropout") if name in _parameters(func)]
     return not rates or any(rates)
 
 
@@ -57,10 +58,10 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def dtype_of(leaves: Iterable[Any]) -> str:
-    """Return the dtype (``bfloat16``) of the first floating-point or complex tensor; empty if there is none."""
+    """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``; empty if none is."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
-    found = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    return next((str(dtype).removeprefix("torch.") for dtype in found), "")
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return next((str(dtype).removeprefix("torch.") for dtype in floating), "")
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -74,18 +75,18 @@ def _parameters(func: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _written(func: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that a call may write."""
+    """Return the names of the arguments of ``func`` that a call may write."""
     if not has_schema(func):
         return ()
-    shown = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    if not shown and {"running_mean", "running_var"} <= {*_parameters(func)}:
+    declared = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not declared and {"running_mean", "running_var"} <= {*_parameters(func)}:
         is_forward = not name_of(func).endswith("_backward")
         return _STATISTICS if is_forward else ()
-    return tuple(shown)
+    return tuple(declared)
 
 
 def _recurrent_flops(passes: int) -> Callable[..., int]:
-    """Return the formula of a recurrent layer: each row of the input, ``[T, B, …]``, is multiplied by every weight."""
+    """Return the flop formula of a recurrent layer, in which each row of ``[T, B, …]`` meets every weight."""
 
     def flops(x: Tensor, *rest: Any, out_val: Any) -> int:
         leaves = (leaf for leaf in tree_leaves(rest[:4]) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Corrections of fake outputs to the storages and strides that real operators give."""
+"""Corrections of fake outputs: PyTorch's fake tensors do not always have the storage size and strides of real ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
-    """Return ``output`` of an operator; if it is fake, with the storages that a real one has."""
+    """Return ``output`` of ``func``, corrected if it is fake: with the storages that a real one has."""
     correct = _CORRECTIONS.get(func)
     return correct(args, output) if correct else output
 
@@ -38,6 +38,7 @@ def _normalized_backward(args: Any, output: Any) -> Any:
 
 
 def _in_format_of(x: Any, made: Any) -> Any:
+    """Return the fake tensor ``made`` in the memory format of ``x``, on the CPU; unchanged otherwise."""
     if made is None or not is_fake(made) or made.device.type != "cpu":
         return made
     return torch.empty_like(made, memory_format=_format_of(x))

@@ -1,7 +1,7 @@
-"""The recording of one training step as a :class:`StepTrace`: operators in order, storages, calls of modules.
+"""The recording of one training step as a :class:`StepTrace`: its operators in order, storages, and calls of modules.
 
-In backward, an operator belongs to the module whose forward it differentiates.  Autograd numbers the nodes of its graph
-in the order in which forward makes them, so the numbers at which modules begin and end give the module of a node.
+``record`` takes the step under a :class:`~memopt_cli.trace.step_log.StepLog`, which notes what happens; the rest of
+this file turns the notes into records.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.contents import Contents, with_parts
-from memopt_cli.trace.log import (
-    Codecs,
-    StorageLog,
-    active,
-    module_stack,
-    packed_as,
-    resident_bytes,
-    run_step,
-)
+from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
@@ -42,17 +34,17 @@ def record(
     workspaces: Workspaces | None = None,
     codecs: Codecs | None = None,
 ) -> StepTrace:
-    """Record one ``step``, and leave the model's state as it was, without gradients.
+    """Record one ``step`` of ``batch`` samples; the model's state is restored, and its gradients are removed.
 
-    With ``contents`` (not on fake tensors), the inputs of every module and the tensors that autograd saves are looked
-    into for the codec that holds them exactly.  With ``frees``, forward runs once more to learn when it releases each
-    storage by itself; otherwise that is taken to be its last use in forward.  ``workspaces`` are those measured in a
-    step with data, ``codecs`` those that tensors without data are packed in.
+    With ``contents`` (not on fake tensors), the values of every module's inputs and of the tensors that autograd saves
+    are examined for the codec that holds them exactly.  With ``frees``, forward runs once more without autograd, to
+    learn when the model itself releases each storage; otherwise that is taken to be the last use in forward.
+    ``workspaces`` were measured in a step with data; ``codecs`` are those in which tensors without data are packed.
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
-    start.enter()  # copies take the place of the tensors that ``start`` holds, so that the step can free its state
-    step.reset_gradients()  # nothing here refers to them, so that a user's own step can free them
+    start.enter()  # gives the model copies, so that the step can free its state although ``start`` holds the originals
+    step.reset_gradients()  # only now, so that nothing here keeps the gradients alive: a user's own step may free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.named) as running:
         log = StepLog(running, workspaces)
@@ -66,7 +58,7 @@ def record(
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
-    start.enter()
+    start.enter()  # the forward in _lives_without_autograd begins with the same state
     records = _Records(log)
     own = isinstance(step, OwnStep)
     freed = records.freed(_lives_without_autograd(step)) if frees and not own else records.last_uses()
@@ -109,7 +101,7 @@ def _around_models(saved_bytes: int) -> ModuleTrace:
 
 
 def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
-    """Run a forward for which autograd keeps nothing; return the birth, bytes and death of its storages."""
+    """Run a forward in which autograd saves nothing; return birth, bytes and death of its storages."""
     with (
         module_stack(step.named) as running,
         active(log := StorageLog(running), step),
@@ -126,7 +118,7 @@ def _nothing_saved(_: None) -> Tensor:
 
 
 class _Records:
-    """Makes records from the log of a step that has run."""
+    """Makes records, with indices of operators, from a log in ticks: operator n runs between the ticks n and n + 1."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -141,9 +133,10 @@ class _Records:
         return total
 
     def freed(self, lives: list[tuple[int, int, int | None]]) -> list[int | None]:
-        """Return the tick at which forward itself released each storage.
+        """Return for each storage the tick at which the model itself released it.
 
-        ``lives`` come from a forward for which autograd kept nothing.  If it ran other operators, last uses count.
+        ``lives`` come from a forward in which autograd saved nothing.  If it made other storages than the recorded one,
+        the last uses in forward are returned instead.
         """
         same = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]] == [
             (born, size) for born, size, _ in lives
@@ -154,9 +147,9 @@ class _Records:
         return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages.made]
 
     def last_uses(self) -> list[int | None]:
-        """Return the tick at which forward last used each storage that autograd saves; for others, their death.
+        """Return for each storage that autograd saves the tick of its last use in forward; for others, of their death.
 
-        This is all that is known of a user's own step, which cannot run without autograd.
+        For a user's own step nothing better is known, as it cannot run without autograd.
         """
         log = self._log
         forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
@@ -165,7 +158,7 @@ class _Records:
         return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages.made]
 
     def op_records(self) -> tuple[OpTrace, ...]:
-        """Return every operator of the step, without its seconds, which are not known here."""
+        """Return a record of every operator of the step; its seconds are added later, by :func:`with_seconds`."""
         made: dict[int, list[int]] = defaultdict(list)
         for s in self._log.storages.made:
             made[s.born - 1].append(s.index)
@@ -191,11 +184,11 @@ class _Records:
         )
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
-        """Return every storage; ticks become indices of operators: operator n runs between ticks n and n + 1."""
+        """Return a record of every storage; ``freed`` has the ticks at which the model itself released them."""
         return tuple(self._storage_record(s, tick) for s, tick in zip(self._log.storages.made, freed, strict=True))
 
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
-        # A graph whose output was dropped in forward holds nothing.
+        # A storage that dies in forward is in no graph at its end, though autograd saved it: its graph was dropped.
         end = self._log.forward_end(s)
         nodes = () if end and _dead(s, end - 1) else self._log.savers.get(s.index, ())
         savers = (self._log.op_of_node.get(node) for node in nodes)
@@ -214,16 +207,17 @@ class _Records:
         )
 
     def _end_of(self, tick: int | None) -> int | None:
+        """Return the first operator after ``tick``; ``None`` if there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:
-        """Return every call of a module in forward."""
+        """Return a record of every call of a module in forward, with the range of its backward."""
         for index, op in enumerate(self._log.ops):
-            call = -1 if op.call is None else op.call
-            while call >= 0:
-                known = self._log.calls[call]
-                known.backward = range(known.backward.start if known.backward else index, index + 1)
-                call = known.caller
+            number = -1 if op.call is None else op.call
+            while number >= 0:  # the operator is part of the backward of this call, and of those around it
+                call = self._log.calls[number]
+                call.backward = range(call.backward.start if call.backward else index, index + 1)
+                number = call.caller
         return tuple(
             ModuleCall(
                 path=call.path,

@@ -1,4 +1,4 @@
-"""Recurrent layers on the CPU, which save a large workspace for backward whose size fake tensors do not have."""
+"""The workspace that recurrent layers on the CPU (oneDNN) save for backward, whose size fake tensors do not have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from memopt_cli.runtime.private_torch import is_fake, unseen
 
 _LONGEST = 64
-"""Most time steps that are run to learn the workspace, which grows linearly beyond."""
+"""Most time steps that are run; the workspace grows linearly with more."""
 _LARGEST = 512
-"""Largest batch that is run; beyond it, the workspace is known but for the rounding of its parts to pages."""
+"""Largest batch that is run; for larger ones the extrapolated workspace is exact but for rounding to pages."""
 _TENSORS = 7
 """Leading arguments of the operator that are tensors: input, four weights and biases, two states."""
 
@@ -28,10 +28,10 @@ def with_workspace(args: Any, output: Any) -> Any:
 
 
 def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
-    """Return the part of the workspace that does not shrink with the time steps, and with the batch: (length, bytes).
+    """Return pairs of a length and the workspace bytes that do not shrink with it: for the time steps, and the batch.
 
-    There is one because the workspace holds the first states beside those of every step, and each part fills whole
-    pages.
+    There are such bytes because the workspace holds the first states beside those of every step, and each of its parts
+    fills whole pages.
     """
     steps, batch, _ = args[0].shape
     layer, dtype = _with_shapes(args), args[0].dtype
@@ -53,7 +53,7 @@ def _with_shapes(args: Any) -> tuple[Any, ...]:
 
 
 def with_two_biases(args: Any, output: Any) -> Any:
-    """Return ``output`` of ``mkldnn_rnn_layer_backward`` with two gradients of biases, which may be one fake tensor."""
+    """Return ``output`` of ``mkldnn_rnn_layer_backward`` with two separate gradients of biases, as a real one has."""
     return (*output[:4], output[4].clone(), *output[5:]) if output[3] is output[4] else output
 
 

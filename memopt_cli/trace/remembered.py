@@ -1,8 +1,8 @@
-"""A cache of the results of operators in dry runs.
+"""A cache of operators' results in dry runs, which makes these faster.
 
-On tensors without data, a result follows from the shapes and settings of the arguments, and a step runs the same
+On tensors without data, a result depends on the shapes and settings of the arguments alone, and a step runs the same
 operators on the same shapes over and over.  PyTorch has such a cache, too, but a look-up in it takes longer than most
-kernels run.
+kernels run.  What may be cached is left to PyTorch: an entry is made here where it made one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import (
 
 _aten = torch.ops.aten
 _MOST_NOTES = 1 << 16
-"""Most entries, of a thousand bytes each."""
+"""Most entries; each takes about a thousand bytes."""
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
 """Types of arguments that can be part of a key."""
 _ALIASES = frozenset(
@@ -33,7 +33,8 @@ _ALIASES = frozenset(
         *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int),
     )
 )
-"""Operators that PyTorch does not cache, as it caches only single results that are new or declared as views."""
+"""Operators that are cached here although PyTorch does not: it only caches single results that are new or declared
+views."""
 
 
 class _New(NamedTuple):
@@ -61,7 +62,7 @@ class _Several(NamedTuple):
 
 
 class RememberingDryRun(DryRun):
-    """A dry run that caches results where PyTorch's own cache does, which knows what may be cached."""
+    """A dry run that caches the results of operators where PyTorch's own cache does."""
 
     _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
     """Key -> :class:`_New`, :class:`_View`, the index of the argument that is the result, ``None``, or several of
@@ -85,7 +86,7 @@ class RememberingDryRun(DryRun):
         return made
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return everything that decides the result of an operator; ``None`` if an argument cannot be part of a key."""
+        """Return a key of all that the result of ``func`` depends on; ``None`` if an argument does not allow one."""
         if type(func) is not OpOverload or self.shape_env is not None:
             return None
         defaults = torch.get_default_dtype(), default_device(), torch.is_inference_mode_enabled()
@@ -93,7 +94,7 @@ class RememberingDryRun(DryRun):
         return tuple(key) if self._extend(key, args) and self._extend(key, kwargs.values()) else None
 
     def _extend(self, key: list[Any], values: Iterable[Any]) -> bool:
-        """Add ``values`` to ``key``; return whether all can be part of one."""
+        """Add ``values`` to ``key``; return whether all of them can be part of a key."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:

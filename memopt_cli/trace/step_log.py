@@ -1,4 +1,11 @@
-"""Notes on one training step while it runs: its operators, its calls of modules, and what autograd saves."""
+"""Notes on one training step while it runs: its operators, its calls of modules, and what autograd saves.
+
+The hard part is to tell which module an operator of backward belongs to.  Autograd numbers the nodes of its graph in
+the order in which forward makes them, and this log notes the next number whenever a module begins or ends::
+
+    call of           a      a.b     a             the innermost module that is running
+    begins at node    0      3       7             node 5 was made in a.b, so when backward runs it, that is a.b's
+"""
 
 from __future__ import annotations
 
@@ -29,33 +36,38 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.module_calls import module_hooks
 
 GREW: Final = "storage::resize_"
-"""Name that stands for an operator where a resize gives a storage bytes."""
+"""Name in the log for a resize that gives a storage bytes, which is noted like an operator."""
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 @dataclass(slots=True)
 class CalledModule:
-    """One call of a module in forward; instants are numbers of operators."""
+    """One call of a module in forward."""
 
     path: str
     caller: int
-    """Index of the call that made it; -1 for none."""
+    """Index of the call around it; -1 for none."""
     start: int
+    """First operator of its forward."""
     inputs: tuple[int, ...]
+    """Storages of its inputs."""
     end: int = 0
+    """Operator after the last of its forward."""
     outputs: tuple[int, ...] = ()
+    """Storages of its outputs."""
     backward: range = range(0)
+    """Operators of its backward; empty if it has none."""
 
 
 @dataclass(slots=True)
 class RanOp:
-    """One operator of the step."""
+    """One operator of the step; :class:`~memopt_cli.records.OpTrace` explains the fields of the same names."""
 
     name: str
     phase: Phase
     module: str
     call: int | None
-    """Index of the call whose forward it differentiates, -1 for operators outside of modules; ``None`` in forward."""
+    """In backward, index of the call whose forward it differentiates, or -1 outside of modules; ``None`` elsewhere."""
     reads: tuple[int, ...]
     mutates: tuple[int, ...]
     random: bool
@@ -66,7 +78,7 @@ class RanOp:
     fixed_workspace_bytes: int
     line: str
     recomputes: str | None = None
-    """Path of the segment that is being recomputed."""
+    """Path of the segment that is being recomputed; ``None`` for none."""
     packs: bool = False
 
 
@@ -79,27 +91,31 @@ class StepLog(StorageLog):
         self.ops: list[RanOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
+        """Index of the innermost call that is running; -1 for none."""
         self._path_of: dict[int, str] = {}
         """Id of a module -> its path."""
-        self._turns: list[tuple[int, int]] = [(0, -1)]
-        """Pairs of a node of autograd and the call that was the innermost from it on."""
+        self._call_from_node: list[tuple[int, int]] = [(0, -1)]
+        """Pairs of a node's number and the call that was the innermost from that node on, in order."""
         self.op_of_node: dict[int, int] = {}
+        """Number of a node of autograd -> the operator of forward that made it."""
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
-        """Storage -> the nodes of autograd that hold it."""
+        """Storage -> numbers of the nodes of autograd that hold it, in order (a dictionary as an ordered set)."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}
+        """Storage that autograd saves -> its codec and its packed bytes."""
         self._forward_ends: list[int] = []
-        """Operators that had run at the end of each forward, of which a user's own step has several."""
+        """Number of operators that had run at the end of each forward; a user's own step has several."""
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
+        """Storage -> :attr:`~memopt_cli.records.StorageTrace.fixed_bytes`."""
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
-        phase, call = self._whence()
+        phase, call = self._phase_and_call()
         module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
-        # Only in a step without data: finding out runs the layer, which a measurement would see.
+        # Only in a step without data: to learn these bytes, the layer is run, which a measured step would count.
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
-        given = tree_leaves((args, kwargs))
+        arguments = tree_leaves((args, kwargs))
         fixed = self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         self.ops.append(
             RanOp(
@@ -107,12 +123,12 @@ class StepLog(StorageLog):
                 phase=phase,
                 module=module,
                 call=call,
-                reads=self._indices(given),
+                reads=self._indices(arguments),
                 mutates=self._indices(modified(func, args, kwargs)),
                 random=draws(func, args, kwargs),
                 flops=flops_of(func, args, kwargs, output),
-                dtype=dtype_of(given),
-                moved_bytes=self._bytes_of([*given, *tree_leaves(output)]),
+                dtype=dtype_of(arguments),
+                moved_bytes=self._bytes_of([*arguments, *tree_leaves(output)]),
                 workspace_bytes=workspace_bytes,
                 fixed_workspace_bytes=fixed,
                 line=line_of_the_model() if self.phase == "forward" else "",
@@ -122,7 +138,7 @@ class StepLog(StorageLog):
         )
 
     def grew(self, nbytes: int) -> None:
-        phase, call = self._whence()
+        phase, call = self._phase_and_call()
         self.ops.append(
             RanOp(
                 name=GREW,
@@ -147,52 +163,54 @@ class StepLog(StorageLog):
         super().enter(phase)
 
     def forward_end(self, storage: Storage) -> int:
-        """Return how many operators had run at the end of the forward that made ``storage``; 0 if none did."""
+        """Return the number of operators run by the end of the forward that made ``storage``; 0 if no forward did."""
         place = bisect.bisect_left(self._forward_ends, storage.born)
         is_of_forward = not storage.born or self.ops[storage.born - 1].phase == "forward"
         return self._forward_ends[place] if is_of_forward and place < len(self._forward_ends) else 0
 
     @property
     def last_forward_end(self) -> int:
-        """Operators that had run at the end of the last forward."""
+        """Number of operators that had run at the end of the last forward."""
         return self._forward_ends[-1]
 
     @contextmanager
     def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
-        """Note calls of modules, and tensors that autograd saves, which ``contents`` looks into."""
+        """Note calls of modules and saved tensors in the block; ``contents`` finds the codecs of saved tensors."""
         self._contents = contents
         self._path_of = {id(module): path for path, module in named_parts(model)}
 
         def enter(path: str, module: nn.Module, inputs: Any) -> None:
             if self.phase == "forward":
                 self.calls.append(CalledModule(path, self._innermost, len(self.ops), self._indices(tensors_of(inputs))))
-                self._turn(len(self.calls) - 1)
+                self._begin_call(len(self.calls) - 1)
 
         def leave(path: str, module: nn.Module, output: Any) -> None:
             if self.phase == "forward":
                 call = self.calls[self._innermost]
                 seen = filter(None, map(self.known, tensors_of(output)))
                 call.end, call.outputs = len(self.ops), tuple(storage.index for storage in seen)
-                self._turn(call.caller)
+                self._begin_call(call.caller)
 
         with module_hooks(model, enter, leave, always_leave=True), saved_tensors_hooks(self._save, lambda alias: alias):
             yield
 
-    def _turn(self, call: int) -> None:
+    def _begin_call(self, call: int) -> None:
         self._innermost = call
-        self._turns.append((next_node(), call))
+        self._call_from_node.append((next_node(), call))
 
-    def _whence(self) -> tuple[Phase, int | None]:
+    def _phase_and_call(self) -> tuple[Phase, int | None]:
         """Return the phase of the running operator and, in backward, the call whose forward it differentiates."""
         if self.phase != "backward" or recomputing_module():
             return self.phase, None
         node = running_node()
-        if node is None:  # the loss
+        if node is None:  # no node runs: backward has not begun, and this is the loss
             return "forward", None
         number = number_of(node)
         if number <= self._last_node:
-            return "backward", self._turns[bisect.bisect_right(self._turns, (number, len(self.calls))) - 1][1]
-        # Nodes that add a gradient to a parameter run as soon as it is complete, so they belong to the operator before.
+            place = bisect.bisect_right(self._call_from_node, (number, len(self.calls))) - 1
+            return "backward", self._call_from_node[place][1]
+        # AccumulateGrad, which adds a gradient to a parameter, has a number above all others.  It runs as soon as the
+        # gradient is complete, so it belongs where the operator before it does.
         return "backward", (self.ops[-1].call if self.ops[-1].call is not None else -1)
 
     @property
@@ -200,7 +218,7 @@ class StepLog(StorageLog):
         return next(reversed(self.op_of_node), 0) + 1
 
     def _save(self, alias: Tensor) -> Tensor:
-        """Note that autograd saves ``alias``, and return it: so no storage lives longer than without this hook."""
+        """Note that autograd saves ``alias``, and return it unchanged, so that no storage lives longer than usual."""
         storage = self.known(alias)
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None
@@ -212,6 +230,7 @@ class StepLog(StorageLog):
         return alias
 
     def _bytes_of(self, leaves: list[Any]) -> int:
+        """Return the bytes of the tensors in ``leaves``; an expanded tensor counts as its storage at most."""
         tensors = ((leaf, self.known(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
         return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)
 

@@ -1,4 +1,4 @@
-"""The storages of a step: the bytes of those alive, and the most at any instant."""
+"""The accounts of a step: which storages are alive, by weak references, and the most bytes at any instant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Storage:
     index: int
     """Index in the order of birth."""
     nbytes: int
+    """Bytes that it takes in a plain step, which may be fewer than under a dispatch mode."""
     born: int
+    """Tick at which it was made."""
     path: str
     """Module that was running when it was made; for a parameter or buffer, its owner."""
     kind: str
@@ -30,8 +32,9 @@ class Storage:
     rank: int = 0
     """Number of storages that its module had made before it in forward."""
     died: int | None = None
+    """Tick at which it was freed; ``None`` while it is alive."""
     is_replaced: bool = False
-    """Whether a plain step writes the last operator's result to it, if nobody else holds it."""
+    """Whether a plain step writes the last operator's result into this storage, if nobody else holds it."""
 
 
 @dataclass(slots=True)
@@ -39,11 +42,13 @@ class Peaks:
     """The most bytes alive at any instant so far, and their ticks."""
 
     tensor_bytes: int = 0
+    """Most bytes of storages alive: the tensor peak."""
     tensor_tick: int = 0
     allocated_bytes: int = 0
-    """Most bytes alive plus the workspace of the operator running."""
+    """Most bytes of storages alive plus the workspace of the running operator: the allocated peak."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
+    """Phase -> its own peaks."""
     phase: Phase | None = None
     """Present phase; ``None`` before the first."""
 
@@ -54,7 +59,7 @@ class Peaks:
         self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
     def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
-        """Raise the peaks to the bytes alive now, if those are more."""
+        """Raise the peaks to ``live_bytes``, and to these with ``workspace_bytes``, if those are more."""
         with_workspace = live_bytes + workspace_bytes
         if self.phase is not None:
             self.phases[self.phase] = self.phases[self.phase].raised(live_bytes, with_workspace)
@@ -74,10 +79,10 @@ class Storages:
         """Storages in the order of birth."""
         self.live_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[Any], Storage, int]] = {}
-        """Key -> reference, record and size of a storage; the record has fewer bytes where a plain step has fewer."""
+        """Key -> reference, record and actual size of a storage, which may be more than the bytes in the record."""
 
     def begin(self, storage: torch.UntypedStorage, path: str, kind: str, share: float) -> Storage:
-        """Make the record of a new ``storage``, of whose bytes a plain step has ``share``."""
+        """Make the record of a new ``storage``, with the ``share`` of its bytes that a plain step takes."""
         key, nbytes = storage_key(storage), storage.nbytes()
         record = Storage(len(self.made), int(nbytes * share), self.tick, path, kind)
         self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self.tick)), record, nbytes)
@@ -87,11 +92,11 @@ class Storages:
 
     def _end(self, key: int, tick: int) -> None:
         _, record, _ = self._alive.pop(key)
-        record.died = tick - record.is_replaced
+        record.died = tick - record.is_replaced  # a plain step ends it as it writes the operator's result there
         self.live_bytes -= record.nbytes
 
     def as_it_was(self, storage: torch.UntypedStorage, until: int) -> Storage | None:
-        """Return the record of ``storage`` if it is alive; one whose size has changed dies at the tick ``until``."""
+        """Return the record of ``storage`` if it is alive; if it was resized, end its record at ``until`` instead."""
         key = storage_key(storage)
         known = self._alive.get(key)
         if known is None:
@@ -104,11 +109,11 @@ class Storages:
     def known(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         part = next(parts_of(tensor), tensor)
-        found = self._alive.get(memory_of(part)) if has_storage(part) else None
-        return found[1] if found else None
+        entry = self._alive.get(memory_of(part)) if has_storage(part) else None
+        return entry[1] if entry else None
 
     def drop(self, storage: Storage) -> None:
-        """Remove the bytes of ``storage`` from the account, past ones included."""
+        """Remove ``storage`` from the account, as if it had never had any bytes."""
         self.live_bytes -= storage.nbytes if storage.died is None else 0
         storage.nbytes = 0
 
@@ -118,7 +123,7 @@ class Storages:
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that holding ``tensors`` takes: slices count as such, overlapping views as their storage."""
+    """Return the bytes that ``tensors`` take to hold: those of the tensors, or of their storages if these are fewer."""
     return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
 
 
@@ -133,5 +138,5 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has a storage, its own or that of another tensor."""
+    """Return whether ``tensor`` has a storage: sparse tensors and outputs that are not computed yet have none."""
     return tensor.layout is torch.strided and (not isinstance(tensor, DeferredLinear) or tensor.is_computed)

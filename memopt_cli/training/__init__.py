@@ -1,1 +1,1 @@
-"""A training step: how it is taken, by whom, and how a plan is put on its model."""
+"""A training step as people take it (loss, precision, optimizer, a step of their own), and plans on its model."""

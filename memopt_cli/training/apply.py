@@ -1,4 +1,8 @@
-"""Plans put on a model, and taken off again."""
+"""Installing a plan on a model, reading which plan is installed, and removing it.
+
+A plan becomes segments on modules (:mod:`memopt_cli.runtime.container`), runs of layers grouped as one module, an
+optimizer that runs in backward, and compilation; ``apply_plan`` puts all of these on a model or none.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +54,17 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     """Install every segment of ``plan`` on ``model``, in place: all of them, or none if one fails.
 
     A plan with ``compile`` has the model compiled as well, as ``model.compile(...)`` does, when it is next called.
-    Checkpointing of the model's own is switched off as long as it has a plan, where an attribute controls it: see
+    While the model has a plan, its own checkpointing is switched off, if an attribute controls that: see
     :mod:`memopt_cli.training.own_checkpoints`.
 
     Parameters
     ----------
     model:
-        The model.  In a wrapper such as ``nn.DataParallel``, the plan goes on the model within.
+        The model.  If it is a wrapper such as ``nn.DataParallel``, the plan goes on the wrapped model.
     plan:
         The plan, whose paths are those of the model's modules.
     optimizer:
-        The optimizer that a plan with ``in_backward`` runs there; other plans leave it alone.
+        The optimizer, which a plan with ``in_backward`` runs in backward; other plans do not need it.
 
     Returns
     -------
@@ -86,7 +90,8 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
 
 
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
-    with contextlib.ExitStack() as undo:  # the last first
+    """Put all of ``plan`` on ``model``; if a part fails, undo those before it, the last one first."""
+    with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
             suspend(model)
         undo.callback(resume, model)
@@ -102,26 +107,26 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             undo.callback(stop_compiling, model)
         if plan.in_backward and optimizer is not None:
             _run_in_backward(optimizer, model)
-        if plan.compile is None and not compiles_by_plan(model):  # settings that torch.load or a copy took over
-            stop_compiling(model)
-        undo.pop_all()
+        if plan.compile is None and not compiles_by_plan(model):
+            stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
+        undo.pop_all()  # nothing failed: keep it all
 
 
 def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
     """Return module -> the configuration of the segment that ``plan`` puts on it."""
-    found: dict[nn.Module, SegmentConfig] = {}
+    configs: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
-    saves = plan.packed or plan.place != "device"
-    if saves and not any(segment.path == "" for segment in plan.segments):
-        found[model] = SegmentConfig(recompute=False, packs=plan.packed, place=plan.place, path=_ROOT)
+    handles_saves = plan.packed or plan.place != "device"
+    if handles_saves and not any(segment.path == "" for segment in plan.segments):
+        configs[model] = SegmentConfig(recompute=False, packs=plan.packed, place=plan.place, path=_ROOT)
     for segment in plan.segments:
         module, name = find_part(model, segment.path), segment.path or _ROOT
         if module in paths:
             same = "twice" if paths[module] == segment.path else f"twice, the first time as '{paths[module]}'"
             raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
         paths[module] = segment.path
-        found[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}, path=name)
-    return found
+        configs[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}, path=name)
+    return configs
 
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
@@ -133,18 +138,18 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
         raise PlanError(
             f"the plan looks at the argument {plan.by.argument!r}, "
             f"which forward of {type(model).__name__} does not take",
-            hint="Write into by: argument which one it is, by name or by position from 0.",
+            hint="Under by: in the plan, set argument to the name of the argument, or its position from 0.",
         )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
     up_to = tuple(part.up_to for part in plan.ranges)
     parts = [_configs(model, part.plan) for part in plan.ranges]
-    found: dict[nn.Module, ConfigsByLength] = {}
+    by_module: dict[nn.Module, ConfigsByLength] = {}
     for module in dict.fromkeys((model, *(module for part in parts for module in part))):
         configs = tuple(part.get(module) for part in parts)
         path = _ROOT if module is model else next(config.path for config in configs if config is not None)
-        of_root = length if module is model else None
-        found[module] = ConfigsByLength(up_to=up_to, configs=configs, length=of_root, path=path)
-    return found
+        length_of = length if module is model else None  # only the root reads the length, for all modules
+        by_module[module] = ConfigsByLength(up_to=up_to, configs=configs, length=length_of, path=path)
+    return by_module
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -153,17 +158,17 @@ def plan_of(model: nn.Module) -> Plan:
     Parameters
     ----------
     model:
-        The model, with a plan or without; in a wrapper, the model within is examined.
+        The model, with a plan or without.  If it is a wrapper, the wrapped model is examined.
 
     Returns
     -------
-    The plan, as :func:`apply_plan` was given it; an empty one if there is none.
+    The plan that :func:`apply_plan` installed; an empty one if there is none.
     """
     model = unwrapped(model)
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
     root = settings_of(model)
-    # A part of a model with a plan by length has no length of its own: its plan is that of the longest inputs.
+    # A part taken out of a model with a plan by length cannot tell the length: its plan is that of the longest inputs.
     if not isinstance(root, ConfigsByLength) or root.length is None:
         plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
         return replace(_plan_of(plain), in_backward=in_backward, compile=compiled_as(model))
@@ -176,12 +181,13 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
-    """Return the configuration of ``module`` in range ``index``."""
+    """Return the configuration of ``module`` in range ``index``; ``None`` if it has no segment there."""
     settings = settings_of(module)
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
 
 def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
+    """Return the plan of the configurations ``installed``, by path; the inverse of :func:`_configs`."""
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
         for path, config in installed.items()
@@ -194,7 +200,7 @@ def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """Take the plan off ``model``, in place: segments, runs of layers, the optimizer in backward, and compilation.
+    """Remove the plan of ``model``, in place: segments, runs of layers, the optimizer in backward, and compilation.
 
     Parameters
     ----------
@@ -212,10 +218,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def taken_off(model: nn.Module) -> Iterator[Plan]:
-    """Remove the plan of ``model`` for the block, and yield it.
-
-    If the block fails, the model has its old plan again, and nothing else.
-    """
+    """Remove the plan of ``model``, and yield it; if the block fails, the model gets exactly that plan back."""
     with put_back(model) as carried:
         remove_plan(model)
         yield carried
@@ -223,7 +226,7 @@ def taken_off(model: nn.Module) -> Iterator[Plan]:
 
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[Plan]:
-    """Yield the plan of ``model``; if the block fails, put that plan back in place of any other."""
+    """Yield the plan of ``model``; if the block fails, put that plan back in place of any that it installed."""
     carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
     try:
         yield carried

@@ -1,4 +1,4 @@
-"""Compilation of a model by ``torch.compile``, in place, as a plan says."""
+"""Compilation of a model by ``torch.compile``, in place, with the settings of a plan (``compile:``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from memopt_cli.training.wrappers import peeled
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
-    """Have ``model`` compiled when it is next called, as ``model.compile(...)`` does, with the settings of ``how``.
+    """Have ``model`` compiled with the settings of ``how`` when it is next called, as ``model.compile(...)`` does.
 
-    That method leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled without a word: the
-    compiler skips PyTorch's files until it meets a function of another one.  Here that is in :func:`call_of_its_own`.
+    That method silently leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled: the compiler
+    skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.
 
-    A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that is not there, and
-    :class:`PlanError` for a mode that inductor does not have.
+    A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that PyTorch does not have,
+    and :class:`PlanError` for a mode that inductor does not have.
     """
     require_backend(how.backend)
     backend: Any = how.backend
@@ -30,7 +30,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
             backend = within_budget(how.backend, how.mode, how.activation_memory_budget)
         mode = how.mode if backend is how.backend else None
         compiled = torch.compile(call_of_its_own(model), backend=backend, mode=mode)
-    except (ValueError, RuntimeError) as reason:  # an unknown mode is the second
+    except (ValueError, RuntimeError) as reason:  # RuntimeError for an unknown mode
         raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
 
 
 def _hooks_on(model: nn.Module) -> str:
-    """Return which hooks ``model`` has: where they are others, PyTorch compiles anew, and sees them."""
+    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles anew and sees them."""
     return str([[*vars(model)[name]] for name in _HOOKS])
 
 
@@ -49,7 +49,7 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """Raise :class:`PlanError` where ``model``, or the model in its wrappers, is compiled already."""
+    """Raise :class:`PlanError` if ``model``, or the model inside its wrappers, is compiled already."""
     if is_compiled(peeled(model, keep_compiled=True)[1]):
         raise PlanError(
             "the plan compiles the model, which is compiled already",
@@ -58,30 +58,31 @@ def require_uncompiled(model: nn.Module) -> None:
 
 
 def require_backend(backend: str) -> None:
-    """Raise :class:`UsageError` where ``torch.compile`` has no ``backend`` of that name."""
+    """Raise :class:`UsageError` if ``torch.compile`` has no ``backend`` of that name."""
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
         raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"It has {usual}, and others.")
 
 
 def compiled_as(model: nn.Module) -> CompilePlan | None:
-    """Return the settings with which a plan compiles ``model``, or did before it was saved; ``None`` for no such plan.
+    """Return the settings with which the plan of ``model`` compiles it; ``None`` if it has no such plan.
 
-    Raises :class:`UsageError` for settings in a file that no plan has.
+    A model read from a file has the settings before it is compiled again.  Raises :class:`UsageError` for settings in
+    a file that no plan can have.
     """
-    said = vars(model).get(COMPILED_KEY)
-    return None if said is None else from_data(CompilePlan, said, where="compile in the model's plan")
+    stored = vars(model).get(COMPILED_KEY)
+    return None if stored is None else from_data(CompilePlan, stored, where="compile in the model's plan")
 
 
 def compile_again(model: nn.Module) -> None:
-    """Compile ``model``, which was read from a file or copied, if it has a plan that says so."""
+    """Compile ``model``, which was read from a file or copied, if its plan compiles it."""
     how = compiled_as(model)
     if how is not None and not is_compiled(model):
         compile_model(model, how)
 
 
 def compiles_by_plan(model: nn.Module) -> bool:
-    """Tell whether a plan compiles ``model`` when it is called: neither a file nor a copy has the compiled call."""
+    """Tell whether ``model`` has a compiled call that a plan made; a model from a file, or a copy, has none."""
     return getattr(vars(model).get(COMPILED_CALL), "__module__", "") == __name__
 
 

@@ -1,4 +1,7 @@
-"""Hooks on the calls of a model's modules, by which the module that rejected its input is found."""
+"""Hooks on the calls of a model's modules, and the message that tells which module rejected its input.
+
+When forward fails, the innermost module still running is the one to name, with the shape that it takes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ def module_hooks(
     """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
 
     With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in an interpreter of their own
-    and are not seen.  A recomputation after the block runs the same hooks, which do nothing by then.
+    and are not seen.
     """
+    # A segment that recomputes after the block still runs the hooks that its first forward saw: is_over ends them.
     handles, is_over = [], False
     for path, module in named_parts(model):
         if isinstance(module, torch.jit.ScriptModule):
@@ -62,9 +66,9 @@ def module_hooks(
 
 @contextlib.contextmanager
 def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """Yield the stack of modules that are running; after an exception it shows where that came from.
+    """Yield the stack of running calls, outermost first; after an exception, it shows where that was raised.
 
-    If the caller of a module catches its exception, the module leaves the stack together with that caller.
+    Hooks do not run for a module that raises, so if its caller catches the exception, both leave the stack together.
     """
     stack: list[WatchedCall] = []
 
@@ -80,7 +84,7 @@ def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
 
 
 def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
-    """Say which module rejected which input, and what it takes; ``error`` came from ``stack``, outermost first."""
+    """Return a message on which module of ``stack`` raised ``error``, on which input, and what it takes."""
     if not stack:
         return f"the model rejected its inputs: {first_line(error)}"
     last = stack[-1]
@@ -94,7 +98,7 @@ def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) 
 
 
 def _expected(module: nn.Module, inputs: Any) -> str:
-    """Say what a layer of PyTorch takes, if its attributes show it; empty otherwise."""
+    """Return words for the input that ``module``, a layer of PyTorch, takes; empty if its attributes do not show it."""
     takes = _taken_shape(module)
     first = next(iter(tensors_of(inputs)), None)
     if isinstance(module, nn.Embedding):

@@ -1,4 +1,7 @@
-"""The optimizer of a training step: one of PyTorch's, or the user's own."""
+"""The optimizer of a training step (``--optimizer``): one of PyTorch's, or the user's own.
+
+Its learning rate is zero, so that a step moves no parameter and all measured steps are alike.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.text.optimizer_text import NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
-"""Makes the optimizer of a model, or of a copy of it without data; gives ``None`` where none is counted."""
+"""Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
 """Class -> arguments that people usually give: without momentum, SGD has no state."""
@@ -25,10 +28,7 @@ def no_optimizer(model: nn.Module) -> None:
 
 
 def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None = None) -> OptimizerMaker:
-    """Return the maker of the optimizer in ``choice``, with a rate of zero so that all steps are alike.
-
-    ``function`` is the user's own, if one was chosen; it is called with the model.
-    """
+    """Return the maker of the optimizer in ``choice``; ``function`` is the user's own, if one was chosen."""
     if function is not None:
         return lambda model: _made(function, model)
     if isinstance(choice, NamedOptimizer):
@@ -52,7 +52,7 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Return the flag of the implementation, even PyTorch's default, which would differ on tensors without data."""
+    """Return the argument for the implementation, even the default, which PyTorch would not choose without data."""
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":
@@ -62,6 +62,7 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
 
 
 def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
+    """Return the user's optimizer, its learning rate set to 0.  Raises :class:`StepError` if it cannot be used."""
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
@@ -83,10 +84,10 @@ def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 
 
 def closure_refusal(optimizer: Optimizer) -> str:
-    """Say why memopt refuses ``optimizer``, whose step takes a closure."""
+    """Return a message that tells why memopt refuses ``optimizer``, whose step takes a closure."""
     return (
-        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt measures steps "
-        "that do so once"
+        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt can only measure "
+        "a step that runs each of them once"
     )
 
 

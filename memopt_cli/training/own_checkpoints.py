@@ -1,8 +1,9 @@
-"""Models that checkpoint by themselves: found, and turned off where a plan decides what is recomputed.
+"""Models that checkpoint by themselves: finds that, and turns it off where a plan decides what is recomputed.
 
-A model that calls ``torch.utils.checkpoint`` in its forward recomputes that part whatever the plan, and twice if it is
-in a segment, too.  Most libraries ask an attribute first: ``gradient_checkpointing_enable()`` of transformers sets
-``gradient_checkpointing``, timm's ``set_grad_checkpointing`` sets ``grad_checkpointing``.
+A model that calls ``torch.utils.checkpoint`` in its forward recomputes that part whatever the plan, and twice if the
+part is also in a segment.  In most libraries an attribute, here called a *switch*, controls this:
+``gradient_checkpointing_enable()`` of transformers sets ``gradient_checkpointing``, timm's ``set_grad_checkpointing``
+sets ``grad_checkpointing``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def resume(model: nn.Module) -> None:
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
-    """Set those of ``switches`` that are flags of such names in ``model``: the list may come from an untrusted file."""
+    """Set those of ``switches`` that are switches of ``model``: the list may come from an untrusted file."""
     modules = dict(model.named_modules())
     for switch in switches:
         path, _, name = str(switch).rpartition(".")
@@ -77,13 +78,16 @@ def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
 
     with module_hooks(model, enter, leave, always_leave=True):
 
-        def noted(original: Any) -> Any:
+        def noting_module(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 found.append(running[-1] if running else "")
                 return original(*args, **kwargs)
 
             return call
 
-        # Only reentrant checkpoints call the second function.
-        with replaced(CheckpointCall, "__init__", noted), replaced(checkpoints, "check_backward_validity", noted):
+        # Checkpoints that are not reentrant make a CheckpointCall; reentrant ones call check_backward_validity.
+        with (
+            replaced(CheckpointCall, "__init__", noting_module),
+            replaced(checkpoints, "check_backward_validity", noting_module),
+        ):
             yield found

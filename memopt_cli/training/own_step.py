@@ -1,7 +1,10 @@
-"""A user's own step, taken by its function, which calls models, autograd and optimizers as it likes.
+"""A step that the user wrote as a function (``memopt_cli.Step``): runs it, and tells which phase it is in.
 
-Every run starts from the same parameters: optimizers step at a rate of zero, and other changes of parameters are undone
-before the next run.  The gradients that a previous step would leave are there as zeros.
+The function calls models, autograd and optimizers in any order, so phases are seen by hooks: on the autograd engine for
+backward, on the optimizers for the update.
+
+Every run starts from the same parameters: optimizers step at a learning rate of zero, and other changes of parameters
+are undone before the next run.  Parameters whose gradients a previous step would leave have gradients of zeros.
 """
 
 from __future__ import annotations
@@ -45,15 +48,16 @@ class OwnStep(Step):
         return cast(StepModels, self.model)
 
     def run(self, entered: Entered = lambda phase: None, updating: Updating = lambda optimizer: None) -> Any:
-        """Take the step, and return what its function returns.
+        """Take the step, and return the result of its function.
 
-        Raises :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt
-        cannot count; and whatever the function raises.
+        ``entered`` is called with each phase as it begins, ``updating`` with each optimizer before it steps.  Raises
+        :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt cannot
+        count; and whatever the function raises.
         """
         models, is_first = self.models, self.models.leaves is None
         models.restore_moved()
         real = (p for p in models.parameters() if is_first and not is_fake(p))
-        before = {p: p.detach().clone() for p in real}
+        before = {p: p.detach().clone() for p in real}  # to learn which parameters the function itself changes
         watch = _Watch(self, entered, updating)
         with watch.watching():
             output = models.step.run(*self.args, **self.kwargs)
@@ -80,12 +84,12 @@ class OwnStep(Step):
         return tuple(self.models.step.optimizers)
 
     def reset_gradients(self) -> None:
-        """Give zeros to the parameters whose gradients a previous step leaves; if unknown, take such a step first."""
+        """Give zeros to the parameters that have gradients after a step, which the first call takes steps to learn."""
         models = self.models
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
             start = StartingState(models)
-            if any(map(is_fake, models.parameters())):
+            if any(map(is_fake, models.parameters())):  # without data: one step tells, as no scaler skips it
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
@@ -98,9 +102,10 @@ class OwnStep(Step):
                 give_zero_gradient(parameter)
 
     def settle(self, start: StartingState) -> None:
-        """Take steps until each optimizer has stepped, while the function's own scaler finds its scale.
+        """Take steps until each optimizer has stepped, while the scaler in the user's function finds its scale.
 
-        They follow one another, as in the user's script; from ``start``, the scaler would begin anew as well.
+        The steps follow one another, as in the user's script, and do not begin from ``start``: a scaler that begins
+        anew each time would never find its scale.
         """
         for _ in range(SCALES):
             if self.is_settled():
@@ -116,7 +121,7 @@ class OwnStep(Step):
         return self.checked_while(lambda optimizer: None)
 
     def checked_while(self, updating: Updating) -> Any:
-        """Run as :meth:`checked` does; ``updating`` is called before every update."""
+        """Run one step as :meth:`checked` does, and call ``updating`` before every update."""
         with watched_modules(self.model) as watched:
             try:
                 output = self.run(updating=updating)
@@ -152,13 +157,15 @@ class _Watch:
         self._entered = entered
         self._updating = updating
         self._phases: list[Phase] = []
+        """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
+        """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}
         self._went_backward = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report phases as they begin in the block, and keep optimizers from moving parameters."""
+        """Report phases as they begin in the block, and let optimizers step at a learning rate of zero."""
         enter = functools.partial(self._enter, "backward")
         before, after = (
             register_optimizer_step_pre_hook(self._before_update),
@@ -173,7 +180,7 @@ class _Watch:
             after.remove()
 
     def check(self) -> None:
-        """Raise :class:`StepError` if the step has done something that cannot be counted."""
+        """Raise :class:`StepError` if the step never called backward, or left a sparse gradient."""
         if not self._went_backward:
             raise StepError(
                 "the step never calls backward: it keeps nothing that a plan could save",
@@ -191,12 +198,12 @@ class _Watch:
         self._entered(self._phases[-1])
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise StepError(closure_refusal(optimizer), hint="Call backward, then step without a closure.")
         if id(optimizer) not in self._listed:
             raise StepError(
                 f"the step uses an optimizer, {type(optimizer).__name__}, that it does not list",
-                hint="List all in optimizers: their state counts.",
+                hint="List all that it uses in optimizers=[...], since their state takes memory.",
             )
         self._refuse_sparse()
         if not _is_skipped(optimizer):
@@ -219,21 +226,21 @@ class _Watch:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise StepError(
                     f"the gradient of '{name}' is sparse, which is not counted",
-                    hint="Make it dense, an embedding's with sparse=False.",
+                    hint="Make it dense; for an nn.Embedding, set sparse=False.",
                 )
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether a scaler has told ``optimizer``, of the kind that asks, that gradients are not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and not is_fake(found) and bool(found.any())
+    """Return whether ``optimizer``, a fused one, skips its update, as a scaler found gradients that are not finite."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, Tensor) and not is_fake(found_inf) and bool(found_inf.any())
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
-    """Return a number for ``func`` to read from a tensor without data; ``None`` if it does not do so.
+    """Return the number that ``func`` reads from a tensor without data; ``None`` if it does not read one.
 
-    Optimizers read counters ``n`` and divide by ``n`` and ``1 - n``, so they get 0.5.  Other reads, of losses to log
-    and of tests for infinity, get 0.
+    Optimizers read step counters ``n`` and divide by ``n`` and ``1 - n``, so (``updating``) they get 0.5.  Other reads,
+    of losses to log and of tests for infinity, get 0.
     """
     if func is not NUMBER_READ or not is_fake(args[0]):
         return None
@@ -241,7 +248,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
 
 
 class _NumbersGuessed(TorchDispatchMode):
-    """A mode in which a guessed number is read from a tensor without data."""
+    """Dispatch mode that answers reads of numbers from tensors without data by :func:`guessed_number`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

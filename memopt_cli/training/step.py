@@ -41,19 +41,20 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
+    """Optimizer of the model's parameters; ``None`` for a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
     """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` for no scaling."""
     buckets: Sequence[Tensor] = ()
-    """Buckets in which gradients are reduced over ranks, alive all the time although no attribute of the model refers
-    to them.  A step may replace them."""
+    """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
+    step may replace them."""
 
     @property
     def named(self) -> nn.Module:
-        """The model within wrappers such as DDP, whose modules have the names that plans use."""
+        """The model without wrappers such as DDP, so that its modules have the paths that plans use."""
         return unwrapped(self.model)
 
     def forward(self) -> Any:
@@ -70,12 +71,12 @@ class Step:
         torch.autograd.backward(roots, cotangents)
 
     def clip(self) -> None:
-        """Unscale the gradients and clip them, as far as the step does either."""
+        """Unscale the gradients if the step scales its loss, then clip them if it clips."""
         self.unscale()
         self.limit()
 
     def unscale(self) -> None:
-        """Unscale the gradients, as far as the step scales them."""
+        """Unscale the gradients if the step scales its loss."""
         if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
         elif self.settings.precision == "fp16" and self.scaler is None:
@@ -87,12 +88,12 @@ class Step:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
     def reach(self) -> None:
-        """Call every module that the step calls, at least once."""
+        """Run just enough of the step that it calls each of its modules."""
         with torch.no_grad():
             self.forward()
 
     def reach_loss(self) -> None:
-        """Call every module that the step calls, and the loss."""
+        """Run just enough of the step that it calls each of its modules, and the loss."""
         seeds_of_backward(self.forward(), self.loss, self.settings.seed)
 
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -115,7 +116,7 @@ class Step:
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
     def take(self, entered: Callable[[Phase], object] = lambda phase: None) -> None:
-        """Take the whole step, adding to the gradients that are there.
+        """Take the whole step, adding to existing gradients.
 
         ``entered`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
         """
@@ -123,7 +124,7 @@ class Step:
         output = self.forward()
         entered("backward")
         self.backward(output)
-        del output
+        del output  # a training script drops it before the update as well
         if self.settings.precision == "fp16" or self.settings.clip_norm is not None:
             entered("clip")
             self.clip()
@@ -133,10 +134,10 @@ class Step:
             self.update()
 
     def settle(self, start: StartingState) -> None:
-        """Let the scaler find its scale, as it does in the first updates of a script, which it skips.
+        """Halve the scale of the loss until the gradients are finite, as a script's first, skipped updates do.
 
-        Each try begins from ``start``; the gradients of the last are left.  Raises :class:`StepError` if the gradients
-        are finite at no scale.
+        Each try begins from ``start``, and the gradients of the last one stay.  Raises :class:`StepError` if no scale
+        makes them finite.
         """
         if self.scaler is None:
             return
@@ -149,11 +150,11 @@ class Step:
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
     def is_settled(self) -> bool:
-        """Return whether an update with the present gradients would not be skipped."""
+        """Return whether the scaler would let the optimizer step with the present gradients, as all are finite."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:
-        """Set the gradients that the step is to find: none, or zeros where it accumulates, or finds the last ones."""
+        """Remove all gradients; or set them to zeros if the step accumulates, as earlier micro-batches leave some."""
         if self.settings.micro_batches == 1:
             self.model.zero_grad(set_to_none=True)
             return
@@ -164,8 +165,8 @@ class Step:
     def checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError` that names the module which rejected its input, or says that only backward fails.  An
-        out-of-memory error passes through as it is.
+        Raises :class:`StepError` that names the module that rejected its input, or tells that only backward fails.  An
+        out-of-memory error is raised unchanged.
         """
         with _rejection_named(self.model):
             output = self.forward()
@@ -186,10 +187,10 @@ class Step:
 
 
 def give_zero_gradient(parameter: Tensor) -> None:
-    """Give ``parameter`` a gradient of zeros, without a clock or a counter of operators seeing it.
+    """Give ``parameter`` a gradient of zeros, hidden from active dispatch modes, which would count and time it.
 
-    A gradient that is there, and no part of a graph, is zeroed in place.  A new one is written to at once: the system
-    hands out memory at the first write, which an accumulating step has behind it.
+    An existing gradient is zeroed in place, unless it is part of a graph.  A new one is written to at once: the system
+    provides the memory of ``torch.zeros`` at the first write, which must not fall into a measured step.
     """
     with contextlib.nullcontext() if is_fake(parameter) else unseen():
         if parameter.grad is None or parameter.grad.grad_fn is not None or is_fake(parameter):
@@ -199,14 +200,14 @@ def give_zero_gradient(parameter: Tensor) -> None:
 
 
 def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
-    """Multiply the gradients in place as a scaler does, which would need data to see whether they are finite."""
+    """Multiply the gradients in place by 1, in place of a scaler, which needs data to see whether they are finite."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(1.0)
 
 
 SCALES = 33
-"""Scales of a scaler, from 2^16 down to 2^-16: below 1, too, which a loss that is a sum may need."""
+"""Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
 _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
 
@@ -235,12 +236,12 @@ def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
 def seeds_of_backward(
     output: Any, loss: Callable[[Any], Tensor] | None, seed: int
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the tensors that backward starts from, and their cotangents.
+    """Return the tensors that backward starts from, and their cotangents (``None`` for a loss).
 
-    They are the user's ``loss``, if given.  Otherwise an output that is a scalar, or has an entry ``loss``, is the
-    loss. Otherwise they are all floating tensors of the output, with random cotangents drawn from ``seed``: the
-    gradients of a plain sum vanish in many models.  The order of a dict does not matter.  Raises :class:`StepError` if
-    nothing is differentiable.
+    With a ``loss`` given, that is the only one.  Otherwise it is the ``output`` itself if that is a scalar, or its
+    entry ``loss``.  Otherwise backward starts from all floating tensors of the output, with random cotangents drawn
+    from ``seed``: the gradients of a plain sum vanish in many models.  Raises :class:`StepError` if nothing is
+    differentiable.
     """
     if loss is not None:
         output = loss(output)
@@ -255,7 +256,7 @@ def seeds_of_backward(
 
 
 def _by_keys(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of ``output``, those of a dict in the order of its keys."""
+    """Yield the tensors of ``output``; those of a dict by sorted keys, so that its order does not change cotangents."""
     if isinstance(output, dict):
         for key in sorted(output, key=str):
             yield from _by_keys(output[key])
@@ -267,10 +268,10 @@ def _by_keys(output: Any) -> Iterator[Tensor]:
 
 
 def begin(step: Step, start: StartingState) -> None:
-    """Put ``step`` where every step of its model begins, whatever the last one left behind.
+    """Set up ``step`` so that it begins like any other: with the state ``start``, fresh gradients and seeds.
 
-    Without this, the membrane of a spiking neuron would still be part of the last step's graph.  Backward would fail
-    half-way, with gradients in some layers, to which a second try would add.
+    Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph: backward
+    would fail half-way, and leave gradients in some layers, to which a second try would add.
     """
     start.enter()
     step.reset_gradients()
@@ -292,9 +293,9 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters and buffers of ``model`` to ``dtype``, float32 or float64, as :func:`dtype_in` says.
+    """Cast the parameters and buffers of ``model`` to ``dtype``, float32 or float64; complex ones to its complex dtype.
 
-    ``model.to(dtype)`` would keep only the real parts of complex ones.
+    ``model.to(dtype)`` would keep only the real parts of those.
     """
     model.double() if dtype is torch.float64 else model.float()
     for parameter in model.parameters():
@@ -307,7 +308,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def dtype_in(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
-    """Return the dtype of ``tensor`` in a step of ``dtype``: complex numbers have parts of it, integers stay."""
+    """Return the dtype that ``tensor`` has in a step of ``dtype``: a complex one for complex numbers; integers stay."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else tensor.dtype
@@ -320,9 +321,9 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             continue  # reading it would compute it whole, which its layer runs in chunks to avoid
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            found = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
+            description = f"holds NaN or infinity ({bad} of {tensor.numel()} values of shape {tuple(tensor.shape)})"
             raise StepError(
-                f"{what} {found if tensor.dim() else 'is NaN or infinite'}",
+                f"{what} {description if tensor.dim() else 'is NaN or infinite'}",
                 hint="Check the input values (`-i …=LOW..HIGH`, normal, spikes:RATE) and the stored parameters.",
             )
 
@@ -344,8 +345,9 @@ def _rejection_named(model: nn.Module) -> Iterator[None]:
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
+    """Return the user's ``loss`` of ``output``.  Raises :class:`StepError` if it fails, or is not finite."""
     try:
-        found = loss(output)
+        value = loss(output)
     except Exception as error:  # the user's code may raise anything
         if is_out_of_memory(error):
             raise
@@ -355,12 +357,12 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
             "samples: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
             "gets a random gradient, which takes the same memory.",
         ) from error
-    check_finite(found, "the loss")
-    return found
+    check_finite(value, "the loss")
+    return value
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that memory ran out, on any device."""
+    """Return whether ``error`` means that the memory of a device or the host ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
@@ -392,7 +394,7 @@ def _autocast(settings: StepSettings) -> contextlib.AbstractContextManager[Any]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for ``device``, so that a clock read afterwards is honest."""
+    """Wait until ``device`` has run all that was launched, so that a clock read afterwards includes it."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
@@ -406,10 +408,10 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed the generators of PyTorch: that of the CPU, and of a device on which something has run.
+    """Seed PyTorch's generators of the CPU, and of a device that has been used.
 
-    ``torch.manual_seed`` alone would do more.  A device that nobody has used yet would start with this seed, in place
-    of one that the user asked for; and without any device it formats a traceback for each kind, 2 ms in a deep stack.
+    ``torch.manual_seed`` would also set the seed with which an unused device starts later, in place of the user's own.
+    And on a machine without a device it formats a traceback for each kind of device, 2 ms in a deep stack.
     """
     device = _accelerator()
     if device is not None and is_started(device):

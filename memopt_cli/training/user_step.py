@@ -27,12 +27,13 @@ class Step:
     """
 
     models: Mapping[str, nn.Module]
-    """Name in plans (``generator`` for ``generator.block1``) -> model: all that the step runs, frozen ones included."""
+    """Name -> model, for all models that the step runs, frozen ones included.  Paths in plans begin with the name:
+    ``generator.block1``."""
     run: Callable[..., Any]
-    """Takes one step on the inputs: forward, backward and the optimizers' steps, in any number.  It returns a tensor,
-    or a container of tensors, that shows what it did, such as its losses."""
+    """Function that takes one step on the inputs: forwards, backwards and optimizers' steps, in any number.  It returns
+    a tensor, or a container of tensors, that depends on the step, such as its losses."""
     optimizers: Sequence[Optimizer] = ()
-    """Optimizers whose ``step`` it calls."""
+    """Optimizers whose ``step`` the function calls."""
 
     def __post_init__(self) -> None:
         _check_models(self.models)
@@ -52,7 +53,7 @@ _EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[o
 
 def _check_models(models: Mapping[str, nn.Module]) -> None:
     if not isinstance(models, Mapping) or not models:
-        raise OptionError("models is not a mapping of names to modules, or an empty one", hint=_EXAMPLE)
+        raise OptionError("models must be a mapping of names to modules, with at least one of them", hint=_EXAMPLE)
     for name, model in models.items():
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")
@@ -74,17 +75,17 @@ def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
 
 
 class StepModels(nn.Module):
-    """The models of a step as one module, whose ``forward`` is never called; plans are made for it and installed on it.
+    """The models of a step as one module, on which plans are installed; its ``forward`` is never called.
 
-    To copy it, the function that made the step is called again, and the new models are given the parameters and buffers
-    of the old: the objects that a step's function refers to cannot be copied along.
+    The objects that a step's function refers to cannot be copied.  So to copy this module, the function that made the
+    step is called again, and the new models are given the parameters and buffers of the old.
     """
 
-    # Slots keep these out of ``vars(module)``, which is put back before every job as state that steps may change.
+    # Slots keep these attributes out of ``vars(module)``, which is restored before every job, as steps may change it.
     __slots__ = ("_device", "_make", "_moved", "leaves", "step", "waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
-        """Gather the models of ``step``, which ``make`` makes anew, on ``device``."""
+        """Gather the models of ``step``, which are on ``device``; ``make`` makes the step once more."""
         super().__init__()
         self._make = make
         self._device = device
@@ -92,6 +93,7 @@ class StepModels(nn.Module):
         self.leaves: frozenset[str] | None = None
         """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
         self._moved: dict[nn.Parameter, Tensor] = {}
+        """Parameter that a step changes by other means than its optimizers -> its value before."""
         self.waiting = {id(optimizer) for optimizer in step.optimizers}
         """Ids of the optimizers that have not updated yet; an update that a scaler skips does not count."""
         for name, model in step.models.items():
@@ -103,25 +105,25 @@ class StepModels(nn.Module):
         return not self.step.optimizers or len(self.waiting) < len(self.step.optimizers)
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
-        """Learn from a first step which gradients it leaves, and which parameters it changed from ``before``.
+        """Learn from a first step which gradients it leaves, and which parameters it changed.
 
-        ``before`` leaves out parameters without data.
+        ``before`` has the values of the parameters before that step; those without data are not in it.
         """
         self.leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}
 
     def restore_moved(self) -> None:
-        """Restore parameters that a step changes by other means than its optimizers, as those of a mean teacher."""
+        """Restore parameters that a step changes by other means than its optimizers, such as a mean teacher's."""
         with torch.no_grad():
             for parameter, value in self._moved.items():
                 parameter.copy_(value)
 
     def on(self, device: str) -> StepModels:
-        """Return these models on ``device``: themselves, or made anew if they are elsewhere."""
+        """Return the models on ``device``: these, if they are there, or else new ones."""
         return self if device == self._device else self._made_on(device).to(device)
 
     def anew(self) -> StepModels:
-        """Make the models once more, with their runs of layers."""
+        """Make the models once more, with layers grouped in runs if these have them."""
         made = self._made_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
             group_layers(made)
@@ -146,7 +148,7 @@ class StepModels(nn.Module):
 
 
 def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module that a plan is installed on: ``model``, or the models of a step or of a mapping as one."""
+    """Return the module that a plan is installed on: ``model``, or all models of a step or of a mapping as one."""
     if isinstance(model, nn.Module):
         return model
     step = model if isinstance(model, Step) else Step(models=model, run=_not_run)

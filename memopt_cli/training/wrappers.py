@@ -1,6 +1,6 @@
-"""Wrappers that only run a model, such as ``nn.DataParallel`` and the result of ``torch.compile``.
+"""Modules that only run another one, such as ``nn.DataParallel`` and the result of ``torch.compile``.
 
-A plan names the modules of the model within and is put on that; wrapped again, the model trains under the plan.
+A plan is installed on the wrapped model and names its modules; the wrapper then trains it under the plan.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Wrapper:
     """A class of modules that run another one and add nothing to what it computes."""
 
     attribute: str
-    """Name of the module within."""
+    """Attribute that holds the wrapped model."""
     call: str
-    """Code that wraps a model again; ``{}`` stands for the model."""
+    """Code that wraps a model; ``{}`` is the place of the model."""
     stands_alone: bool
-    """Whether it can be read from a file; others belong to the process that made them."""
+    """Whether the wrapper can be read from a file; others belong to the process that made them."""
 
 
 _COMPILED: Final = Wrapper(attribute="_orig_mod", call="torch.compile({})", stands_alone=False)
@@ -43,14 +43,14 @@ WRAPPERS: Final = {
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model within the wrappers around ``model``; ``model`` itself if there are none."""
+    """Return the model inside the wrappers of ``model``; ``model`` itself if it is no wrapper."""
     return peeled(model)[1]
 
 
 def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
-    """Return the wrappers around ``model``, the outermost first, and the model within.
+    """Return the wrappers of ``model``, the outermost first, and the model inside of them.
 
-    With ``keep_compiled``, the result of ``torch.compile`` counts as the model within.
+    With ``keep_compiled``, the result of ``torch.compile`` does not count as a wrapper.
     """
     found: list[Wrapper] = []
     while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
@@ -65,7 +65,7 @@ def _wrapper_of(model: Any) -> Wrapper | None:
 
 
 def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
-    """Return the code that puts ``wrappers`` around ``model``: ``torch.compile(nn.DataParallel(model))``."""
+    """Return code that puts ``wrappers`` around ``model``: ``torch.compile(nn.DataParallel(model))``."""
     code = "model"
     for wrapper in reversed(wrappers):
         code = wrapper.call.format(code)
@@ -73,14 +73,12 @@ def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
 
 
 def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
-    """Write a note on ``wrappers`` around a model from a file or a callable; empty if there are none."""
+    """Return a note on the ``wrappers`` around a model that was read or returned by a callable, if there are any."""
     if not wrappers:
         return ()
     return (
         f"The model is wrapped, {wrapped_again(wrappers)}. memopt measures and writes it without the wrapper, whose "
-        "own memory is not counted."
-        " Wrap it again to train; memopt_cli.apply_plan takes it wrapped, "
-        "too.",
+        "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan takes it wrapped, too.",
     )
 
 
@@ -88,7 +86,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
 
 
 def compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    """Write a note if parts of ``model`` are compiled, which are measured without that; empty if none is."""
+    """Return a note if parts of ``model`` are compiled, as they are measured without compilation."""
     if not any(map(is_compiled, model.modules())):
         return ()
     return ("Parts of the model are compiled (torch.compile): the step is measured without compilation.",)
@@ -96,7 +94,7 @@ def compiled_notes(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled parts of ``model`` eagerly in the block: the compiler cannot run a step without data."""
+    """Run compiled parts of ``model`` eagerly in the block, since the compiler cannot run a step without data."""
     if not any(map(is_compiled, model.modules())):  # setting a stance imports the compiler, which is slow
         yield
         return

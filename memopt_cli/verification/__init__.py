@@ -1,1 +1,1 @@
-"""Comparison of the optimized model with the original: in the recorded step, and in a few further ones."""
+"""Verification: does a model compute the same with a plan, or in chunks, as without?  And the records of two models."""

@@ -1,9 +1,10 @@
-"""Trials of whether a module gives the same results in chunks.  There is no list of classes: modules are run.
+"""Trials of whether a module computes the same in chunks.  There is no list of classes that do: the module is run.
 
 A copy of the module, in float64 and training mode, runs whole and in even and uneven chunks, on the inputs that it gets
-in the model and on random ones.  Outputs, gradients, buffers and the state that it hands on must agree.  A module that
+in the model and on random ones.  Outputs, gradients, buffers and the state that it leaves must agree.  A module that
 looks ahead, mixes samples or draws random numbers does not pass.  Batch norms mix samples only by their statistics,
-which a pass over all chunks gathers first; where that is impossible, chunks are inexact and must be asked for.
+which are gathered in passes over all chunks before; where that is impossible, chunks are inexact, and used only if the
+user allows that.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from memopt_cli.verification.effects import (
 )
 
 _AXES = (0, 1)
+"""Axes of the inputs along which chunks are tried."""
 SHORT = 5
-"""Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs stay whole, since
-something may happen only after some steps, as where a state is detached."""
+"""Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs are not cut, since a
+module may do something only after some steps, such as detach its state."""
 
 
 class _Reached(Exception):
-    """Raised when the module whose inputs are wanted is about to run."""
+    """Raised to end the step when the module whose inputs are captured is about to run."""
 
 
 def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Copy the module at ``path`` as it is when ``step`` first calls it, with the arguments of that call.
+    """Return a copy of the module at ``path`` when ``step`` first calls it, and copies of the arguments of that call.
 
     Raises :class:`LookupError` if the step does not call it.
     """
@@ -76,22 +78,23 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 def find_rule(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, allow_inexact: bool = False
 ) -> ChunkRule | Refused:
-    """Find the first axis along which ``module`` gives the same results in chunks.
+    """Find the first axis along which ``module`` computes the same in chunks, for a call with ``args`` and ``kwargs``.
 
-    With ``allow_inexact``, an axis is also taken along which only the statistics of batch norms differ.
+    With ``allow_inexact``, an axis along which only the statistics of batch norms differ will do as well.
     """
-    found = _exact_rule(module, args, kwargs)
-    if isinstance(found, ChunkRule) or not allow_inexact or not batch_norms(module):
-        return found
+    exact_rule = _exact_rule(module, args, kwargs)
+    if isinstance(exact_rule, ChunkRule) or not allow_inexact or not batch_norms(module):
+        return exact_rule
     for axis in _AXES:
         for exact in _conceivable(module, args, kwargs, axis):
             rule = replace(exact, batch_statistics=False, inexact=True)
             if _disproof(module, args, kwargs, rule) is None:
                 return rule
-    return found
+    return exact_rule
 
 
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
+    """Return the first rule for exact chunks that every trial agrees with, or why there is none."""
     norms = len(batch_norms(module))
     if norms > MOST_NORMS:
         return Refused(
@@ -110,6 +113,11 @@ def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> Iterator[ChunkRule]:
+    """Yield the rules along ``axis`` that the shapes of inputs and outputs allow.
+
+    The first inputs, and the first outputs, may be sequences, which are cut; the others are state, passed from chunk to
+    chunk, as in ``nn.LSTM``.
+    """
     lengths = [t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in args]
     length = lengths[0] if lengths else 0
     if length < 2:
@@ -131,30 +139,31 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[int]:
-    """List how many arguments, or outputs, may be sequences: by the module's ``attribute``, or else by shapes."""
+    """List how many arguments, or outputs, may be sequences: as the module's ``attribute`` says, or ``conceivable``."""
     declared = getattr(module, attribute, None)
     return [declared] if isinstance(declared, int) else sorted(conceivable, reverse=True)
 
 
 def _leading(lengths: list[int], wanted: int) -> int:
+    """Return how many of the first ``lengths`` are equal to ``wanted``."""
     return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
 
 
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """Say why ``rule`` is wrong; ``None`` if every trial agrees with it."""
+    """Return why ``rule`` is wrong; ``None`` if every trial agrees with it."""
     module = copy.deepcopy(module).double().train()
     for norm in batch_norms(module) if rule.inexact else ():
-        norm.eval()  # all but their statistics must agree
+        norm.eval()  # fixed statistics: everything else must agree
     try:
         with DoubleThroughout(), warnings.catch_warnings(), rows_untried():  # type: ignore[no-untyped-call]
-            warnings.simplefilter("ignore")  # of parts that run whole, for which the module is refused
+            warnings.simplefilter("ignore")  # a warning that a part runs whole is returned as the reason instead
             return _double_disproof(module, args, kwargs, rule)
     except Exception as error:  # the module's own code runs here: whatever it raises disproves the rule
         return first_line(error)
 
 
 def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """Say why ``rule`` is wrong for ``module`` in float64; ``None`` if every trial agrees with it."""
+    """Return why ``rule`` is wrong for ``module``, in float64; ``None`` if every trial agrees with it."""
     length = args[0].shape[rule.axis]
     short = min(length, SHORT)
     if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
@@ -172,8 +181,8 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
-    """Try one forward in two chunks at full length, which is cheap and settles most of the hopeless cases."""
-    found = []
+    """Return why a forward in two chunks differs; a cheap trial at full length that settles most hopeless cases."""
+    left_behind = []
     for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
         with generators_kept():
             seed_everything(0)
@@ -183,8 +192,8 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
                 return f"it {reason}"
             if difference(before, generator_state()).name:
                 return "it draws random numbers"
-        found.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
-    worst = difference(*found)
+        left_behind.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
+    worst = difference(*left_behind)
     return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
 
 
@@ -200,12 +209,12 @@ def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
 
 
 def _uneven(length: int) -> int:
-    """Return the fewest chunks, at least three if possible, that do not all have one length."""
+    """Return the fewest chunks from three on that are not all equally long; 2 if ``length`` has no such number."""
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 
 def _draws(captured: Any, cut: Any) -> Iterator[Any]:
-    """Yield the ``captured`` inputs, then smaller and larger random ones like ``cut``: one draw may agree by chance."""
+    """Yield the ``captured`` inputs, then two random ones like ``cut``, since one may agree by chance."""
     yield captured
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
@@ -213,6 +222,7 @@ def _draws(captured: Any, cut: Any) -> Iterator[Any]:
 
 
 def _redrawn(x: Any, generator: torch.Generator, scale: float) -> Any:
+    """Return ``x`` with its elements shuffled and, unless they are integers, zeros or ones, noise of ``scale``."""
     if not isinstance(x, Tensor):
         return x
     shuffled = torch.randperm(x.numel(), generator=generator).to(x.device)

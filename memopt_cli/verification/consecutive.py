@@ -1,4 +1,8 @@
-"""Consecutive steps of a model with an optimizer, each recorded by its fingerprint, its hooks and its calls."""
+"""Consecutive training steps for ``memopt verify``: takes them, and records the fingerprint of all that each leaves.
+
+Two models run in two processes, and only these records are compared (:mod:`memopt_cli.pipeline.equivalence`).  One
+step may also be *watched*: then the calls of its modules are recorded, to name the module that first differs.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,7 @@ from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
 from memopt_cli.verification.effects import Updates, as_leaf, copied, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
-from memopt_cli.verification.named import (
-    Others,
-    computed,
-    effects_on,
-    numbers_by_name,
-    own_positions,
-    tensors_by_name,
-)
+from memopt_cli.verification.named import Others, computed, effects_on, numbers_by_name, own_positions, tensors_by_name
 from memopt_cli.verification.updates import RATE, set_rate
 
 _LIBRARIES = ("torch", "memopt_cli")
@@ -40,13 +37,13 @@ _LIBRARIES = ("torch", "memopt_cli")
 
 
 def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
-    """Take ``count`` steps on the same inputs, record what each left, and put the parameters back afterwards.
+    """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
     The optimizer is that of ``step``, or SGD.  ``between`` is called with the model before each step, but not for a
-    user's own step.  In step ``watched``, if not ``None``, the calls of modules are recorded, too.  A step that fails
-    is the last; only an out-of-memory error is raised.
+    user's own step.  ``watched`` is the index of the step in which calls of modules are recorded, too; ``None`` for no
+    step.  A step that fails is the last, and its record tells why; only an out-of-memory error is raised.
     """
-    is_unseen = any(map(is_compiled, step.model.modules()))
+    is_unseen = any(map(is_compiled, step.model.modules()))  # hooks and modes do not see into compiled code
     with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
         model = training.model
         start, others = _prints(_parameters(model) | effects_on(model)), Others.of(model)
@@ -70,19 +67,19 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
 
 
 def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
-    """Take steps until one updates: the scaler of a user's own step skips updates until it has found its scale."""
+    """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
-        found = take()
-        if found.updated or found.failed:
-            return found
+        taken = take()
+        if taken.updated or taken.failed:
+            return taken
         seed_everything(seed)
-    return replace(found, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
+    return replace(taken, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
 
 
 @contextlib.contextmanager
 def _from_start(step: Step) -> Iterator[Step]:
-    """Yield ``step`` with an optimizer that moves parameters, and put these back afterwards."""
-    if isinstance(step, OwnStep):  # its optimizers are its own, and are made anew with it
+    """Yield ``step`` with an optimizer that moves parameters, and restore these afterwards."""
+    if isinstance(step, OwnStep):  # a copy, as its function holds its own optimizers: the copy makes new ones
         yield replace(step, model=copy_of(step.model))
         return
     with parameters_kept(step.model):
@@ -90,7 +87,7 @@ def _from_start(step: Step) -> Iterator[Step]:
 
 
 def _optimizer(step: Step) -> Optimizer:
-    """Make the optimizer of ``step`` with a rate, which is zero in measured steps."""
+    """Make the optimizer of ``step``, with a learning rate, as that of measured steps is zero."""
     made = step.make_optimizer(step.model)
     if made is None:
         return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)
@@ -99,18 +96,19 @@ def _optimizer(step: Step) -> Optimizer:
 
 
 def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
-    given = map_leaves(as_leaf, (step.args, step.kwargs))
-    args, kwargs = copied(given)
+    """Take one step on fresh copies of the inputs, and return its record; ``start`` is from before the first step."""
+    leaves = map_leaves(as_leaf, (step.args, step.kwargs))
+    args, kwargs = copied(leaves)
     current = replace(step, args=args, kwargs=kwargs)
     watch, hooks = _Watch(step.model), list[str]()
-    seen = watch.seeing() if watched else contextlib.nullcontext()
-    with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), seen:
+    watching = watch.seeing() if watched else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), watching:
         warnings.simplefilter("always")
-        found = _attempted(current, start, between)
-    needed = {name: t.grad for name, t in _inputs(*given).items() if t.grad is not None}
+        left_behind = _attempted(current, start, between)
+    of_inputs = {f"gradient of {name}": t.grad for name, t in _inputs(*leaves).items() if t.grad is not None}
     return replace(
-        found,
-        effects=found.effects + _prints({f"gradient of {name}": gradient for name, gradient in needed.items()}),
+        left_behind,
+        effects=left_behind.effects + _prints(of_inputs),
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
@@ -124,9 +122,9 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> StepPrint:
-    """Return the tensors that the step left, or why it failed; how it went is not in it yet."""
+    """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
-        found = _own_effects(step) if isinstance(step, OwnStep) else _model_effects(step, between)
+        left_behind = _own_effects(step) if isinstance(step, OwnStep) else _model_effects(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
@@ -134,23 +132,24 @@ def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]
         return StepPrint(effects=(), others=(), hooks=(), failed=failed)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     moved = _prints(Others.of(step.model).moved_since(start))
-    return replace(found, effects=found.effects + after, others=found.others + moved)
+    return replace(left_behind, effects=left_behind.effects + after, others=left_behind.others + moved)
 
 
 def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
+    """Take ``step``, and return the prints of its outputs, gradients and state, taken before the update."""
     between(step.model)
     step.reset_gradients()
     output = step.forward()
     outputs = tensors_by_name("output", output)
     early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # the loss may write to them
     step.backward(output)
-    step.unscale()  # the two models may have found different scales
+    step.unscale()  # the two models that are compared may have found different scales
     effects = computed(outputs | early) | effects_on(step.model)
-    found = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
-    del output, outputs, early, effects
+    left_behind = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
+    del output, outputs, early, effects  # the update may need their memory
     step.limit()
     step.update()
-    return found
+    return left_behind
 
 
 def _own_effects(step: OwnStep) -> StepPrint:
@@ -185,7 +184,7 @@ def _drawn(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Log every call of a hook of the user's in the block."""
+    """Add the name of each hook of the user's that is called in the block to ``log``."""
     replaced: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):
@@ -228,21 +227,24 @@ _CHOICES = {
     _aten.argmax.default: 0,
     _aten.argmin.default: 0,
 }
-"""Operator that chooses among values -> the index of the output that says which were chosen."""
+"""Operator that chooses among values -> index of its output that tells which were chosen.  If two values are nearly
+equal, a difference in rounding can change the choice, and then all that follows."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Records calls of a model's modules, in forward and in backward."""
+    """Records the calls of a model's modules, in forward and in recomputations, and choices among values."""
 
     model: nn.Module
     calls: list[CallPrint] = field(default_factory=list)
+    """Calls that have returned."""
     choices: list[ChoicePrint] = field(default_factory=list)
     _open: list[CallPrint] = field(default_factory=list)
-    """The calls that have not returned yet, the innermost last."""
+    """Calls that have not returned yet, the innermost last."""
     nested: bool = False
-    """Whether autograd was started while it was running."""
+    """Whether a backward was started inside another."""
     _engines: int = 0
+    """Number of backwards that are running."""
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
@@ -258,14 +260,14 @@ class _Watch:
     def choose(self, operator: str, values: Tensor, chosen: Tensor) -> None:
         """Record a choice of ``operator`` among ``values``."""
         path = self._open[-1].path if self._open else ""
-        said = ChoicePrint(
+        choice = ChoicePrint(
             operator=operator,
             path=path,
             recomputed=self._engines > 0,
             values=_printed(values)[0],
             chosen=_printed(chosen)[0],
         )
-        self.choices.append(said)
+        self.choices.append(choice)
 
     def _count(self, change: int) -> None:
         self._engines += change
@@ -297,7 +299,7 @@ def _printed(value: Any) -> tuple[TensorPrint, ...]:
 
 
 class _Choosing(TorchDispatchMode):
-    """A mode that reports operators which choose among values."""
+    """Dispatch mode that reports every operator that chooses among values."""
 
     def __init__(self, report: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -26,14 +26,15 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
 
 _ROUNDING_SCALE = 1e-3
-"""Share of the step's largest gradient below which a gradient may be nothing but rounding, as for the bias of keys in
-attention, or a bias before batch norm.  The difference of such a gradient is divided by this share of the largest."""
+"""Share of the step's largest gradient below which a gradient may be nothing but rounding, such as that of the keys'
+bias in attention, or of a bias before batch norm.  Differences of such gradients are divided by that share of the
+largest gradient, not by their own size."""
 
 _NORM_EPSILON = 1e-5
-"""Number that norms add to a variance, beside which a smaller variance does not matter."""
+"""Number that norms add to a variance, so that smaller variances do not matter."""
 
 TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two steps count as the same."""
+"""Relative difference in float64 up to which two steps count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +45,33 @@ class Difference:
     """Name of the tensor; empty if all are equal to the bit."""
     relative: float
     """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinite for another
-    shape. For a gradient that is nearly zero beside the others, the divisor comes from :data:`_ROUNDING_SCALE`, and so
-    for the running statistics of a norm: for a mean from the deviation, for a variance from the mean."""
+    shape.  For a gradient far smaller than the others, the divisor comes from :data:`_ROUNDING_SCALE`; also for running
+    statistics of a norm, where a mean is measured by the deviation, and a variance by the mean."""
     compared: int
+    """Number of tensors that were compared."""
 
 
 def effects(step: Step) -> dict[str, Tensor]:
     """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
 
-    For a user's own step, gradients are those that its optimizers are given, and those that it leaves.
+    For a user's own step, gradients are those that it passes to its optimizers, and those that it leaves.
 
-    The caller's inputs and random generators are left alone.  The model's gradients are ``None`` before and afterwards,
-    also where the step fails half-way; its state is as the step left it.
+    The caller's inputs and random generators stay unchanged.  The model's gradients are removed before and afterwards,
+    also if the step fails half-way; the model keeps the state that the step leaves.
     """
     step.model.zero_grad(set_to_none=True)
     try:
         with generators_kept():
             seed_everything(step.settings.seed)
-            found = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
-            found |= generator_state()
-        return found | _gradients(step.model) | state_of(step.model)
+            collected = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
+            collected |= generator_state()
+        return collected | _gradients(step.model) | state_of(step.model)
     finally:
         step.model.zero_grad(set_to_none=True)
 
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
+    """Run the forward and backward of ``step``, and collect its outputs and the gradients of its inputs."""
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
     args, kwargs = copied(inputs)
     step = replace(step, args=args, kwargs=kwargs)
@@ -76,17 +79,18 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = step.forward()
     outputs = dict(enumerate(tensors_of(output)))
-    # A deferred output is read after the loss.  Read before, it would be computed whole, and the loss from all of it.
+    # A head that runs through its loss has a deferred output.  Read before the loss, it would be computed as a whole,
+    # and so would the loss; so it is read afterwards.
     late = {i: t for i, t in outputs.items() if isinstance(t, DeferredLinear)}
-    found = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
+    collected = {f"output[{i}]": t.detach().clone() for i, t in outputs.items() if i not in late}
     step.backward(output)
-    found |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
-    given = enumerate(tensors_of(inputs))
-    return found | {f"gradient of input {i}": t.grad for i, t in given if t.grad is not None}
+    collected |= {f"output[{i}]": t.values().clone() for i, t in late.items()}
+    leaves = enumerate(tensors_of(inputs))
+    return collected | {f"gradient of input {i}": t.grad for i, t in leaves if t.grad is not None}
 
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
-    """Run a user's own ``step``, and collect its outputs and the gradients that its optimizers are given."""
+    """Run a user's own ``step``, and collect its outputs and the gradients that it passes to its optimizers."""
     args, kwargs = cloned((step.args, step.kwargs))
     updates = Updates(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -95,15 +99,16 @@ def _own_effects(step: OwnStep) -> dict[str, Tensor]:
 
 
 class Updates:
-    """The gradients that optimizers are given in a user's own step, by parameter and number of the update."""
+    """Collects the gradients that a user's own step passes to its optimizers."""
 
     def __init__(self, step: OwnStep) -> None:
         self._names = {id(p): name for name, p in step.model.named_parameters()}
         self.count = 0
         self.gradients: dict[str, Tensor] = {}
+        """Name of a gradient, with the number of the update (:data:`AT_UPDATE`) -> a copy of it."""
 
     def see(self, optimizer: Optimizer) -> None:
-        """Copy the gradients that ``optimizer``, about to step, is given."""
+        """Copy the gradients of ``optimizer``, which is about to step."""
         self.count += 1
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
@@ -112,11 +117,11 @@ class Updates:
 
 
 AT_UPDATE = " at update "
-"""Part of the name of a gradient that an optimizer was given, before the number of the update."""
+"""Words between the name of a gradient that an optimizer used and the number of the update."""
 
 
 def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameter -> its last gradient among ``found``, the effects of a step."""
+    """Return name of a parameter -> its last gradient in ``found``, the effects of a step."""
     gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
     return {name.removeprefix("gradient of "): tensor for name, tensor in gradients}
 
@@ -136,7 +141,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Take the gradients of the parameters away for the block, and give them back afterwards."""
+    """Remove the gradients of the parameters for the block, and restore them afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -149,9 +154,9 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Restore the values of the parameters after the block, and yield those that may change in it.
+    """Restore the values of the parameters after the block, and yield the parameters that may change in it.
 
-    A parameter whose elements share memory, like an expanded tensor, cannot be written to and is left out.
+    A parameter whose elements share memory, like an expanded tensor, cannot be written to, and is not among them.
     """
     movable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
     kept = [(parameter, parameter.detach().clone()) for parameter in movable]
@@ -185,7 +190,7 @@ def generator_state() -> dict[str, Tensor]:
 
 
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
-    """Compare ``other`` with ``reference``, the effects of two steps; a tensor that only one has differs infinitely."""
+    """Find the tensor in which the effects of two steps differ most: infinitely, if only one of the steps has it."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
     least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
@@ -206,7 +211,7 @@ def in_double(value: Any) -> Any:
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """A mode in which a request for float32 or complex64 gives twice the width, so that no loss is rounded."""
+    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_widened(value) for value in args]
@@ -215,16 +220,16 @@ class DoubleThroughout(TorchDispatchMode):
 
 @contextmanager
 def step_in_double(step: Step) -> Iterator[Step]:
-    """Yield ``step`` in float64, its own casts to float32 included; afterwards the model has its old tensors again."""
+    """Yield ``step`` in float64, the model's own casts to float32 included; restore its tensors afterwards."""
     with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
         yield cast
 
 
 @contextmanager
 def step_cast_to_double(step: Step) -> Iterator[Step]:
-    """Yield ``step`` with parameters, buffers and inputs in float64; afterwards the model has its old ones again.
+    """Yield ``step`` with parameters, buffers and inputs in float64; restore these afterwards.
 
-    Its own casts to float32 stay.  It can be compiled, unlike a step under a dispatch mode.
+    The model's own casts to float32 stay.  The step can be compiled, unlike one under a dispatch mode.
     """
     start = StartingState(step.model)
     stored = [(p, p.data) for p in step.model.parameters()]
@@ -234,11 +239,11 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
     try:
         cast(step.model, torch.float64)
         args, kwargs = in_double((step.args, step.kwargs))
-        settings = replace(step.settings, precision="fp64")  # which needs neither a scaler nor autocast
+        settings = replace(step.settings, precision="fp64")  # no autocast, and no need for a scaler
         yield replace(step, args=args, kwargs=kwargs, settings=settings, scaler=None)
     finally:
         for parameter, data in stored:
-            parameter.grad = None  # after a failed step it may have the other dtype
+            parameter.grad = None  # after a failed step there may be one in float64
             parameter.data = data
         for optimizer, state in states:
             optimizer.state = state
@@ -246,7 +251,7 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
 
 
 def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
-    """Copy the state of ``parameter`` in float64; a counter of steps keeps its dtype, as PyTorch does when loading."""
+    """Return the optimizer's state of ``parameter`` in float64; a step counter keeps its dtype, as PyTorch wants it."""
     held = copy.deepcopy(state.get(parameter, {}))
     return {name: value if name == "step" else in_double(value) for name, value in held.items()}
 
@@ -269,26 +274,27 @@ def cloned(value: Any) -> Any:
 
 
 def as_leaf(value: Any) -> Any:
-    """Return ``value``, or if it is a tensor, a copy outside of its graph that wants a gradient where it did.
+    """Return ``value``; if it is a tensor, a copy without its graph that needs a gradient if the tensor does.
 
-    A tensor is copied even for a file: that of a slice of a dataset would hold the whole dataset.
+    A tensor is copied even to be written to a file: a slice of a dataset would be stored with the whole dataset.
     """
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def copied(value: Any) -> Any:
-    """Return ``value`` with its tensors copied in their graph: a step may write to them, but not to leaves."""
+    """Return ``value`` with clones of its tensors in their graph, which may be written in place, unlike leaves."""
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _fresh_leaf(leaf: Any) -> Any:
+    """Return ``leaf``; if it is a tensor, a copy without its graph that needs a gradient if it is floating."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    # The gradient of an embedding may be sparse.
+    # The gradient of an embedding with sparse=True is sparse.
     return {f"gradient of {name}": p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -307,9 +313,10 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
-    """Return the least divisor for the difference of a norm's running statistics; 0 for any other tensor.
+    """Return the least divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
 
-    The mean of another norm's output is nothing but rounding, and so is the variance of a constant.
+    The mean of another norm's output is nothing but rounding, and so is the variance of a constant: such values have no
+    scale of their own.
     """
     norm = name.removesuffix("running_mean").removesuffix("running_var")
     mean, variance = (found.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
@@ -321,6 +328,7 @@ def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
 
 
 def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
+    """Return the largest difference over the largest magnitude of ``reference``, or over ``least_scale`` if more."""
     if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
         return float("inf")
     if not reference.is_floating_point():

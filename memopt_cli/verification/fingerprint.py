@@ -1,10 +1,10 @@
-"""Fingerprints of a step: few numbers by which two processes compare all the tensors that a step left in each of them.
+"""Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
 
-A digest shows whether two tensors are equal to the bit.  Where sums were formed in another order, projections show how
-far apart they are: each tensor has :data:`_DIRECTIONS` sums with weights from the normal distribution.  The squared
-difference of such sums of two tensors is, on average, the squared distance of the tensors (Johnson and Lindenstrauss,
-"Extensions of Lipschitz mappings into a Hilbert space", 1984).  With eight directions, a distance of ten times the
-tolerance passes for an allowed one once in ten million.
+A digest tells whether two tensors are equal to the bit.  If not, as sums may have been formed in another order,
+projections tell how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
+distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
+squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
+1984).  With eight projections, a distance of ten times the tolerance passes for an allowed one once in ten million.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.effects import AT_UPDATE, generator_state, named_state
 
 _DIGEST_BYTES = 16
-"""Length of a digest: two tensors have the same one by chance once in 2^128."""
+"""Length of a digest: two different tensors have the same one by chance once in 2^128."""
 _DIRECTIONS = 8
+"""Number of projections of each tensor."""
 _PIECE = 1 << 14
 """Elements that are copied to the CPU at a time, so that a fingerprint needs hardly any memory."""
 _SHIFT = 4099
@@ -35,9 +36,9 @@ _SHIFT = 4099
 
 
 def effects_of(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
-    """Return the tensors that a step left, uncopied: ``output``, gradients, buffers, state and generators, by name.
+    """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
-    ``None`` stands for a deferred output that nothing has read, and that a look at it would compute.
+    A deferred output that nothing has read is ``None``: reading it here would compute it.
     """
     return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | effects_on(model)
 
@@ -55,7 +56,7 @@ def effects_on(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
-    """Make the fingerprint of the tensors in ``effects``; whether it repeats is not known yet: see :func:`repeated`."""
+    """Make the fingerprint of the tensors in ``effects``; :func:`repeated` sets later whether it repeats."""
     return Fingerprint(
         tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in effects.items() if t is not None),
         put_off=tuple(name for name, t in effects.items() if t is None),
@@ -65,15 +66,15 @@ def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Return the weights of the projections, 2 MiB."""
+    """Return the weights of the projections (2 MiB)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
 
 def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
-    """Return ``once`` with whether the same step repeats, by ``again``, a second run whose outputs are gone."""
-    bits = {found.name: found.bits for found in once.tensors if not _is_gone(found.name)}
-    return replace(once, repeats=bits == {found.name: found.bits for found in again.tensors})
+    """Return ``once``, marked as repeatable or not by ``again``, the fingerprint of a second run without outputs."""
+    bits = {tensor.name: tensor.bits for tensor in once.tensors if not _is_gone(tensor.name)}
+    return replace(once, repeats=bits == {tensor.name: tensor.bits for tensor in again.tensors})
 
 
 def _is_gone(name: str) -> bool:
@@ -82,6 +83,7 @@ def _is_gone(name: str) -> bool:
 
 
 def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
+    """Return the digest and the projections of ``tensor``, read piece by piece."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -114,9 +116,9 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
 
 
 def _finite(numbers: Tensor, place: int, not_finite: list[bytes]) -> Tensor:
-    """Replace numbers that are not finite by zeros, and add a digest of their places and kinds to ``not_finite``.
+    """Return ``numbers`` with zeros for those that are not finite; add a digest of these to ``not_finite``.
 
-    Masks hold -inf, so such numbers are no failure.
+    The digest has their places and kinds.  They are no failure: masks contain -inf.  ``place``: number of the piece.
     """
     if numbers.isfinite().all():
         return numbers
@@ -128,5 +130,5 @@ def _finite(numbers: Tensor, place: int, not_finite: list[bytes]) -> Tensor:
 
 
 def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """Return the bytes of ``held``, a contiguous tensor on the CPU, uncopied."""
+    """Return the bytes of ``held``, a contiguous tensor on the CPU, without a copy."""
     return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""

@@ -1,7 +1,8 @@
-"""Steps after the recorded one, with other parameters, sizes, masks and modes, and with frozen parameters.
+"""Further steps of the verification of a plan: with other parameters, sizes, masks and modes, and frozen parameters.
 
-Two copies of the model, one of them with the plan, take the same few steps.  Steps that the plain model fails are left
-out.
+A plan that passes on the recorded step may still fail in training, for example when a mask changes.  So two copies of
+the model, one of them with the plan, take the same few steps, and each is compared.  A step at which the plain model
+fails is skipped.
 """
 
 from __future__ import annotations
@@ -23,25 +24,19 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
-from memopt_cli.verification.effects import (
-    Difference,
-    difference,
-    effects,
-    gradients_by_parameter,
-)
+from memopt_cli.verification.effects import Difference, difference, effects, gradients_by_parameter
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
 _STEPS, _STEPS_AS_ASKED = 4, 3
-"""Time that all checks may take, in steps of the plain model: at the compared size, or at the size asked for, whichever
-is longer ..."""
+"""Most time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
 _QUICK_S = 2.0
-"""... and in any case this long."""
+"""Seconds that all checks may take in any case."""
 _PAIR = 3.0
 """Assumed time of the first pair of steps, one with the plan and one without, divided by that of a plain step."""
 _RATE = 1e-3
-"""Largest change of a parameter by a step of the optimizer, divided by the largest parameter."""
+"""Largest change of a parameter between two checks, divided by the largest parameter."""
 _TIMES_NOISE = 10.0
-"""Multiple of the original's own difference from run to run beyond which a difference counts."""
+"""Multiple of the original's own difference from run to run up to which a difference does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +45,26 @@ class Recorded:
 
     step: Step
     batch: int
+    """Number of samples in it."""
     gradients: dict[str, Tensor]
     """Name of a parameter -> its gradient."""
     plain_s: float
+    """Seconds of the step without the plan."""
     asked_s: float
-    """Seconds of a plain step at the requested size if this step is smaller; else 0."""
+    """Seconds of a step without the plan at the requested size, if this step is smaller; else 0."""
     tolerance: float
     """Relative difference that is allowed; 0 for equality to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The result of a check."""
+class CheckResult:
+    """The result of one check."""
 
     check: str
+    """Name of the check, which ends a sentence: ``in eval mode``."""
     worst: Difference
     detail: str = ""
-    """Message of the error that the step with the plan raised; empty if none."""
+    """Message of the error that the step with the plan raised; empty if there was none."""
 
     def differs(self, tolerance: float) -> bool:
         """Return whether the steps differ by more than ``tolerance``."""
@@ -75,47 +73,48 @@ class Found:
 
 def follow(
     recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
-) -> tuple[tuple[FurtherCheck, ...], Found | None]:
-    """Take further steps with the plan and without, up to the first difference.
+) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
+    """Take further steps with and without the plan, which ``install`` puts on a copy, up to the first that differs.
 
-    Where all would take longer than :data:`_STEPS` allow, steps have fewer samples, or the last are left out.
+    Returns all checks, and the one that differs, or ``None``.  If there is not enough time for all, the steps have
+    fewer samples (``resize`` makes the inputs), or the last ones are skipped.
     """
     start = StartingState(recorded.step.model)
     try:
         pair = _Pair(recorded, install)
         return _followed(recorded, pair, variations(recorded.batch, _size(recorded, CHECKS), resize))
     except _CannotCopy as error:
-        lost = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
-        return (lost,), None
-    finally:  # a copy may refer to the original model, as from the closure of a function
+        skipped = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
+        return (skipped,), None
+    finally:  # a copy may have changed the original, if for example a function in it refers to that
         recorded.step.model.zero_grad(set_to_none=True)
         start.enter()
 
 
 def _followed(
     recorded: Recorded, pair: _Pair, varied: Iterable[Variation]
-) -> tuple[tuple[FurtherCheck, ...], Found | None]:
+) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
     checks: list[FurtherCheck] = []
     deadline = _Deadline(recorded)
     for variation in varied:
         try:
             with deadline.watching(variation):
-                found = pair.compare(variation)
+                result = pair.compare(variation)
         except Exception as error:  # the model's own code may raise anything
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
             skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
             continue
-        checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=found.worst.compared))
-        if found.differs(recorded.tolerance):
-            return tuple(checks), found
+        checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=result.worst.compared))
+        if result.differs(recorded.tolerance):
+            return tuple(checks), result
     return tuple(checks), None
 
 
 def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Inputs:
-    """Cut every input that is as long as the first tensor to its first ``size`` items.
+    """Return the inputs cut to the first ``size`` samples: each tensor that is as long as the first one.
 
-    Raises :class:`StepError` if there are not so many.
+    Raises :class:`StepError` if there are fewer samples.
     """
     length = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
     if not 0 < size <= length:
@@ -129,11 +128,11 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> I
 
 
 class _NoTime(StepError):
-    """Raised for a check that would take too long."""
+    """Raised for a check for which there is not enough time."""
 
 
 class _Deadline:
-    """The time that is left for checks, by the times of the recorded step and of the checks so far."""
+    """Keeps the checks within their time, by what the recorded step and the checks so far took."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
@@ -143,7 +142,7 @@ class _Deadline:
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Time the check in the block; raises :class:`_NoTime` if there is no time left for it."""
+        """Time the check in the block, or raise :class:`_NoTime` if it would end too late."""
         began, expected_s = time.monotonic(), self._expected_s(variation.batch)
         if began + expected_s > self._ends:
             raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
@@ -151,7 +150,7 @@ class _Deadline:
         self._took_s[variation.batch] = time.monotonic() - began
 
     def _expected_s(self, batch: int) -> float:
-        """Predict the seconds of a pair at ``batch``: as the last one took, or in proportion to another batch."""
+        """Predict the seconds of a pair of steps at ``batch``: those of the last, or in proportion to another batch."""
         if batch in self._took_s:
             return self._took_s[batch]
         known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
@@ -175,12 +174,12 @@ class _CannotCopy(StepError):
     """Raised for a model that cannot be copied."""
 
 
-class _Course:
-    """A copy of the model that goes from step to step.
+class _SteppingCopy:
+    """A copy of the model that takes one step after another.
 
-    Each step begins from the state in which the last one ended, detached from its graph.  That state is restored, since
-    two copies share everything outside of them, such as a global dictionary of membranes, which the other copy has
-    changed meanwhile.
+    Each step begins with the state in which the last one ended, detached from its graph.  That state is restored first,
+    since the two copies share what lies outside of them, such as a global dictionary of membranes, and the other copy
+    has changed that meanwhile.
     """
 
     def __init__(self, step: Step) -> None:
@@ -191,15 +190,15 @@ class _Course:
         self._step = replace(step, model=self.model, optimizer=None)
         self._start = self._reached = StartingState(self.model)
         self.at_start = True
-        """Whether the next step starts from the model's original state."""
+        """Whether the next step begins with the model's original state."""
         self.took_from_start = True
-        """Whether the last step did."""
+        """Whether the last step began with it."""
 
     def take(self, variation: Variation) -> dict[str, Tensor]:
-        """Return the effects of a step that goes on where the last one ended, or from the start where it cannot.
+        """Return the effects of a step that continues from the last one, or begins with the original state if it fails.
 
-        It cannot where membranes have another batch size, for example.  Raises whatever the model raises from the
-        start.
+        A step cannot continue if membranes have another batch size, for example.  Raises whatever the model raises from
+        the original state.
         """
         try:
             return self._take(variation)
@@ -215,11 +214,11 @@ class _Course:
     def _take(self, variation: Variation) -> dict[str, Tensor]:
         (self._start if self.at_start else self._reached).enter()
         with variation.vary(self._step) as step:
-            found = effects(step)
+            collected = effects(step)
         synchronize(step.settings.device)
         self._reached = StartingState(self.model)
         self.took_from_start, self.at_start = self.at_start, False
-        return found
+        return collected
 
     def noise(self, variation: Variation) -> Difference:
         """Return the difference between two steps from the same state."""
@@ -231,7 +230,7 @@ class _Course:
         return difference(once, again)
 
     def update(self, gradients: dict[str, Tensor]) -> None:
-        """Take a step of an optimizer with ``gradients``, the same for both copies so that rounding does not add up."""
+        """Update the parameters with ``gradients``, the same for both copies so that rounding does not add up."""
         named = {name: p for name, p in self.model.named_parameters() if name in gradients}
         rate = _rate(list(named.values()), [gradients[name] for name in named])
         if not rate:
@@ -246,38 +245,38 @@ class _Pair:
     """Two copies of the model, one of them with the plan."""
 
     def __init__(self, recorded: Recorded, install: Callable[[nn.Module], object]) -> None:
-        self._plain, self._planned = _Course(recorded.step), _Course(recorded.step)
+        self._plain, self._planned = _SteppingCopy(recorded.step), _SteppingCopy(recorded.step)
         self._tolerance = recorded.tolerance
         self._gradients = recorded.gradients
         install(self._planned.model)
 
-    def compare(self, variation: Variation) -> Found:
-        """Take one step of both after a step of an optimizer, and compare them.  Raises what the plain model raises."""
+    def compare(self, variation: Variation) -> CheckResult:
+        """Update both copies, take one step of each, and compare these.  Raises whatever the plain model raises."""
         gradients, self._gradients = self._gradients, {}
-        for course in (self._plain, self._planned):
-            course.update(gradients)
+        for stepping in (self._plain, self._planned):
+            stepping.update(gradients)
         reference = self._plain.take(variation)
         self._planned.at_start = self._plain.took_from_start
-        found = self._planned_against(reference, variation)
-        if found.differs(self._tolerance):
+        result = self._planned_against(reference, variation)
+        if result.differs(self._tolerance):
             noise = self._plain.noise(variation)
-            if noise.name and found.worst.relative <= _TIMES_NOISE * noise.relative:
+            if noise.name and result.worst.relative <= _TIMES_NOISE * noise.relative:
                 raise CannotVary("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
-        return found
+        return result
 
-    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> Found:
+    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> CheckResult:
         try:
-            return Found(variation.name, difference(reference, self._planned.take(variation)))
+            return CheckResult(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
             if is_out_of_memory(error):
-                self._plain.at_start = True  # like the other one
+                self._plain.at_start = True  # so that both copies begin the next step alike
                 raise
-            return Found(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
+            return CheckResult(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
 
 
 def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
-    """Return a rate that moves ``parameters`` a little; 0 where gradients give none."""
+    """Return a learning rate that moves ``parameters`` a little; 0 if ``gradients`` are zero or not finite."""
     steepest = _largest(gradients)
     rate = _RATE * _largest(parameters) / steepest if steepest else 0.0
     return rate if math.isfinite(rate) else 0.0

@@ -1,7 +1,7 @@
-"""Tensors that a step leaves, by names that do not depend on how the model is trained: outputs by key, state by path.
+"""Names of the tensors that a step leaves, by which ``memopt verify`` compares models: outputs by key, state by path.
 
-Numbers and a model's own random generators become tensors, too, kept apart from the others: a model may note the time,
-so only those are compared that two runs of one model leave equal.
+Numbers in attributes and a model's own random generators are turned into tensors, too, but kept apart from the others:
+a model may store the time, so only those are compared that are equal after two runs of one model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numbers_by_name(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers in ``value``; in containers of other kinds, the tensors that PyTorch finds."""
+    """Yield the tensors and numbers in ``value`` with their paths; in unknown containers, the tensors PyTorch finds."""
     if isinstance(value, Tensor) or type(value) in _NUMBERS:
         yield name, value
     elif isinstance(value, Mapping):
@@ -51,7 +51,7 @@ def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def computed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with deferred ones computed."""
+    """Return ``tensors``, with the deferred ones among them computed."""
     return {name: t.values() if isinstance(t, DeferredLinear) else t for name, t in tensors.items()}
 
 
@@ -67,24 +67,24 @@ def effects_on(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The present numbers and random generators in a model's attributes."""
+    """The numbers and random generators in a model's attributes, at one moment."""
 
     numbers: Mapping[str, Sequence[Any]]
     generators: Mapping[str, bytes]
 
     @classmethod
     def of(cls, model: nn.Module) -> Others:
-        """Read them from ``model``."""
+        """Read the present numbers and generators of ``model``."""
         generators = {name: _position(generator) for name, generator in generators_by_name(model).items()}
         return cls(numbers_by_attribute(model), generators)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the attributes, as in :meth:`moved_since`."""
+        """Names of the attributes, in the form that :meth:`moved_since` returns."""
         return tuple(f"state {name}" for name in (*self.numbers, *self.generators))
 
     def moved_since(self, start: Others) -> dict[str, Tensor]:
-        """Return those that have changed since ``start``, as tensors."""
+        """Return the numbers and generators that have changed since ``start``, as tensors by name."""
         numbers = {name: _as_tensor(held) for name, held in self.numbers.items() if held != start.numbers.get(name)}
         generators = {
             name: torch.frombuffer(bytearray(position), dtype=torch.uint8)
@@ -106,7 +106,7 @@ def _position(generator: Any) -> bytes:
 
 
 def _as_tensor(numbers: Sequence[Any]) -> Tensor:
-    """Return ``numbers`` as a tensor; whole numbers as their text, since they may be of any size."""
+    """Return ``numbers`` as a tensor; integers as the bytes of their text, since they may be of any size."""
     if not all(isinstance(number, int) for number in numbers):
         is_complex = any(isinstance(number, complex) for number in numbers)
         return torch.tensor(numbers, dtype=torch.complex128 if is_complex else torch.float64)

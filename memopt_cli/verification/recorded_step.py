@@ -1,4 +1,4 @@
-"""Comparison of the optimized model with the original on the same inputs, before anything is written."""
+"""The verification of a plan, before it is written: compares a step with the plan and without, and further ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memopt_cli.verification.effects import (
     gradients_by_parameter,
     step_in_double,
 )
-from memopt_cli.verification.further_steps import Found, Recorded, follow
+from memopt_cli.verification.further_steps import CheckResult, Recorded, follow
 from memopt_cli.verification.variations import Resize
 
 Transform = Callable[[nn.Module], object]
@@ -46,39 +46,40 @@ def verify(
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
-    Without chunks they must be equal to the bit; where the original itself differs from run to run, within that noise.
+    Without chunks they must be equal to the bit, or, if the original itself differs from run to run, within that noise.
     Chunks change the order of sums, and a difference in rounding can flip a spike.  A plan with chunks is therefore
-    compared in float64, to :data:`TOLERANCE`, with the model's own casts to float32 left out.  In segments that are
-    inexact, as the user allowed, batch norms have fixed statistics during the comparison: everything else must agree.
+    compared in float64, to :data:`TOLERANCE`, in which the model's own casts to float32 do not round.  In segments that
+    the user allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
 
-    With ``resize``, a few steps follow (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the
-    seconds of a step at the size asked for, where this one is smaller.
+    ``install`` and ``remove`` put the plan on the model and take it off.  With ``resize``, a few more steps follow
+    (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the seconds of a step at the requested
+    size, if this one is smaller.
     """
     chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        found = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
+        compared = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
-        differs: Found | None = None
-        if found.passed and resize is not None and not plan.is_empty:
-            further, differs = follow(found.recorded, install, resize)
-    worst = differs.worst if differs else found.worst
+        differing: CheckResult | None = None
+        if compared.passed and resize is not None and not plan.is_empty:
+            further, differing = follow(compared.recorded, install, resize)
+    worst = differing.worst if differing else compared.worst
     return Verification(
-        passed=found.passed and differs is None,
-        exact=found.exact,
+        passed=compared.passed and differing is None,
+        exact=compared.exact,
         precision="fp64" if chunked else step.settings.precision,
-        tolerance=found.recorded.tolerance,
-        compared=found.worst.compared,
+        tolerance=compared.recorded.tolerance,
+        compared=compared.worst.compared,
         worst_name=worst.name,
         worst_difference=worst.relative,
         batch=batch,
         full_size=full_size,
-        detail=differs.detail if differs else "",
+        detail=differing.detail if differing else "",
         inexact=inexact,
         further=further,
-        whole=found.whole,
-        differs_in=differs.check if differs else "",
+        whole=compared.whole,
+        differs_in=differing.check if differing else "",
     )
 
 
@@ -101,6 +102,7 @@ class _Compared:
 def _compare(
     step: Step, install: Transform, remove: Transform, *, batch: int, asked_s: float, chunked: bool
 ) -> _Compared:
+    """Take ``step`` without the plan, twice unless it has chunks, and with it; return how far they are apart."""
     start = StartingState(step.model)
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
@@ -142,9 +144,9 @@ def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor], float]:
     began = time.monotonic()
-    found = _effects(step, start)
+    collected = _effects(step, start)
     synchronize(step.settings.device)
-    return found, time.monotonic() - began
+    return collected, time.monotonic() - began
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
@@ -153,9 +155,9 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
 
 
 def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
-    """Return twice the original's own difference from run to run, which atomic sums on a GPU may cause.
+    """Return twice the difference of two runs of the original, which atomic additions on a GPU may cause; 0 for none.
 
-    Raises :class:`StepError` for a difference on the CPU, as nothing can be verified for such a model.
+    Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """
     if bit_equal(once, again):
         return 0.0

@@ -1,4 +1,8 @@
-"""The least sizes of the inputs at which all chunks of a plan still run, with uneven chunks among them."""
+"""The smallest inputs on which a plan with chunks can be verified: all chunks still run, with uneven ones among them.
+
+Verification in float64 is slow, and a model that no longer fits cannot run at full size.  But inputs that are too small
+would not be cut as at full size, and would prove nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,23 @@ from memopt_cli.runtime.cuts import Cut
 Sizes = Mapping[str, int]
 """Name of a dimension that can be resized -> its size."""
 Observe = Callable[[Sizes], Mapping[int, Cut]]
-"""Runs a forward at some sizes; gives segment -> how its input was cut.  Raises anything if the model refuses them."""
+"""Runs a forward at some sizes; returns segment -> how its input was cut.  Raises whatever the model raises."""
 
 _LEAST = 3
-"""Least size that is tried: the first that can be cut unevenly."""
+"""Least size that is tried: 3 is the first that can be cut unevenly."""
 _ALIKE = 2
-"""Least size of the dimension whose entries are alike, such as samples; not of time steps, which may need a third."""
+"""Least size of a dimension whose entries are alike, such as samples; time steps are not, and may need a third."""
 _MOST_LARGER = 1.5
-"""Factor by which the total size may exceed the requested one: for eight chunks, only nine samples are uneven."""
+"""Factor by which the total size may exceed the requested one: eight chunks are uneven only from nine samples on."""
 _ROUNDS = 32
 """Most times that sizes are enlarged."""
 
 
 def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
-    """Find sizes, as small as possible, at which every segment runs in all of its chunks; else return ``asked``.
+    """Find the smallest sizes at which every segment runs in all of its chunks; ``asked`` if there are none.
 
-    Chunks have two lengths where some size changes the length that is cut.  ``alike`` names the dimension whose entries
-    are alike, which is made smaller still where that changes no cut.
+    If possible, chunks have two lengths, as 5 samples in 3 chunks do.  ``alike`` names the dimension whose entries are
+    alike, which is made smaller still if that changes no cut.
     """
     observed: dict[tuple[int, ...], Mapping[int, Cut]] = {}
 
@@ -52,7 +56,7 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
 
 
 def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
-    """Return the least sizes that the model takes: all at the least, or one after the other as far as it takes them."""
+    """Return the least sizes that the model accepts: all at the least, or else one after another where accepted."""
     least = {name: min(size, _LEAST) for name, size in asked.items()}
     if _runs(least, cuts):
         return least
@@ -79,25 +83,25 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
 
 
 def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
-    """Yield ``sizes`` with one of them larger, so that a segment which lacks chunks, or uneven ones, gets them."""
+    """Yield ``sizes`` with one of them larger, to give a segment the chunks, or the uneven chunks, that it lacks."""
     present = cuts(sizes)
-    wanting = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
-    if not wanting:
+    lacking = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
+    if not lacking:
         return
     by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
     grown = [cuts(larger) if _runs(larger, cuts) else present for larger in by_one]
-    for key in wanting:
+    for key in lacking:
         length, asked = present[key].length, present[key].asked
-        steps = [_steps(length, found[key].length - length, asked) for found in grown]
+        steps = [_steps(length, cuts_then[key].length - length, asked) for cuts_then in grown]
         larger = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
         if larger:
-            yield min(larger, key=lambda found: math.prod(found.values()))
+            yield min(larger, key=lambda candidate: math.prod(candidate.values()))
 
 
 def _steps(length: int, growth: int, asked: int) -> int:
     """Return how often ``length`` must grow by ``growth`` to give ``asked`` chunks, of two lengths if possible.
 
-    It is 0 where it gives them already, or never will.
+    It is 0 if ``length`` gives them already, or does not grow.
     """
     if growth <= 0:
         return 0
@@ -107,4 +111,5 @@ def _steps(length: int, growth: int, asked: int) -> int:
 
 
 def _is_uneven(length: int, asked: int) -> bool:
+    """Return whether ``length`` gives ``asked`` chunks of two lengths."""
     return length > asked and length % asked > 0

@@ -1,4 +1,4 @@
-"""Comparison of an optimizer in backward with the same optimizer in its own phase, over a few steps."""
+"""The verification of an optimizer that runs in backward: compares it with the same optimizer run after backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import Step, begin
 from memopt_cli.verification.effects import cloned, difference, generators_kept, state_of
-from memopt_cli.verification.further_steps import Found
+from memopt_cli.verification.further_steps import CheckResult
 
 Install = Callable[[nn.Module, Optimizer], object]
 
@@ -25,24 +25,27 @@ RATE = 1e-3
 NAME = f"in {_UPDATES} updates in backward"
 
 
-def compare_updates(step: Step, plain: Install, in_backward: Install, *, batch: int) -> tuple[FurtherCheck, Found]:
+def compare_updates(
+    step: Step, plain: Install, in_backward: Install, *, batch: int
+) -> tuple[FurtherCheck, CheckResult]:
     """Compare parameters, buffers and the optimizer's state after a few steps with ``plain`` and with ``in_backward``.
 
-    Both put the plan on a copy of the model and on its optimizer.  Only equality to the bit counts.  Raises
+    Each of the two puts the plan on a copy of the model and on its optimizer.  They must be equal to the bit.  Raises
     :class:`StepError` if the model cannot be copied or has no optimizer, and whatever its steps raise.
     """
     reference = _effects(step, plain)
     worst = difference(reference, _effects(step, in_backward))
-    return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), Found(NAME, worst)
+    return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), CheckResult(NAME, worst)
 
 
 def _effects(step: Step, install: Install) -> dict[str, Tensor]:
+    """Return parameters, optimizer state, buffers and state after a few steps of a copy of the model, by name."""
     try:
         model = copy_of(step.model)
     except Exception as error:  # the model's own classes may do anything
         raise StepError(f"the model cannot be copied ({first_line(error)})") from error
     optimizer = step.make_optimizer(model)
-    if optimizer is None:  # the plan is refused before it is run, too
+    if optimizer is None:
         raise StepError("there is no optimizer that could run in backward", hint="Name it with `--optimizer`.")
     set_rate(optimizer)
     start = StartingState(model)
@@ -58,7 +61,7 @@ def _effects(step: Step, install: Install) -> dict[str, Tensor]:
 
 
 def set_rate(optimizer: Optimizer) -> None:
-    """Give ``optimizer`` a rate, so that it moves parameters; it was made to be measured, with a rate of zero."""
+    """Set the learning rate of ``optimizer`` to :data:`RATE`; it was made for measurements, with a rate of zero."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
         group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE

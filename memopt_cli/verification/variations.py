@@ -1,4 +1,4 @@
-"""Variations of a recorded step: other sizes, masks, modes, and frozen parameters."""
+"""Variations of a recorded step in which a plan must hold as well: other sizes, masks, modes, frozen parameters."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ from memopt_cli.verification.effects import in_double
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Resize = Callable[[int], Inputs]
-"""Makes the inputs at another batch size; raises where they have no other."""
+"""Makes the inputs at another batch size; raises if they have only one."""
 _Vary = Callable[[Step], AbstractContextManager[Step]]
+"""Yields a step with one thing changed, and undoes the change after the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One check: its name, which ends a sentence, and the change of the step."""
+    """One check of a plan."""
 
     name: str
+    """End of a sentence, as ``in eval mode``."""
     batch: int
+    """Number of samples."""
     vary: Callable[[Step], AbstractContextManager[Step]]
+    """Yields the changed step, and undoes the change."""
 
 
 class CannotVary(StepError):
-    """Raised where a step has nothing of the kind to vary."""
+    """Raised if a step has nothing to vary in this way, such as no mask."""
 
 
 def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
     """Yield the variations of a step of ``batch`` samples, those most likely to matter first.
 
-    They have ``size`` samples, if there is no time for more.
+    They have ``size`` samples if that is less, as there is no time for more, and the inputs can be resized.
     """
     recorded = batch
     inputs: _Vary = _as_recorded
     if size < batch:
-        with contextlib.suppress(Exception):  # inputs of one size
+        with contextlib.suppress(Exception):  # inputs of one size only: the variations have all samples
             resize(size)
             batch, inputs = size, _at(resize, size)
     for number, (name, vary) in enumerate(_KINDS.items()):
@@ -55,6 +59,7 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
 
 
 def _both(inputs: _Vary, vary: _Vary) -> _Vary:
+
     @contextlib.contextmanager
     def varied(step: Step) -> Iterator[Step]:
         with inputs(step) as other, vary(other) as result:
@@ -89,7 +94,7 @@ def _masks(step: Step) -> AbstractContextManager[Step]:
 
 
 def _is_mask(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor of zeros and ones; floating ones are spikes and do not count."""
+    """Return whether ``leaf`` is a mask: zeros and ones, not floating, as floating ones are spikes."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
         return False
     return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
@@ -124,7 +129,7 @@ def _frozen(step: Step) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _frozen_late(step: Step) -> Iterator[Step]:
-    """Freeze parameters between forward and backward, where the loss is computed."""
+    """Freeze parameters between forward and backward: when the loss is computed."""
     if isinstance(step, OwnStep):
         raise CannotVary("its function forms the loss")
     with _thawed_again(step) as freeze:

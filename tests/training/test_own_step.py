@@ -242,7 +242,7 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"models": {}}, "models is not a mapping"),
+        ({"models": {}}, "models must be a mapping"),
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
         ({"models": {"net": 3}}, "the model 'net' is a int"),

@@ -1,1 +1,1 @@
-"""The search behind ``memopt recommend-batch``: how large a step fits, and how sequences are batched."""
+"""The searches behind ``memopt recommend-batch``: for a batch, for a batch with a plan, and for copies of a model."""

@@ -1,18 +1,18 @@
-"""Gradient accumulation: one step of the optimizer made of several that fit."""
+"""Gradient accumulation: a global batch split into several passes that fit, before one step of the optimizer."""
 
 from __future__ import annotations
 
 from memopt_cli.records import Accumulation
 
 _MORE_STEPS = 2
-"""Multiple of the fewest steps that may be taken so that all batches are equal."""
+"""Multiple of the fewest passes up to which more are taken to make all of them equal."""
 
 
 def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:
-    """Return the fewest equal steps that make up ``global_batch``, each of at most ``largest`` samples.
+    """Return the fewest equal passes that make up ``global_batch``, each of at most ``largest`` samples.
 
-    Steps are a multiple of ``multiple_of``, of which ``largest`` is one, too.  Where no number of steps up to twice the
-    fewest divides ``global_batch``, the steps together have a few samples more than it.
+    The samples of a pass are a multiple of ``multiple_of``, as ``largest`` must be.  If no number of passes up to twice
+    the fewest divides ``global_batch``, the passes together have a few samples more.
     """
     fewest = -(-global_batch // largest)
     for steps in range(fewest, _MORE_STEPS * fewest + 1):
@@ -24,5 +24,5 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
 
 
 def accumulated(batch: int, steps: int) -> Accumulation | None:
-    """Return how ``steps`` passes of ``batch`` samples make a step of the optimizer; ``None`` for a single pass."""
+    """Return the accumulation of ``steps`` passes of ``batch`` samples each; ``None`` for a single pass."""
     return Accumulation(global_batch=batch * steps, batch=batch, steps=steps) if steps > 1 else None

@@ -1,4 +1,4 @@
-"""The memory that a device has, and the part of it that is free."""
+"""The memory of a device: how much it has, how much is free, and who holds the rest."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _NAMED_HOLDERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory that a process may use, and its limit in words."""
+    """The memory that a process may use."""
 
     device_bytes: int
     limited_by: str
+    """What sets this limit, in words: ``the machine's memory``."""
 
 
 def device_capacity(device: str) -> Capacity:
-    """Return the memory of ``device``: on the CPU the least of the machine's, the control group's and the process's."""
+    """Return the memory of ``device``; on the CPU, the least that machine, control group and process limit allow."""
     if device.startswith("cuda"):
-        import torch  # not at the top: on the CPU this process does without
+        import torch  # not at the top: on a machine without a GPU, this process never imports torch
 
         return Capacity(torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device))
     limits = [Capacity(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine's memory")]
@@ -45,10 +46,10 @@ def device_capacity(device: str) -> Capacity:
 
 
 def free_capacity(device: str) -> Capacity:
-    """Return the memory of ``device`` that ``--memory 90%`` is a share of.
+    """Return the memory of ``device`` of which ``--memory 90%`` takes 90 %.
 
-    On CUDA it is the memory that NVML says is free, with the processes that hold the rest.  On the CPU it is
-    :func:`device_capacity`, as the system makes room.  Raises :class:`MeasurementError` where NVML does not answer.
+    On CUDA it is what NVML reports as free, with the processes that hold the rest.  On the CPU it is all of
+    :func:`device_capacity`, as the system makes room.  Raises :class:`MeasurementError` if NVML does not answer.
     """
     if not device.startswith("cuda"):
         return device_capacity(device)
@@ -62,9 +63,10 @@ def free_capacity(device: str) -> Capacity:
 
 
 def runnable_bytes(device: str) -> int:
-    """Return the bytes of ``device`` that a run may take now without other processes being killed for it.
+    """Return the bytes of ``device`` that a run may take now without endangering other processes.
 
-    Where NVML does not say what a CUDA device has free, they are all of its memory: to run out of it kills nobody else.
+    If NVML does not tell what a CUDA device has free, they are all of its memory: on a GPU, running out of memory kills
+    no other process.
     """
     if device.startswith("cuda"):
         try:

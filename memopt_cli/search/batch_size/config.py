@@ -1,4 +1,4 @@
-"""The ``batch_shaping:`` section of a YAML file, read strictly: an unknown key or a value out of range is an error."""
+"""The ``batch_shaping:`` section of a YAML file for :mod:`memopt_cli.batching`, in which unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class AdaptiveSizing:
     enabled: bool = True
     """Whether the batch size changes at all."""
     target_memory_usage: float = 0.8
-    """Share of the device's capacity that a step's peak should reach, in (0, 1]."""
+    """Share of the device's memory that a step's peak should reach, in (0, 1]."""
     min_batch_size: int = 1
     max_batch_size: int = 128
     adaptation_interval: int = 10
-    """Calls between two changes; only near the limit it changes at once."""
+    """Calls between two changes of the batch size; near the memory limit, it changes at once."""
     performance_window: int = 50
-    """Observations kept for the memory model, and the time constant of the loss average, in calls."""
+    """Number of observations that the memory model keeps, and time constant of the average loss in calls."""
 
     def __post_init__(self) -> None:
         _require_share("target_memory_usage", self.target_memory_usage)
@@ -61,7 +61,7 @@ class MemoryAwareShaping:
     """How :class:`~memopt_cli.batching.shaper.MemoryAwareShaper` reshapes and lays out tensors."""
 
     memory_threshold: float = 0.9
-    """Share of the device's capacity that no copy may exceed, in (0, 1]."""
+    """Share of the device's memory that no copy of a tensor may exceed, in (0, 1]."""
     preserve_gradients: bool = True
     """Whether reshaped tensors stay in the autograd graph."""
     optimization_hints: OptimizationHints = OptimizationHints()
@@ -75,9 +75,9 @@ class AlertThresholds:
     """Bounds at which :class:`~memopt_cli.batching.monitor.PerformanceMonitor` raises an alert."""
 
     memory_usage: float = 0.95
-    """Share of the device's capacity, in (0, 1]."""
+    """Share of the device's memory, in (0, 1]."""
     throughput_drop: float = 0.2
-    """Share of the older throughput that may be lost, in (0, 1]."""
+    """Loss of throughput, as a share of the earlier one, in (0, 1]."""
 
     def __post_init__(self) -> None:
         _require_share("memory_usage", self.memory_usage)
@@ -107,7 +107,7 @@ class Validation:
     hardware_checks: bool = True
     """Whether shapes are compared with the hardware's limits."""
     performance_validation: bool = True
-    """Whether sizes that run slowly are noted; they stay valid."""
+    """Whether sizes that run slowly get a note; they are valid all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class BatchShaping:
     validation: Validation = field(default_factory=Validation)
 
 
-_BESIDE = {"recommended", *(f.name for f in fields(FileHeader))}
+_OTHER_KEYS = {"recommended", *(f.name for f in fields(FileHeader))}
 """Keys that ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
 
 
@@ -144,7 +144,7 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
     hint = "Write batch_shaping: and options below it."
     data = read_mapping(Path(path), hint)
     for key in data:
-        if key != "batch_shaping" and key not in _BESIDE:
+        if key != "batch_shaping" and key not in _OTHER_KEYS:
             raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
     if "batch_shaping" not in data:
         raise UsageError(f"{path} has no batch_shaping: section", hint=hint)

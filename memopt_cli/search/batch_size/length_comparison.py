@@ -1,7 +1,8 @@
-"""Comparison of the strategies to batch sequences of the user's lengths, by the memory and time of three runs.
+"""Comparison of the strategies to batch sequences of the user's lengths (``--lengths``), by three measured runs.
 
-All strategies stay within the budget: the batch fits with the longest sequences, and the token budget has as many
-positions as that.
+From the runs, a model of memory and one of time are fitted, by which an epoch under each strategy is priced.  All
+strategies stay within the budget: the batch size fits with the longest sequences, and the token budget has as many
+positions as such a batch.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from memopt_cli.search.batch_size.length_strategies import (
 from memopt_cli.search.batch_size.lines import fit_line
 
 RUNS = 2
-"""Number of runs, beside the one of the recommended batch."""
+"""Number of runs beside that of the recommended batch."""
 _SYMBOLS = ("S", "T")
 
 
 def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
-    """Return the symbol of the sequence length -> the longest of ``lengths``, at least 2.
+    """Return the symbol of the sequence length in ``spec`` -> the longest of ``lengths``, or 2 if that is less.
 
-    Raises :class:`UsageError` if the inputs have no such symbol, or it has a range.
+    Raises :class:`UsageError` if the inputs have no such symbol, or if ``dim_range`` gives it a range.
     """
     symbol = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
     if symbol is None:
@@ -46,7 +47,7 @@ def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``constant + linear * positions + quadratic * positions * steps``: attention makes the last term."""
+    """The function ``constant + linear * positions + quadratic * positions * steps``; the last term is attention's."""
 
     constant: float
     linear: float
@@ -58,7 +59,7 @@ class Fit:
 
 
 def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
-    """Fit ``points`` by least squares; without the quadratic term where it would be negative."""
+    """Fit ``points`` by least squares, without the quadratic term if that would be negative."""
     import torch  # not at the top: needed only after a model was run
 
     rows = [[1.0, extent.positions, extent.positions * extent.steps] for extent, _ in points]
@@ -82,8 +83,8 @@ def compare_lengths(
 ) -> tuple[LengthBatching, ...]:
     """Compare the four strategies on ``lengths``, with ``batch`` sequences or as many positions in a batch.
 
-    A batch of ``batch`` longest sequences fits ``budget_bytes``.  ``probe(batch, steps)`` measures a batch: of
-    ``runnable`` longest sequences, of as many half as long, and of twice as many half as long.
+    ``batch`` of the longest sequences must fit ``budget_bytes``.  ``probe(batch, steps)`` measures a batch; it is
+    called for ``runnable`` longest sequences, for as many half as long, and for twice as many half as long.
     """
     longest = max(2, *lengths)
     sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
@@ -98,14 +99,14 @@ def compare_lengths(
             batch_size=batch,
             max_tokens=max_tokens,
             memory=lambda extent: round(memory(extent)),
-            # Far below the sizes that were run, the fitted time may be negative.
+            # Far below the sizes that were run, the fitted time may be negative: no batch beats the best measured rate.
             step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
             seed=seed,
         )
 
     max_tokens = batch * longest
     while _tokens_peak(reports := compare(max_tokens)) > budget_bytes and max_tokens > longest:
-        max_tokens = max(longest, max_tokens * 9 // 10)
+        max_tokens = max(longest, max_tokens * 9 // 10)  # a tenth fewer, until the largest batch fits
     return tuple(
         LengthBatching(
             name=report.strategy,

@@ -1,4 +1,4 @@
-"""Four strategies to batch sequences of given lengths: padding, buckets, sequence packing, a token budget."""
+"""Four strategies to batch sequences (padding, buckets, sequence packing, a token budget), and what an epoch costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchExtent:
     steps: int
     """Length of the longest sequence."""
     positions: int
-    """Positions that are computed: ``sequences * steps`` if padded, the sum of lengths if packed."""
+    """Number of computed positions: ``sequences * steps`` if padded, the sum of lengths if packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class StrategyReport:
     tokens: int
     """Sum of all lengths."""
     positions: int
-    """Positions computed in an epoch, padding included."""
+    """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most, by the memory model; ``None`` without a model."""
+    """Peak of the batch that needs most bytes, by the memory model; ``None`` without a model."""
     epoch_s: float | None
     """Seconds of all batches, by the time model; ``None`` without a model."""
 
@@ -49,9 +49,9 @@ class StrategyReport:
 
 
 MemoryModel = Callable[[BatchExtent], int]
-"""Gives the peak bytes of one step."""
+"""Returns the peak bytes of one step on a batch."""
 TimeModel = Callable[[BatchExtent], float]
-"""Gives the seconds of one step."""
+"""Returns the seconds of one step on a batch."""
 
 
 def compare_length_strategies(
@@ -72,10 +72,10 @@ def compare_length_strategies(
     batch_size:
         Sequences in a batch, except under the token budget.
     max_tokens:
-        Positions in a batch under the token budget; ``None`` stands for those of an average batch, and at least the
-        longest sequence.
+        Most positions in a batch under the token budget; ``None`` for those of an average batch, or of the longest
+        sequence if that has more.
     memory, step_s:
-        Models of one step: they give its peak in bytes and its seconds for a :class:`BatchExtent`.
+        Models of one step: functions of a :class:`BatchExtent` that return its peak bytes and its seconds.
     seed:
         Seed of the random batches.
 
@@ -117,7 +117,7 @@ def compare_length_strategies(
     )
 
 
-_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"
+_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"  # bounded, as Python refuses to parse integers of thousands of digits
 _LENGTH = re.compile(_NUMBER)
 _COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
@@ -125,7 +125,7 @@ _COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 def read_lengths(path: str | Path) -> list[int]:
     """Read lengths from a text file, one positive whole number a line; empty lines are skipped.
 
-    Raises :class:`UsageError` that names the line which is not a length.
+    Raises :class:`UsageError` that names the first line that is not a length.
     """
     return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 per line.")]
 
@@ -133,8 +133,8 @@ def read_lengths(path: str | Path) -> list[int]:
 def read_histogram(path: str | Path) -> dict[int, int]:
     """Read lengths and their counts from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``.
 
-    A length may occur on several lines, whose counts add up.  Returns length -> count, in ascending order.  Raises
-    :class:`UsageError` that names the line which is none of these.
+    Returns length -> count, in ascending order; counts of several lines for a length add up.  Raises
+    :class:`UsageError` that names the first line of another form.
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 per line, or two: a length and how often it occurs."
@@ -145,22 +145,22 @@ def read_histogram(path: str | Path) -> dict[int, int]:
 
 
 def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
-    """Match all lines of the file at ``path`` that are not empty against ``line_of``."""
+    """Match the lines of the file at ``path`` against ``line_of``; empty lines are skipped."""
     try:
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:
         raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
-    found = []
+    matches = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         match = line_of.fullmatch(text)
         if text and match is None:
             raise UsageError(f"{path}, line {number}: '{printable(text[:40])}' is not a length", hint=hint)
         if match is not None:
-            found.append(match)
-    if not found:
+            matches.append(match)
+    if not matches:
         raise BatchShapeError(f"{path} holds no lengths", hint=hint)
-    return found
+    return matches
 
 
 def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Functions that rise piecewise linearly: where they reach a bound, and their values between known points."""
+"""Roots, interpolation and fits of functions that rise piecewise linearly, by few values: each takes a dry run."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 _MOST_DRY_RUNS = 24
+"""Most evaluations in the search for a root."""
 _STRAIGHT = 0.002
-"""Share of the bound by which a value may be off a line and still count as on it."""
+"""Share of the bound up to which a value off a line counts as on it."""
 _LARGEST = 1 << 40
-"""Stands for "no number is above the bound so far"."""
+"""Upper end of the bracket as long as no number is known to be above the bound."""
 
 
 def largest_root(value: Callable[[int], float], bound: float, *, start: int, known_at: Collection[int] = ()) -> int:
-    """Find the largest whole number whose ``value`` is at most ``bound``, to 1 %; 0 if that of 1 is above.
+    """Find the largest integer whose ``value`` is at most ``bound``, to 1 %; 0 if even ``value(1)`` is above.
 
-    ``value`` is slow and rises, about piecewise linearly.  ``known_at`` lists numbers whose value costs nothing;
-    without any, ``start`` is asked first.
+    ``value`` is slow and rises, about piecewise linearly.  ``known_at`` lists numbers whose value is known already and
+    costs nothing; if there are none, the search begins at ``start``.
 
     This is the secant method with a bracket.  The next number is where the line through the two nearest known points
-    reaches the bound, kept strictly between the largest known to be below and the least known to be above.  Across a
-    bend such steps hardly advance, so the bracket is halved instead where it shrank by less than half.  Once a value is
-    above the bound by a hair, a slightly lower bound is aimed at, since otherwise every next number would be above,
-    too.
+    reaches the bound, kept strictly inside the bracket: between the largest number known to be below the bound and the
+    least known to be above.  Across a bend such steps hardly advance, so after one that shrank the bracket by less than
+    half, the bracket is halved instead.  Once a value is barely above the bound, the search aims slightly lower, since
+    otherwise every further number would be barely above, too.
     """
-    # A model may refuse a single sample and take more: an infinite value is no upper bound.
-    known = {number: found for number in known_at if math.isfinite(found := value(number))}
-    high = min((number for number, found in known.items() if found > bound), default=_LARGEST)
-    low = max((number for number, found in known.items() if found <= bound and number < high), default=0)
+    # An infinite value does not bound the answer from above: a batch norm refuses one sample and accepts two.
+    known = {number: result for number in known_at if math.isfinite(result := value(number))}
+    high = min((number for number, result in known.items() if result > bound), default=_LARGEST)
+    low = max((number for number, result in known.items() if result <= bound and number < high), default=0)
     aim, gap, is_bent = bound, math.inf, False
     while high - low > _within_reach(low) and len(known) - len(known_at) < _MOST_DRY_RUNS:
         if _is_settled(known, low, bound):
@@ -42,13 +43,13 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, kno
             high = number
             if known[number] <= (1 + _STRAIGHT) * bound:
                 aim = (1 - _STRAIGHT) * bound
-        is_bent = high < _LARGEST and 2 * (high - low) > gap  # a line across a bend hardly advances
+        is_bent = high < _LARGEST and 2 * (high - low) > gap
         gap = high - low if high < _LARGEST else math.inf
     return low if high < _LARGEST else start
 
 
 def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
-    """Return whether ``low`` lies on the line through its two nearest points, which exceeds ``bound`` right after."""
+    """Return whether ``low`` is the answer: on a line through its nearest points that exceeds ``bound`` right after."""
     others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
     if low not in known or len(others) < 2:
         return False
@@ -58,15 +59,16 @@ def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
 
 
 def _within_reach(number: int) -> int:
-    """Return the difference from ``number`` that does not matter: 1 %."""
+    """Return 1 % of ``number``, and at least 1: the precision of the search."""
     return max(1, number // 100)
 
 
 def between(known: Mapping[int, float], number: int) -> float | None:
-    """Interpolate the value at ``number`` from ``known`` ones; ``None`` where a bend could change it.
+    """Interpolate the value at ``number`` from ``known`` ones; ``None`` if a bend nearby could change it.
 
-    The function is taken to be convex and piecewise linear.  Then its value is at most on the line through the known
-    neighbours on both sides, and at least on the lines through the two neighbours on either side.
+    The function is taken to be convex and piecewise linear.  Then its value lies below the line through the nearest
+    known numbers on both sides, and above the line through the two nearest on either side.  The value is returned if
+    these bounds agree.
     """
     below = sorted((n for n in known if n < number), reverse=True)[:2]
     above = sorted(n for n in known if n > number)[:2]
@@ -96,7 +98,7 @@ def _crossing(known: dict[int, float], bound: float) -> int:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit ``y = intercept + slope * x`` to ``points`` by least squares; at least two differ in x."""
+    """Fit ``y = intercept + slope * x`` to ``points`` by least squares; two of them, or more, must differ in x."""
     n = len(points)
     mean_x = sum(x for x, _ in points) / n
     mean_y = sum(y for _, y in points) / n

@@ -1,4 +1,4 @@
-"""Limits on the steps that a search for a batch runs, and on those that it recommends."""
+"""The limits of a search for a batch, from ``--memory`` and the device: what it may run, and what it may recommend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
-    """Return the limits on ``device`` for a budget of ``memory``: bytes, or as a float a share of the free memory."""
+    """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of the free."""
     whole = device_capacity(device)
     if isinstance(memory, float):
         free = free_capacity(device)
@@ -30,7 +30,7 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
 
 
 def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limits:
-    """Return the limits on ``device`` where no memory is given: the usual share of all it has, free or not."""
+    """Return the limits on ``device`` without a given budget: the default share of all its memory, free or not."""
     capacity = device_capacity(device)
     budget = int(capacity.device_bytes * TARGET_SHARE)
     return Limits(
@@ -44,10 +44,10 @@ def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limit
 
 
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
-    """Return the limits on a device that is not here, on which no step runs.
+    """Return the limits on a device that this machine does not have, so that no step runs.
 
-    ``memory`` is in bytes, or as a float a share of the memory of ``card``.  Raises :class:`UsageError` for more than
-    the card has.
+    ``memory`` is an int in bytes, or a float as a share of the memory of ``card``.  Raises :class:`UsageError` for more
+    than the card has.
     """
     if isinstance(memory, float):
         assert card is not None, "checked before"

@@ -1,4 +1,4 @@
-"""The answer of a search for the largest batch, from the runs so far."""
+"""The answer of a search for the largest batch: the recommended batch, an estimate, and what limits them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memopt_cli.search.batch_size.runs import Runs
 from memopt_cli.text.units import format_bytes, format_seconds
 
 CLOSE = 0.03
-"""Share by which the model must find a larger batch before one that ran does not count as the largest."""
+"""Share by which the model's largest batch must exceed one that ran for that not to count as the largest."""
 
 
 def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutcome:
-    """Return the answer that ``runs`` and ``model`` give; nothing more can be run if ``interrupted``."""
+    """Return the answer by ``runs`` and ``model``; ``interrupted`` tells whether the user ended the search."""
     limits = runs.limits
     if not runs.fitting:
         least = model.least
@@ -32,7 +32,7 @@ def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutco
     limited_by, is_unproven = _limit(runs, model, estimate, interrupted=interrupted)
     half = max(1, best // 2)
     points = [(b, model.peak_bytes(b)) for b in (half, best if best > half else 2 * best)]
-    line = (0.0, model.peak_bytes(best) / best)  # in proportion, where no other batch is predicted
+    line = (0.0, model.peak_bytes(best) / best)  # in proportion to the batch, if no other batch can be predicted
     if all(math.isfinite(peak) for _, peak in points):
         line = fit_line(points)
     return BatchAdvice(
@@ -49,8 +49,8 @@ def outcome_of(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutco
 
 
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
-    """Name the limit of the largest batch that ran; return, too, whether a larger one fits by the model."""
-    if not runs.is_in_time(runs.fitting[-1]):  # no step was in time, which matters more than any other limit
+    """Return what limits the largest batch that ran, in words, and whether a larger one fits by the model."""
+    if not runs.is_in_time(runs.fitting[-1]):  # then no step was in time, which matters more than any other limit
         return f"memopt's own time limit of a step ({_longest(runs, runs.fitting[-1])})", estimate > runs.best
     if failed := runs.failed:
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
@@ -69,6 +69,6 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
 
 
 def _longest(runs: Runs, best: BatchProbe) -> str:
-    """Say how long a step may take, and how long one of ``best`` does if that is longer."""
+    """Return words for how long a step may take, and how long that of ``best`` takes if it is too long."""
     limit = f"{runs.limits.longest_step_s:g} s"
     return limit if runs.is_in_time(best) else f"{limit}; batch {best.batch} takes {format_seconds(best.step_s)}"

@@ -1,10 +1,9 @@
-"""The model of the peak of a batch, corrected by every run.
+"""The model that predicts the peak of a batch from dry runs, and is corrected by every measured run.
 
-It is ``a + k * predicted``.  ``predicted`` are the bytes of tensors at a batch size, from a dry run on tensors without
-data: piecewise linear in the batch, with a bend where another instant becomes the peak.  ``a`` and ``k`` account for
-the rest (kernel workspace, the allocator's rounding).  After one run ``a`` is 0; after more, the line goes through the
-two nearest runs.  Where no dry run is possible, ``predicted`` is the batch itself, and the model is ``a + c * batch``,
-fitted to the runs.
+It is ``a + k * predicted``.  ``predicted`` are the bytes of tensors at a batch size, by a dry run: piecewise linear in
+the batch, with a bend where another instant becomes the peak.  ``a`` and ``k`` account for the rest (kernel workspace,
+the allocator's rounding).  After one run ``a`` is 0; after more, the line goes through the two nearest runs.  If no dry
+run is possible, ``predicted`` is the batch itself, and the model is ``a + c * batch``, fitted to the runs.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
 FEWEST = 2
-"""Batch tried where a single sample is refused: a batch norm cannot normalize one."""
+"""Smallest batch if a single sample is refused, as by a batch norm, which cannot normalize one."""
 
 Predict = Callable[[int], float]
-"""Batch size -> bytes of tensors at the peak by a dry run, infinite where it fails; always the same answer."""
+"""Returns the bytes of tensors at the peak of a batch by a dry run, infinite if that fails; it is deterministic."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,19 +28,19 @@ class PeakModel:
     """Predicts the peak of a batch from dry runs and runs."""
 
     batch: int
-    """Batch of the inputs as they are described."""
+    """Batch of the inputs as the user described them."""
     runs: Runs
     predict: Predict | None
-    """Dry run of a batch; ``None`` where the step cannot run on tensors without data."""
+    """Dry run of a batch; ``None`` if the step cannot run on tensors without data."""
     ratio: float = 1.0
-    """Measured peak divided by the predicted one, until something is measured here."""
+    """Measured peak divided by the predicted one, as assumed before the first run."""
     aside: set[int] = field(default_factory=set)
-    """Batches of runs that the model ignores, since a dry run of each would cost more than it tells."""
+    """Batches of runs that the model ignores, as each would need a dry run that teaches little."""
     _predicted: set[int] = field(default_factory=set)
     """Batches that had a dry run."""
 
     def peak_bytes(self, batch: int) -> float:
-        """Return the allocated peak of ``batch``: measured where it ran, otherwise predicted."""
+        """Return the allocated peak of ``batch``: measured if it ran, otherwise predicted."""
         run = self.runs.get(batch)
         if isinstance(run, BatchProbe):
             return run.allocated_peak_bytes
@@ -56,7 +55,7 @@ class PeakModel:
         return intercept + slope * predicted
 
     def measured_ratio(self) -> float:
-        """Return the measured peak divided by the predicted one, of the largest batch that has both."""
+        """Return the measured peak divided by the predicted one, for the largest batch that has both."""
         if not self._compared:
             return self.ratio
         return self._compared[-1].allocated_peak_bytes / max(1.0, self.predicted(self._compared[-1].batch))
@@ -68,20 +67,20 @@ class PeakModel:
         return [run for run in runs if math.isfinite(self.predicted(run.batch))]
 
     def predicted(self, batch: int) -> float:
-        """Return the bytes of tensors at ``batch`` by a dry run; the batch itself where none is possible."""
+        """Return the bytes of tensors at ``batch`` by a dry run; ``batch`` itself if none is possible."""
         if self.predict is None:
             return batch
         self._predicted.add(batch)
         return self.predict(batch)
 
     def refused_above(self, batch: int) -> int | None:
-        """Return the next batch above ``batch`` that had a dry run, if that failed; else ``None``."""
-        larger = min((asked for asked in self._predicted if asked > batch), default=None)
+        """Return the next batch above ``batch`` that had a dry run, if that run failed; else ``None``."""
+        larger = min((other for other in self._predicted if other > batch), default=None)
         return larger if larger is not None and math.isinf(self.predicted(larger)) else None
 
     @property
     def least(self) -> int:
-        """Smallest batch that may run: not a single sample where dry runs show that it takes two."""
+        """Smallest batch that may run: two samples if dry runs fail with one and succeed with two."""
         unit = self.runs.limits.multiple_of
         is_refused = unit < FEWEST and math.isinf(self.predicted(unit)) and math.isfinite(self.predicted(FEWEST))
         return FEWEST if is_refused else unit

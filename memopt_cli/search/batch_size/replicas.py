@@ -1,4 +1,4 @@
-"""The number of copies of a model that train fastest as one: each number is run once, at one batch size."""
+"""The search for how many copies of a model train fastest as one (``--replicas``); each number is run once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.text.units import format_bytes, format_copies
 
 CHOOSING = 4
-"""Multiple of a step's memory that choosing a route takes for a moment, about."""
+"""Memory that choosing a route (how the copies run as one) takes for a moment, as a multiple of a step's memory."""
 _PATIENCE = 2
-"""Numbers in a row that train no faster than a smaller one before the search ends."""
+"""Numbers of copies in a row that train no faster than a smaller number, after which the search ends."""
 _WORTH_A_RUN = 1.25
-"""Ratio by which the most copies that fit must exceed the last number that ran to be run as well."""
+"""Least ratio of the most copies that fit to the last number that ran, for them to be run as well."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaSearch:
     """The search for one answer.
 
-    The peak is taken to be ``a + c * copies``, fitted to the last two runs: at one batch size each copy adds its
-    parameters, gradients and activations.
+    The peak is assumed to be ``a + c * copies``, fitted to the last two runs, as each copy adds its own parameters,
+    gradients and activations.
     """
 
     probe: Callable[[int], BatchProbe | Failure]
-    """Number of copies -> the peak and the time of their step, measured."""
+    """Measures the peak and the time of a step of a number of copies."""
     limits: Limits
     batch: int
     """Batch of each copy."""
@@ -35,10 +35,10 @@ class ReplicaSearch:
     """Number of copies that was run -> its measurement, or its failure."""
 
     def fastest(self, sizes: Sequence[int]) -> ReplicaAdvice | NoBatchFits | Failure:
-        """Run ``sizes``, ascending, as long as they fit and train faster; return the fastest.
+        """Run ``sizes`` in ascending order, as long as they fit and train faster; return the fastest.
 
-        Returns :class:`NoBatchFits` where not even the fewest copies fit, and the failure of the last run where copies
-        cannot be batched at all.
+        Returns :class:`NoBatchFits` if not even the fewest copies fit, and the failure of the last run if copies cannot
+        be run as one at all.
         """
         stop = ""
         for size in sizes:
@@ -57,7 +57,7 @@ class ReplicaSearch:
 
     @property
     def runs(self) -> list[BatchProbe]:
-        """Runs that gave a measurement, in their order."""
+        """Runs that succeeded, in their order."""
         return [run for run in self.outcomes.values() if isinstance(run, BatchProbe)]
 
     @property
@@ -66,7 +66,7 @@ class ReplicaSearch:
         return [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
 
     def advice(self, limited_by: str) -> ReplicaAdvice:
-        """Return the fastest of the runs that fit, of which there is one at least."""
+        """Return the fastest of the runs that fit (there must be one); ``limited_by`` tells why no more ran."""
         return ReplicaAdvice(
             fastest=max(self.fitting, key=lambda run: run.samples_per_s).replicas,
             probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),
@@ -74,7 +74,7 @@ class ReplicaSearch:
         )
 
     def _beyond(self, size: int) -> str:
-        """Say why ``size`` copies are not to be run; empty if they may be."""
+        """Return why ``size`` copies must not be run; empty if they may be."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)
@@ -88,17 +88,17 @@ class ReplicaSearch:
         return ""
 
     def _run(self, size: int) -> str:
-        """Run ``size`` copies; say why no more are to be run, empty if they may be."""
-        found = self.outcomes[size] = self.probe(size)
-        if not isinstance(found, BatchProbe):
-            return f"a run of {format_copies(size)}: {describe(found)}"
-        if found.allocated_peak_bytes > self.limits.budget_bytes:
+        """Run ``size`` copies; return why no more are worth a run, or an empty text."""
+        outcome = self.outcomes[size] = self.probe(size)
+        if not isinstance(outcome, BatchProbe):
+            return f"a run of {format_copies(size)}: {describe(outcome)}"
+        if outcome.allocated_peak_bytes > self.limits.budget_bytes:
             return self.limits.name
         rates = [run.samples_per_s for run in self.runs]
         return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""
 
     def _run_most(self) -> None:
-        """Run the most copies that are predicted to fit, if they are many more than the last that ran."""
+        """Run the most copies that are predicted to fit, if they are many more than the last number that ran."""
         if len(self.runs) < 2:
             return
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
@@ -107,7 +107,7 @@ class ReplicaSearch:
             self._run(most)
 
     def _peak_bytes(self, size: int) -> float:
-        """Predict the peak of ``size`` copies: linearly from two runs, in proportion after one."""
+        """Predict the peak bytes of ``size`` copies: by the line through two runs, or in proportion to a single one."""
         if len(self.runs) == 1:
             return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])

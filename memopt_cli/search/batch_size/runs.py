@@ -1,4 +1,4 @@
-"""The runs of a search for a batch, and the limits that they must keep."""
+"""The runs of a search for a batch, which of them fit, and the limits that they must keep."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from memopt_cli.records import BatchProbe, Failure, describe
 from memopt_cli.text.units import format_bytes
 
 TARGET_SHARE = 0.8
-"""Share of the device's memory that a batch may take where no memory is given."""
+"""Share of the device's memory that a batch may take by default."""
 MOST_PROBES = 6
-"""Most runs on data for one answer."""
+"""Most measured runs for one answer."""
 _PUNCTUAL = 1.1
-"""Multiple of the longest step up to which a step is still in time, since times vary."""
+"""Multiple of the time limit up to which a step is still in time, since times vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on the batch."""
+    """Limits of a search: on what it may run, and on what it may recommend."""
 
     budget_bytes: int
     """Most bytes of the allocated peak."""
     device_bytes: int
-    """Bytes that the device has."""
+    """Bytes of the device's memory."""
     runnable_bytes: int
-    """Most bytes of a run here; a batch that takes more is an estimate."""
+    """Most bytes that a run may take here; the answer for a batch that takes more is an estimate."""
     name: str
     """Budget in words: ``80 % of the machine's memory``."""
     longest_step_s: float
+    """Most seconds that a step may take."""
     aim: float = 1.0
-    """Share of the longest step that runs aim at."""
+    """Share of :attr:`longest_step_s` that runs aim at."""
     multiple_of: int = 1
+    """Number that must divide every batch."""
     most_samples: int | None = None
-    """Largest batch that is of use; ``None`` for no such bound."""
+    """Largest useful batch; ``None`` for no such bound."""
     probes: int = MOST_PROBES
 
     @property
@@ -42,7 +44,7 @@ class Limits:
         return f"{format_bytes(self.budget_bytes)} ({self.name})"
 
     def is_in_time(self, step_s: float) -> bool:
-        """Return whether a step of ``step_s`` takes no longer than allowed."""
+        """Return whether a step of ``step_s`` seconds is in time."""
         return step_s <= _PUNCTUAL * self.longest_step_s
 
 
@@ -55,18 +57,18 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def measured(self) -> list[BatchProbe]:
-        """Runs that gave a measurement, by batch."""
+        """Runs that succeeded, by batch."""
         return sorted((run for run in self.values() if isinstance(run, BatchProbe)), key=lambda run: run.batch)
 
     @property
     def fitting(self) -> list[BatchProbe]:
-        """Runs within the budget and in time; where no step was in time, the smallest alone."""
+        """Runs within the budget and in time, by batch; if no step was in time, the smallest run within the budget."""
         within = [run for run in self.measured if run.allocated_peak_bytes <= self.limits.budget_bytes]
         return [run for run in within if self.is_in_time(run)] or within[:1]
 
     @property
     def fastest(self) -> BatchProbe:
-        """Run with most samples a second of those that fit, of which there is one at least."""
+        """Run with most samples a second of those that fit, of which there must be one."""
         return max(self.fitting, key=lambda run: run.samples_per_s)
 
     @property
@@ -75,16 +77,16 @@ class Runs(dict[int, BatchProbe | Failure]):
         return self.fitting[-1].batch if self.fitting else 0
 
     def is_in_time(self, run: BatchProbe) -> bool:
-        """Return whether the step of ``run`` takes no longer than allowed."""
+        """Return whether the step of ``run`` is in time."""
         return self.limits.is_in_time(run.step_s)
 
     @property
     def failed(self) -> list[int]:
-        """Batches above all that fit whose run failed."""
+        """Batches whose run failed and that are larger than all that fit."""
         return [batch for batch, run in self.items() if batch > self.best and not isinstance(run, BatchProbe)]
 
     def failure(self, batch: int) -> str:
-        """Say why ``batch``, which was run, does not fit."""
+        """Return why ``batch``, which was run, does not fit, in words."""
         run = self[batch]
         if isinstance(run, BatchProbe):
             return f"it took {format_bytes(run.allocated_peak_bytes)}"
@@ -98,10 +100,10 @@ class Runs(dict[int, BatchProbe | Failure]):
         return self.rounded(min(failed) * 9 // 10 if self.fitting else min(failed) // 2)
 
     def affordable(self) -> int:
-        """Return the batch whose step takes as long as runs aim at, at least the largest that was in time.
+        """Return the batch whose step takes as long as runs aim at, or the largest that was in time if that is more.
 
-        The time of a step is taken to follow the power law through that run and the next one, which took longer, or to
-        be proportional to the batch where there is no such run.
+        The time of a step is assumed to follow the power law through the largest run in time and the next one, which
+        took longer; without the latter, to be proportional to the batch.
         """
         limit = self.limits.aim * self.limits.longest_step_s
         in_time = [run for run in self.measured if self.is_in_time(run)]
@@ -114,6 +116,6 @@ class Runs(dict[int, BatchProbe | Failure]):
         return max(base.batch if in_time else 1, self.rounded(int(batch)))
 
     def rounded(self, batch: int) -> int:
-        """Round ``batch`` down to a multiple, at least one."""
+        """Round ``batch`` down to a multiple of :attr:`Limits.multiple_of`, and at least to that number."""
         unit = self.limits.multiple_of
         return max(unit, batch // unit * unit)

@@ -1,7 +1,7 @@
-"""Batches of sequences of like length, for ``DataLoader(batch_sampler=…)``: every index once an epoch.
+"""Batch samplers that group sequences of like length, for ``DataLoader(batch_sampler=…)``: every index once an epoch.
 
-The order depends on the seed and the epoch alone, so that all ranks of a distributed run agree on it; each takes its
-share, the same number of batches on every rank.
+The order depends on the seed and the epoch alone, so that all ranks of a distributed run agree on it.  Each rank gets
+its share, the same number of batches on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Oversize = Literal["alone", "error"]
 
 
 class LengthSampler(Sampler[list[int]]):
-    """Sorts by length, equal lengths in random order, cuts into batches and shuffles these.
+    """Base of the samplers: sorts sequences by length, cuts them into batches, and shuffles these.
 
-    ``lengths``: steps of each sequence.  ``shuffle=False`` keeps both orders fixed, longest batches first.  Call
-    :meth:`set_epoch` before each epoch.
+    ``lengths`` has the steps of each sequence.  Sequences of equal length are in random order.  ``shuffle=False`` keeps
+    both orders fixed, longest batches first.  Call :meth:`set_epoch` before each epoch.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LengthSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``, which is the same on every rank."""
+        """Use the order of ``epoch``, which is the same on every rank."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -66,10 +66,10 @@ class LengthSampler(Sampler[list[int]]):
 
 
 class LengthBucketSampler(LengthSampler):
-    """Batches of ``batch_size`` sequences of like length; one may be smaller.
+    """Batches of ``batch_size`` sequences of like length; one batch may be smaller.
 
-    The smaller one stands where the padding is least.  No other way to form batches of these sizes pads less:
-    consecutive sequences of the sorted order are best for any given sizes.
+    The smaller one is placed in the sorted order where padding is least.  No other batches of these sizes have less
+    padding: for any given sizes, consecutive sequences of the sorted order are best.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class LengthBucketSampler(LengthSampler):
         return [indices[start:stop] for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True)]
 
     def _starts(self, indices: list[int], whole: int, rest: int) -> list[int]:
-        """Return where batches start, the smaller one put where the padded positions are fewest."""
+        """Return where batches start in ``indices``, with the smaller one where padded positions are fewest."""
 
         def starts(smaller: int) -> list[int]:
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]
 
         longest = [self._lengths[i] for i in indices]
-        # Moving the smaller batch one place back changes two batches only: costs come from running sums.
+        # Moving the smaller batch one place further swaps it with one other, so the sum is updated, not computed anew.
         positions = sum(self._size * longest[rest + i * self._size] for i in range(whole)) + rest * longest[0]
         best = (positions, 0)
         for place in range(1, whole + 1):
@@ -113,7 +113,7 @@ class LengthBucketSampler(LengthSampler):
 class TokenBudgetSampler(LengthSampler):
     """Batches of at most ``max_tokens`` positions, padding included: ``max(lengths) * sequences <= max_tokens``.
 
-    A sequence longer than the budget makes a batch of its own (``oversize="alone"``) or an error.
+    A sequence longer than the budget is a batch by itself (``oversize="alone"``) or an error (``oversize="error"``).
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class TokenBudgetSampler(LengthSampler):
 def divisible(batches: list[list[int]], ranks: int) -> list[list[int]]:
     """Halve the largest of ``batches`` until ``ranks`` divides their number.
 
-    Where every batch has only one sequence, some are repeated, as ``DistributedSampler`` does.
+    If every batch has only one sequence, some batches are repeated instead, as ``DistributedSampler`` does.
     """
     batches = list(batches)
     while len(batches) % ranks:

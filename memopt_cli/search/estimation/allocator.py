@@ -1,10 +1,10 @@
-"""A simulation of PyTorch's caching allocator: which blocks it takes from which segments, and how much it reserves.
+"""A simulation of PyTorch's caching allocator, to predict how much it reserves on a device that is not here.
 
-It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  (A segment here is a piece of
-device memory, and has nothing to do with a plan.)  A request takes the smallest free block that is large enough, the
-lowest of equal ones.  The rest of that block becomes a block of its own if it is large enough to be useful.  A block
-that is freed merges with free neighbours.  Segments stay reserved when all of their blocks are free, until memory runs
-out.
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  A *segment* here is the
+allocator's: a piece of device memory that is reserved at once and divided into blocks.  A request takes the smallest
+free block that is large enough, and of equal ones that at the lowest address.  The rest of that block becomes a block
+of its own if it is large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are
+all free stay reserved until memory runs out.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from memopt_cli.records import AllocatorRules, StorageTrace
 
 
 class NoRoomError(Exception):
-    """Raised where a block finds no room on the device."""
+    """Raised if the device has no room for a block."""
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment; ``start`` is its offset where segments lie one behind the other, in their order."""
+    """A part of a segment."""
 
     start: int
+    """Address, as if segments followed each other in the order in which they were reserved."""
     nbytes: int
     small: bool
+    """Whether the block is in a segment for small requests."""
     before: _Block | None = None
-    """Neighbour in front of it in the segment."""
+    """Previous block of the segment; ``None`` for the first."""
     after: _Block | None = None
     free: bool = True
 
@@ -40,20 +42,21 @@ class CachingAllocator:
 
     rules: AllocatorRules = field(default_factory=AllocatorRules)
     most_bytes: int | None = None
-    """Bytes that the device has; ``None`` for no bound."""
+    """Bytes of the device's memory; ``None`` for no bound."""
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_bytes: int = 0
     reserved_peak_bytes: int = 0
     _end: int = 0
+    """Address after the last segment."""
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
-    """Whether small -> the free blocks, by size and then start."""
+    """Whether blocks are small -> the free ones, sorted by size, then by address."""
 
     def allocate(self, nbytes: int) -> _Block:
         """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError`."""
         size = self.rounded(nbytes)
         small = size <= self.rules.small_bytes
-        block = self._found(size, small) or self._segment(size, small)
+        block = self._best_fit(size, small) or self._segment(size, small)
         self._split(block, size)
         block.free = False
         self.allocated_bytes += block.nbytes
@@ -78,16 +81,17 @@ class CachingAllocator:
         self._add(block)
 
     def rounded(self, nbytes: int) -> int:
-        """Round ``nbytes`` up to a multiple of the least block."""
+        """Round ``nbytes`` up to a multiple of the smallest block size."""
         return _up(max(nbytes, 1), self.rules.block_bytes)
 
-    def _found(self, size: int, small: bool) -> _Block | None:
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        """Take the smallest free block of ``size`` bytes or more; ``None`` if there is none."""
         blocks = self._free[small]
         at = bisect.bisect_left(blocks, (size, -1))
         return blocks.pop(at)[2] if at < len(blocks) else None
 
     def _segment(self, size: int, small: bool) -> _Block:
-        """Reserve a new segment, which is one block."""
+        """Reserve a new segment for ``size`` bytes, and return it as one block."""
         nbytes = self._segment_bytes(size, small)
         if self.most_bytes is not None and self.reserved_bytes + nbytes > self.most_bytes:
             self._give_back()
@@ -106,7 +110,7 @@ class CachingAllocator:
         return _up(size, self.rules.round_bytes)
 
     def _split(self, block: _Block, size: int) -> None:
-        """Cut ``block`` to ``size``, if the rest is large enough for another block."""
+        """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
         rest = block.nbytes - size
         if rest < self.rules.block_bytes if block.small else rest <= self.rules.small_bytes:
             return
@@ -116,7 +120,7 @@ class CachingAllocator:
         self._add(other)
 
     def _give_back(self) -> None:
-        """Give the segments back to the device that are free as a whole."""
+        """Return all segments to the device that are entirely free, as PyTorch does before it gives up."""
         for blocks in self._free.values():
             whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(nbytes for nbytes, _, _ in whole)
@@ -132,29 +136,30 @@ class CachingAllocator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """The life of one block of memory, in instants; at each, blocks that die are freed before others are made."""
+    """The life of one block of memory, in operators of a step; at each, blocks are freed before others are made."""
 
     nbytes: int
     born: int
-    """Instant at which it is made; -1 if before the step."""
+    """Operator at which it is made; -1 if it exists before the step."""
     died: int | None
-    """Instant at which it is freed; ``None`` if it outlives the step."""
+    """Operator at which it is freed; ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
-    """Return the lifetimes of ``storages``, one instant for each operator; storages without bytes have none."""
-    there = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
-    return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in there]
+    """Return the lifetimes of those of ``storages`` that have bytes and outlive the operator that makes them."""
+    lasting = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
+    return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
 
 
 STEPS: Final = 2
-"""Steps that are simulated: the second finds the segments of the first, as all that follow do."""
+"""Number of simulated steps: from the second on, each finds the segments that the one before has reserved."""
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
     """Run ``allocator`` through training steps with blocks of these ``lives``.  Raises :class:`NoRoomError`.
 
-    Blocks from before the step stay.  Blocks that outlive it are freed at its end, as gradients are before the next.
+    Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
+    end, as gradients are before the next step.
     """
     stays = [life for life in lives if life.born < 0 and life.died is None]
     for life in stays:

@@ -1,7 +1,7 @@
 """Device profiles for ``--for``: those of well-known GPUs, and profiles read from YAML.
 
-Figures come from the vendors' data sheets, dense and at boost clock, which kernels do not reach.  Memory is the part
-that a process can allocate: the total that PyTorch shows, less half a GiB for the context.
+Rates come from the vendors' data sheets, for dense products at boost clock; real kernels are slower.  Memory is the
+part that a process can allocate: the total that PyTorch shows, less half a GiB for the CUDA context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _card(
     sheet: str,
     library_bytes: int = _CUBLAS,
 ) -> DeviceProfile:
-    """Make a profile of a card with ``gib`` of usable memory; ``tflops`` are by the name of the rate."""
+    """Make the profile of a card with ``gib`` GiB of usable memory; ``tflops`` has TFLOP/s by the name of the rate."""
     return from_data(
         DeviceProfile,
         {
@@ -75,9 +75,9 @@ CARDS: Final[dict[str, DeviceProfile]] = {
 
 
 def device_profile(text: str) -> DeviceProfile:
-    """Return the profile that ``text`` names: a card such as ``a100-40gb``, or the path of a YAML file.
+    """Return the profile that ``text`` names: that of a card such as ``a100-40gb``, or one in a YAML file at that path.
 
-    Raises :class:`UsageError` for an unknown card, and for a file that is no profile.
+    Raises :class:`UsageError` for an unknown card, and for a file that is not a profile.
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read(Path(text))

@@ -1,7 +1,7 @@
-"""The time of an operator on a device that is not here, by its floating-point operations or the bytes that it moves.
+"""The time of an operator on a device that is not here: the longer of the times to compute, and to move its bytes.
 
-It is the model of S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model" (2009),
-operator by operator.
+It is the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model",
+2009), operator by operator, with a least time for the launch of a kernel.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Final
 from memopt_cli.records import DeviceProfile, OpTrace, Rate, StepTrace
 
 _RATES: Final[dict[str, Rate]] = {"float64": "fp64", "complex128": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-"""Dtype -> the rate of its products; single precision has two (see :func:`rate_of`)."""
+"""Dtype -> the rate of its matrix products; float32 has two, tf32 and fp32 (see :func:`rate_of`)."""
 _IN_TF32: Final = ("convolution", "_rnn")
-"""Parts of the names of operators that PyTorch hands to cuDNN, which computes them in TF32 by default."""
+"""Parts of the names of operators that PyTorch runs by cuDNN, which computes them in TF32 by default."""
 _PACKING_PASSES: Final = 10
-"""Times that a tensor goes through memory to be packed, checked and unpacked, about."""
+"""Approximate number of times that a tensor goes through memory to be packed, checked and unpacked."""
 
 
 def operator_s(op: OpTrace, device: DeviceProfile) -> float:
-    """Return the seconds of ``op`` on ``device``; 0 if it only makes a view, which the host does."""
+    """Return the seconds of ``op`` on ``device``; 0 if it only makes a view, for which no kernel runs."""
     if not op.makes and not op.mutates:
         return 0.0
     products_s = op.flops / rate_of(op, device)
@@ -28,13 +28,13 @@ def operator_s(op: OpTrace, device: DeviceProfile) -> float:
 
 
 def rate_of(op: OpTrace, device: DeviceProfile) -> float:
-    """Return the floating-point operations a second of ``op``; the rate of fp32 stands in for one that is not given."""
+    """Return the floating-point operations a second of ``op`` on ``device``; that of fp32 if its rate is not known."""
     rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 
 
 def timed(trace: StepTrace, device: DeviceProfile) -> StepTrace:
-    """Return ``trace`` with the seconds of its operators on ``device``, and without workspaces measured elsewhere."""
+    """Return ``trace`` with the seconds of its operators on ``device``, and without workspaces of another device."""
     ops = tuple(
         replace(op, seconds=operator_s(op, device), workspace_bytes=0, fixed_workspace_bytes=0) for op in trace.ops
     )

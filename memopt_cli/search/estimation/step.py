@@ -1,4 +1,4 @@
-"""The memory and time of a recorded step on a device that is not here."""
+"""The estimate of a recorded step on a device that is not here (``--for``): its peaks, its time, whether it fits."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
 
 
 def replayed(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocator:
-    """Return the allocator of ``device`` after steps with these ``lives``, without a bound on memory."""
+    """Return the allocator of ``device``, without a bound on its memory, after steps with blocks of these ``lives``."""
     allocator = CachingAllocator(device.allocator)
     replay(allocator, lives)
     return allocator
 
 
 def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
-    """Return the allocated peak; where ``device`` has no room, the bytes to reserve, which are more than it has."""
+    """Return the allocated peak of ``lives`` on ``device``; if they do not fit, the bytes that it would reserve."""
     allocator = replayed(lives, device)
     fits = _fits(lives, device, allocator)
     return allocator.allocated_peak_bytes if fits else allocator.reserved_peak_bytes
 
 
 def library_blocks(ops: Iterable[OpTrace], device: DeviceProfile) -> list[Lifetime]:
-    """Return the blocks of the matrix library: forward and backward run in threads, each with a handle of its own."""
+    """Return the workspaces of cuBLAS, one each for forward and backward, whose threads have their own handles."""
     phases = {op.phase for op in ops if op.flops} & {"forward", "backward"}
     return [Lifetime(nbytes=device.library_bytes, born=-1, died=None) for _ in phases if device.library_bytes]
 

@@ -1,7 +1,10 @@
-"""A recorded step as a tree of blocks, with the bytes that each keeps for backward and those it needs besides.
+"""A recorded step as a tree of blocks, with the numbers that the solver needs of each: bytes, seconds, refusals.
 
-Several operators may keep one storage for backward.  The first that takes it as an input pays for it, so a block pays
-for its input and not for its output, and payments of consecutive blocks add up::
+A block is a call of a module; its children are the calls in it, and the operators between these.
+
+Several operators may keep one storage for backward, but it must be counted once.  The first operator that takes it as
+an input *pays* for it.  So a block pays for its input and not for its output, and the payments of consecutive blocks
+add up::
 
     x ──► linear ──► h ──► relu ──► y ──► linear ──► z
 
@@ -27,44 +30,46 @@ class Block:
     """One call of a module, or (without a module) operators that a module runs between the calls of its children."""
 
     path: str
+    """Path of the module; empty for the root, and for operators without a module of their own."""
     kept_bytes: int
-    """Bytes kept for backward that it pays for."""
+    """Bytes kept for backward that the block pays for."""
     peak_bytes: int
     """Most bytes at any instant of its forward or backward, without those kept for backward."""
     recompute_peak_bytes: int = 0
-    """Like ``peak_bytes``, for a recomputation: forward runs while backward's tensors, mostly gradients, exist."""
+    """Like ``peak_bytes``, for a recomputation: its forward runs while tensors of backward, mostly gradients, exist."""
     packed_bytes: int = 0
     """Like ``kept_bytes``, with packing."""
     forward_bytes: int = 0
-    """Like ``peak_bytes``, for a forward for which autograd keeps nothing: a segment's first run."""
+    """Like ``peak_bytes``, for a forward in which autograd saves nothing, as in a segment's first run."""
     packed_peak_bytes: int = 0
-    """Like ``peak_bytes``, with packing: forward also holds packed tensors whole, as long as it would by itself."""
+    """Like ``peak_bytes``, with packing: tensors to be packed exist unpacked, too, while forward itself uses them."""
     resident_bytes: int = 0
     """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
     rerun: Rerun = field(default_factory=Rerun)
     """Cost of running its forward again."""
     costly: tuple[Costly, ...] = ()
-    """Costly calls in it and below it, in their order."""
+    """Costly calls in the block, in their order."""
     input_bytes: int = 0
-    """Bytes of inputs that a segment on it would hold and nothing else holds."""
+    """Bytes of inputs that would be alive only because a segment on the block holds them."""
     packed_input_bytes: int = 0
     """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
+    """Codec that makes its inputs smallest; ``null`` if none makes them smaller."""
     packing_s: float = 0.0
-    """Seconds that packing and unpacking its input takes."""
+    """Seconds to pack and unpack its inputs."""
     input_shape: tuple[int, ...] = ()
     """Shape of its first input."""
     given_bytes: int = 0
     """Bytes of all its inputs."""
     output_bytes: int = 0
     state_bytes: int = 0
-    """Bytes of attributes that one chunk of it leaves to the next."""
+    """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
-    """Reason why it cannot be a segment; empty if it can."""
+    """Reason why the block cannot be a segment; empty if it can."""
     children: tuple[Block, ...] = ()
-    """Parts in the order of execution; empty where there is nothing to divide."""
+    """Parts in the order of execution; empty if it has none."""
     is_round: bool = False
-    """Whether it is a round: calls in no module, whose backward is over before the next block begins."""
+    """Whether the block is a round of a user's own step: calls of models whose backward ends before the next block."""
     signature: int = 0
     """Hash, equal for blocks that do the same on tensors of the same sizes."""
 
@@ -82,17 +87,17 @@ def block_tree(model: CostModel) -> Block:
 
 @dataclass(slots=True)
 class _Node:
-    """A call of a module; or a round of a user's own step: consecutive calls in no module, and their backward."""
+    """A call of a module; or a round of a user's own step, as where a GAN's two models are trained in turn."""
 
     call: ModuleCall
-    """The call; of a round, one that is over when the next block begins."""
+    """The call; for a round, a call that ends when the next block begins."""
     children: list[_Node] = field(default_factory=list)
     around: ModuleCall | None = None
-    """Forward of a round, up to the operator at which the first backward begins, and all of its backward."""
+    """Operators of a round as a call: its forward up to the first backward, and its backward; ``None`` for a module."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:
-    """Return ``calls`` as a tree, each below the one that made it."""
+    """Return ``calls`` as a tree: each below the call that made it, and the first one at the root."""
     root = _Node(calls[0])
     around = [root]
     for call in calls[1:]:
@@ -105,20 +110,20 @@ def _nest(calls: Sequence[ModuleCall]) -> _Node:
 
 
 def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
-    """Gather ``nodes`` in a round; within it, those whose backward is over before the next call are rounds, too."""
-    turn: list[_Node] = []
+    """Gather ``nodes`` in a round up to ``ops``; those whose backward ends before the next call are rounds in it."""
+    parts: list[_Node] = []
     for node in nodes:
-        first = len(turn)
-        while first and not turn[first - 1].around and turn[first - 1].call.backward_end <= node.call.start:
+        first = len(parts)
+        while first and not parts[first - 1].around and parts[first - 1].call.backward_end <= node.call.start:
             first -= 1
-        if len(turn) > first:
-            turn[first:] = [_round(turn[first:], node.call.start)]
-        turn.append(node)
-    return _round(turn, ops)
+        if len(parts) > first:
+            parts[first:] = [_round(parts[first:], node.call.start)]
+        parts.append(node)
+    return _round(parts, ops)
 
 
 def _round(parts: list[_Node], stop: int) -> _Node:
-    """Make a round of ``parts``; the next block begins at the operator ``stop``."""
+    """Make a round of ``parts``; the block after it begins at the operator ``stop``."""
     backward = [c for c in (part.call for part in parts) if c.backward]
     start, end = parts[0].call.start, parts[-1].call.end
     first = min((c.backward_start for c in backward), default=stop)
@@ -136,7 +141,7 @@ def _round(parts: list[_Node], stop: int) -> _Node:
 
 
 def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
-    """Return the backward of the operators in ``call`` between ``calls``: it lies between the backwards of these."""
+    """Return the backward of each gap around ``calls`` in ``call``: it lies between the backwards of its neighbours."""
     upper = [call.backward_end]
     for child in calls:
         upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
@@ -157,7 +162,7 @@ class _Builder:
     def build(self) -> Block:
         if not self._trace.calls[0].path:
             return self._block(_nest(self._trace.calls))
-        # A user's own step calls its models in no module.
+        # A user's own step calls its models from no module, so the tree needs a root that is a round.
         whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest([whole, *self._trace.calls]).children
         return self._block(_rounds(nodes, len(self._trace.ops)))
@@ -207,7 +212,7 @@ class _Builder:
         return own
 
     def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
-        """Yield a block for each of ``parts``, the calls right below, and for the operators between them."""
+        """Yield a block for each of ``parts``, which ``call`` makes directly, and for the operators between them."""
         if not parts:
             return
         calls = [part.call for part in parts]
@@ -222,15 +227,17 @@ class _Builder:
                 yield self._block(parts[index])
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
-        """Make a block of operators; running it again ends before the operator ``stop``."""
+        """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
         known, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
         passed, passed_whole = known.passed(forward, backward)
         base = {i: known.base[i] + passed[i] for i in ops}
         kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (known.paid, known.paid_packed))
         outside = max(passed.values(), default=0), max((known.whole[i] for i in ops), default=0)
+        # A rerun begins beside the bytes that are there before backward, where the first run had those before forward.
         highest = max((base[i] for i in forward if i < stop), default=0)
-        found, before = (known.entry[r.start] if r.start < len(known.entry) else 0 for r in (backward, forward))
+        entries = [known.entry[part.start] if part.start < len(known.entry) else 0 for part in (backward, forward)]
+        more_bytes = max(0, entries[0] - entries[1])
         fallback = known.base[forward.start] if forward.start < len(known.base) else 0
         return Block(
             path=path,
@@ -238,7 +245,7 @@ class _Builder:
             packed_bytes=packed,
             peak_bytes=max(base.values(), default=fallback),
             packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
-            recompute_peak_bytes=max([highest + max(0, found - before), *(base[i] for i in backward)]),
+            recompute_peak_bytes=max([highest + more_bytes, *(base[i] for i in backward)]),
             resident_bytes=max((known.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
             refusal="no module runs these operators alone",
@@ -246,7 +253,7 @@ class _Builder:
         )
 
     def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs and their codec; step inputs count, since the segment copies them."""
+        """Return the bytes of the packed inputs and their codec; the step's own inputs count, as segments copy them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}

@@ -1,4 +1,4 @@
-"""Bounds of the ranges of lengths in a plan by length: few ranges, such that an epoch is short."""
+"""The choice of ranges for a plan by length: few, as each is searched and verified, and such that an epoch is short."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_RANGES = 4
-"""Most ranges; each has a plan that is searched, measured and verified."""
+"""Most ranges of a plan by length."""
 _WORTH = 0.01
 """Share by which one more range must shorten the epoch."""
 _CANDIDATES = 24
-"""Most bounds that are compared."""
+"""Most lengths that are tried as bounds; all combinations of up to three are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of an epoch by length: a step of the original is taken to last as long as its length."""
+    """The work of an epoch by length, where a step of the original on inputs of length n counts as n."""
 
     lengths: tuple[int, ...]
     """Lengths that occur, in ascending order."""
     upto: tuple[float, ...]
-    """Work of all steps up to each length."""
+    """For each length, the work of all steps of that length or a shorter one."""
 
     @classmethod
     def of(cls, counts: Mapping[int, float]) -> Work:
-        """Return the work of ``counts``: length -> how many steps have it."""
+        """Return the work of an epoch whose ``counts`` map each length to its number of steps."""
         lengths = tuple(sorted(counts))
         return cls(lengths, tuple(itertools.accumulate(counts[length] * length for length in lengths)))
 
@@ -36,7 +36,7 @@ class Work:
         return self.upto[index - 1] if index else 0.0
 
     def epoch(self, slowdowns: Mapping[int, float]) -> float:
-        """Return the work of an epoch with ``slowdowns``: upper bound of a range -> the slowdown of its steps."""
+        """Return the work of an epoch whose ``slowdowns`` map the upper bound of each range to the slowdown there."""
         total, before = 0.0, 0.0
         for bound in sorted(slowdowns):
             total += slowdowns[bound] * (self.until(bound) - before)
@@ -45,9 +45,10 @@ class Work:
 
 
 def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tuple[int, ...]:
-    """Choose bounds between ``plain``, up to which no plan is needed, and ``longest``, whose plan has ``slowdown``.
+    """Choose bounds of ranges between ``plain``, up to which no plan is needed, and ``longest``.
 
-    In between, slowdowns are taken to rise linearly.  ``plain`` is 0 where every length needs a plan.
+    The plan for ``longest`` has ``slowdown``; between the two, slowdowns are assumed to rise linearly.  ``plain`` is 0
+    if every length needs a plan.
     """
 
     def expected(bound: int) -> float:
@@ -59,10 +60,10 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
     candidates = _spread([length for length in work.lengths if plain < length < longest], work)
     best: tuple[int, ...] = ()
     for number in range(1, MOST_RANGES - (plain > 0)):
-        found = min(itertools.combinations(candidates, number), key=epoch, default=())
-        if not found or epoch(found) > (1 - _WORTH) * epoch(best):
+        bounds = min(itertools.combinations(candidates, number), key=epoch, default=())
+        if not bounds or epoch(bounds) > (1 - _WORTH) * epoch(best):
             break
-        best = found
+        best = bounds
     return best
 
 

@@ -1,12 +1,14 @@
-"""The cost of a plan in bytes and seconds, by a replay of one recorded step of the original that runs no operator.
+"""The cost of a plan: predicts its peak in bytes and its step in seconds from one recorded step of the original.
 
-The replay changes the life of every storage as the plan does.  The forward of a segment frees tensors that only
-autograd would have kept.  Right before the segment's backward its operators run once more, and tensors that autograd
-keeps then live as long as before.  Segments nest: within a recomputation, an inner segment is in its first forward
-again.  Chunks run one after another, so one chunk's share of the tensors inside is alive at a time.
+``replay.py`` predicts the bytes.  It changes when each recorded storage is alive, as the plan would.  The forward of a
+segment frees tensors that only autograd would have kept.  Right before the segment's backward its operators run once
+more, and what autograd saves then lives as long as before.  Segments nest: within a recomputation, an inner segment is
+in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is alive at once.
 
-All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  The authority
-is a dry run (:func:`memopt_cli.trace.count`); the cost model finds the plans that are worth one.
+The seconds are those of the recorded operators, plus recomputation, plus overheads that the constants below describe.
+
+All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  A dry run
+(:func:`memopt_cli.trace.count`) is exact but takes about a second; the cost model finds the plans that are worth one.
 """
 
 from __future__ import annotations
@@ -37,37 +39,37 @@ from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
 from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
-"""Rate of packing where it was not measured: of the order of two copies of the tensor."""
+"""Assumed rate of packing, in bytes a second, where it was not measured: about that of copying the tensor twice."""
 OP_S = 1.5e-6
-"""Seconds that an operator takes however small its tensors are, which chunks add in forward, recomputation and
-backward. Fitted, like the next five, to tiny layers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
+"""Least seconds of an operator, however small its tensors are.  Each further chunk pays them in forward, recomputation
+and backward.  Fitted, like the next five, to tiny layers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
 PRODUCT_S = 40e-6
-"""Seconds that a convolution or a product of matrices takes beyond :data:`OP_S`."""
+"""Least seconds of a convolution or a product of matrices beyond :data:`OP_S`."""
 SEGMENT_S = 0.4e-3
-"""Seconds that a run of a segment takes beside its operators, forward and recomputation together: state, hooks,
+"""Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
 MODULE_S = 40e-6
 """Seconds that each module in a segment adds: its state is saved and put back."""
 SEGMENT_OP_S = 16e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 _PACKING_S, _LOOK_S = 280e-6, 60e-6
-"""Seconds that it takes to pack a small tensor and to unpack it again, and to find that one is not to be packed."""
+"""Seconds to pack a small tensor and unpack it again, and seconds to find that a tensor is not to be packed."""
 KEEP_OP_S = 20e-6
-"""Seconds added to each operator, in either run, of a segment that keeps some outputs: it passes through Python."""
+"""Seconds that a segment which keeps outputs adds to each operator, in either run, by passing through Python."""
 NORM_S = 0.9e-3
-"""Seconds that each norm adds to a chunk where batch statistics are gathered: it is a dozen small operators then, in
-forward, recomputation and backward, whether it gathers or normalizes."""
+"""Seconds that each norm adds to a chunk where batch statistics are gathered: the norm is then a dozen small operators
+in forward, recomputation and backward, whether it gathers or normalizes."""
 _NORM_SHARE = 0.4
-"""Time of these operators on large tensors, as a share of that of the norm's own kernel (0.48 where it gathers, 0.33
-where it normalizes)."""
+"""Time of these operators on large tensors, divided by that of the norm's own kernel (0.48 where it gathers, 0.33 where
+it normalizes)."""
 _FLOPS_PER_S = 5e10
-"""Assumed rate where no operator was timed: only ratios of the times matter then."""
+"""Assumed operations a second where no operator was timed; only ratios of times matter then."""
 _LEAST_S = 15e-6
 """Assumed least seconds of an operator where none was timed."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
-    """Predict the seconds to pack ``tensors`` tensors of ``nbytes`` in all, checks included, and to unpack them."""
+    """Predict the seconds to pack and unpack ``tensors`` tensors of ``nbytes`` bytes in all, checks included."""
     return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_S
 
 
@@ -85,19 +87,20 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The forward of one call run again: its seconds, and counts of parts that take time however small they are."""
+    """The recomputation of one call's forward: its seconds, and the counts that its overhead depends on."""
 
     stop: int = 0
-    """Operator before which it ends, as autograd has all that it saved by then."""
+    """Operator before which the recomputation ends: autograd saves nothing from there on."""
     seconds: float = 0.0
+    """Seconds of the operators up to :attr:`stop`."""
     ops: int = 0
-    """Operators of the whole forward."""
+    """Number of operators of the whole forward."""
     products: int = 0
-    """Convolutions and products of matrices among the operators."""
+    """Number of convolutions and products of matrices among them."""
     modules: int = 0
-    """Modules in it, itself included."""
+    """Number of modules in the segment, its own included."""
     passes: Passes = Passes()
-    """Passes that precede it if it gathers batch statistics."""
+    """Passes that come before it where batch statistics are gathered."""
     scale: float = 1.0
     """Factor on all overheads: see :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 
@@ -105,14 +108,16 @@ class Rerun:
         """Return the seconds that ``segment`` adds besides the recomputation itself and packing its inputs."""
         passes = self.passes if segment.gathers else Passes()
         runs = segment.chunks * (1 + passes.norms)
-        times = segment.chunks * (1 + passes.ops / max(1, self.ops))  # how often an operator runs, on average
+        runs_per_op = segment.chunks * (1 + passes.ops / max(1, self.ops))  # on average: passes stop at their norm
         per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
-        watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + times * self.ops * per_op_s
-        chunked_s = 3 * (times - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
+        watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + runs_per_op * self.ops * per_op_s
+        # The first run is in the recorded times; each further one comes in forward, recomputation and backward.
+        chunked_s = 3 * (runs_per_op - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
         # One norm runs in the first pass, two in the second, and so on; all run in the last, which gathers nothing:
         # 1 + 2 + ... + n + n.
         norms_run = passes.norms * (passes.norms + 3) // 2
         norms_s = segment.chunks * norms_run * NORM_S
+        # Bisection runs half of the chunks again on each of its log2(chunks) levels.
         states_s = self.seconds * math.log2(segment.chunks) / 2 if segment.recompute_states else 0.0
         return self.scale * (watched_s + chunked_s + norms_s) + passes.seconds + states_s
 
@@ -123,7 +128,7 @@ class BatchNorm:
 
     op: int
     source: int
-    """Operator that makes the tensor that it normalizes."""
+    """Operator that makes the tensor that the norm normalizes."""
     nbytes: int = 0
     """Bytes of that tensor."""
 
@@ -131,32 +136,34 @@ class BatchNorm:
 def batch_norms(trace: StepTrace) -> list[BatchNorm]:
     """List the batch norms in the forward of ``trace``, in their order."""
 
-    def gathers(op: OpTrace) -> bool:  # one that normalizes by given statistics makes nothing but its output
+    def gathers(op: OpTrace) -> bool:
+        # native_batch_norm returns the batch's mean and deviation beside its output; in evaluation they are empty.
         made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and made > 1
 
-    def given(op: OpTrace) -> StorageTrace:
+    def input_of(op: OpTrace) -> StorageTrace:
         return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
-    found = [(index, given(op)) for index, op in enumerate(trace.ops) if gathers(op)]
-    return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in found]
+    norms = [(index, input_of(op)) for index, op in enumerate(trace.ops) if gathers(op)]
+    return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in norms]
 
 
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
     """Return the bytes of the inputs of ``call`` that need gradients.
 
-    A norm whose own input is no larger links the two passes that meet at it.
+    A norm whose own input is no larger than these links the pass that ends at it to the next (see the glossary).
     """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
 
 def statistics_passes(
-    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, given_bytes: int
+    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, trained_bytes: int
 ) -> Passes:
     """Price the passes over the operators from ``start`` to ``stop`` that gather batch statistics.
 
-    ``elapsed`` are the seconds before every operator of the step, ``norms`` its batch norms, and ``given_bytes`` comes
-    from :func:`trained_input_bytes`.
+    ``elapsed`` has the seconds before every operator of the step, ``norms`` are the step's batch norms, and
+    ``trained_bytes`` comes from :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
+    forward and in backward: two norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.
     """
     within = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
@@ -164,14 +171,15 @@ def statistics_passes(
         norm_s = elapsed[norm.op + 1] - elapsed[norm.op]
         handed_on_s = elapsed[norm.source + 1] - elapsed[norm.source] if norm.source >= start else 0.0
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
-        if norm.nbytes <= given_bytes:
+        if norm.nbytes <= trained_bytes:  # linked: the pass runs in forward, and once more in backward
             seconds += 2 * until_s - handed_on_s
-        else:  # not linked: the backward of the next pass goes through all of this pass, too
+        else:  # not linked: the next pass's backward goes through this pass as well, at twice the time of its forward
             seconds += 4 * until_s
         seconds += _NORM_SHARE * norm_s
         saved_s += (1 - _NORM_SHARE) * norm_s
     ops = sum(norm.op + 1 - start for norm in within)
-    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)  # the last pass saves as much
+    # The run that follows the passes normalizes by their statistics, which saves as much in forward and recomputation.
+    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)
 
 
 def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
@@ -179,15 +187,15 @@ def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
 
 
 _MOST_CHUNKS = 256
-"""Most chunks of a segment: more save next to nothing beside the weights, and a dry run of 2048 takes over a minute
+"""Most chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took over a minute
 (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Yield numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length``.
 
-    Where several give a longest chunk of equal length, the least is taken: an axis of 10 is never cut in 6 to 9 chunks,
-    as 5 already have a length of 2.  With ``factor`` 1, all of these are yielded.
+    Of the numbers whose longest chunk is equally long, only the least is worth a try: an axis of 10 is never cut in 6
+    to 9 chunks, whose longest has 2, as 5 chunks have no longer ones.  With ``factor`` 1, all such numbers come.
     """
     chunks = 1
     while chunks < length:
@@ -199,20 +207,20 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` is of an axis of ``length``; 0 stands for an unknown length."""
+    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if it is not known."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
 def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequence[int]) -> SegmentPlan:
-    """Return ``segment`` in ``chunks`` by ``rule``, its inputs unpacked where chunks of them cannot be packed."""
+    """Return ``segment`` cut in ``chunks`` by ``rule``; its inputs are not packed where chunks of them cannot be."""
     cut = rule.applied(segment, chunks)
     return replace(cut, compressor="null") if is_raw_in_chunks(cut, input_shape) else cut
 
 
 def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
-    """Return whether no codec packs the chunks of ``segment``.
+    """Return whether the chunks of ``segment`` cannot be packed.
 
-    Chunks of a concatenation are no whole parts of it, and behind an axis that is not cut, chunks have gaps in memory.
+    A chunk of a concatenation is not one of its parts; and a chunk along any axis but the first has gaps in memory.
     """
     return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
 
@@ -228,9 +236,9 @@ class CostModel:
             self._calls[call.path].append(call)
         timed = any(op.seconds for op in trace.ops)
         self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
-        """Bytes that autograd saves and packing makes fewer."""
+        """Bytes of the tensors that autograd saves and a codec can pack."""
         self.peak_bytes = trace.allocated_peak_bytes
-        """Allocated peak of the original."""
+        """Allocated peak of the original in bytes."""
         self.seconds = _timed_alike(trace) if timed else [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         """Seconds of every operator, measured or estimated from its flops."""
         self.step_s = sum(self.seconds)
@@ -239,19 +247,21 @@ class CostModel:
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = batch_norms(trace)
         self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
-        """Number of costly operators before each operator; the last entry is the total."""
+        """Number of convolutions and matrix products before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
+        """Path -> number of modules in the module there, itself included."""
         self._original = Original(trace)
         self._ends = ends_of_recomputation(trace)
-        left = [s for s in trace.storages if s.kind == "activations" and s.died is None]
-        self._left_born = [s.born for s in left]
+        outliving = [s for s in trace.storages if s.kind == "activations" and s.died is None]
+        self._outliving_born = [s.born for s in outliving]
         """Operators that made the activations alive at the end of the step, in their order."""
-        self._left_bytes = [0, *accumulate(s.nbytes for s in left)]
+        self._outliving_bytes = [0, *accumulate(s.nbytes for s in outliving)]
+        """Bytes of these activations, as prefix sums."""
         self._predicted: dict[Plan, Prediction] = {}
         self._reruns: dict[tuple[str, int, int], Rerun] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """Predict the step under ``plan``: its allocated peak, the module that runs then, and its time."""
+        """Predict the step under ``plan``: its allocated peak, the module that runs at the peak, and its seconds."""
         if plan not in self._predicted:
             self._predicted[plan] = self._replay(plan)
         return self._predicted[plan]
@@ -265,8 +275,8 @@ class CostModel:
             module=op.module,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
-            + packing_s(self.trace, sum(replay.packed_away), len(replay.packed_away))
-            + _LOOK_S * replay.looked_at
+            + packing_s(self.trace, sum(replay.packed_outside), len(replay.packed_outside))
+            + _LOOK_S * replay.left_unpacked
             + SEND_S * len(replay.sent)
             + self.trace.copying_s_per_byte * sum(tensor.nbytes for tensor in replay.sent)
             + waited_s,
@@ -288,26 +298,26 @@ class CostModel:
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
 
     def rerun(self, call: ModuleCall) -> Rerun:
-        """Return the cost of running the forward of ``call`` again."""
+        """Return the cost of running the forward of ``call`` again, up to the last operator that autograd saves for."""
         key = call.path, call.start, call.end
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
             stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
-            given_bytes = trained_input_bytes(self.trace, call)
+            trained_bytes = trained_input_bytes(self.trace, call)
             self._reruns[key] = Rerun(
                 stop=stop,
                 seconds=self.elapsed[stop] - self.elapsed[call.start],
                 ops=call.end - call.start,
                 products=self._products[call.end] - self._products[call.start],
                 modules=self._modules_in[call.path],
-                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, given_bytes),
+                passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,
             )
         return self._reruns[key]
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
-        # A head that runs through its loss did so when the step was recorded: see SearchSpaces.
+        # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them so.
         segments = [segment for segment in plan.segments if not segment.through_loss]
         wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
@@ -318,34 +328,38 @@ class CostModel:
                 around.pop()
             if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
-            block = ReplayedSegment(call, segment, around[-1] if around else None)
-            block.stop = self.rerun(call).stop
-            block.state_bytes = self.modules[call.path].state_bytes
-            if segment.gathers:
-                first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
-                given = trained_input_bytes(self.trace, call)
-                block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= given)
-            block.keeps_graph = self._left_by(call) > block.state_bytes > 0
-            block.first_saver = _first_saver(self._ends, call)
-            block.length = self._length(segment)
-            share = longest_share(segment.chunks, block.length)
-            block.longest_adds_in_place = segment.chunks > 2 and share * segment.chunks > 1 + 1e-9
-            block.shares = (block.parent.shares if block.parent else 1.0) / share
-            blocks.append(block)
-            around.append(block)
+            blocks.append(self._block(call, segment, around[-1] if around else None))
+            around.append(blocks[-1])
         within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
         for block in blocks:
             within[block.parent].append(block.call)
         stored: set[int] = set()
         for block in blocks:
             if block.parent is None:
-                block.packed = self._packed(
-                    block, stored | self._saved_before(block, blocks) if plan.packed else stored
-                )
+                alive = stored | self._saved_before(block, blocks) if plan.packed else stored
+                block.packed = self._packed(block, alive)
                 stored.update(block.call.inputs if block.segment.chunks == 1 else ())
             if block.segment.keep:
                 block.kept = self._kept(block, within[block])
         return blocks
+
+    def _block(self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None) -> ReplayedSegment:
+        """Return ``call`` of ``segment`` to replay; its packed and kept tensors depend on other segments: set later."""
+        block = ReplayedSegment(call, segment, parent)
+        block.stop = self.rerun(call).stop
+        block.state_bytes = self.modules[call.path].state_bytes
+        if segment.gathers:
+            first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
+            trained_bytes = trained_input_bytes(self.trace, call)
+            block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= trained_bytes)
+        block.keeps_graph = self._outliving(call) > block.state_bytes > 0
+        block.first_saver = _first_saver(self._ends, call)
+        block.length = self._length(segment)
+        share = longest_share(segment.chunks, block.length)
+        are_uneven = share * segment.chunks > 1 + 1e-9
+        block.longest_adds_in_place = segment.chunks > 2 and are_uneven  # the longest come first, so last in backward
+        block.shares = (parent.shares if parent else 1.0) / share
+        return block
 
     def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
         """Return the parts of the inputs of ``block`` that autograd has saved outside of segments before it."""
@@ -357,21 +371,24 @@ class CostModel:
 
         return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
 
-    def _left_by(self, call: ModuleCall) -> int:
-        """Return the bytes made in ``call`` that are alive at the end of the step."""
-        first, last = (bisect.bisect_left(self._left_born, edge) for edge in (call.start, call.end))
-        return self._left_bytes[last] - self._left_bytes[first]
+    def _outliving(self, call: ModuleCall) -> int:
+        """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
+        first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
+        return self._outliving_bytes[last] - self._outliving_bytes[first]
 
     def _kept(self, block: ReplayedSegment, within: Sequence[ModuleCall]) -> frozenset[int]:
-        others = {op for call in within for op in call.forward}
-        own = [op for op in range(block.call.start, block.stop) if op not in others]  # later ones are not kept
+        """Return the operators whose outputs ``block`` keeps; those of the segments ``within`` run again anyway."""
+        inner = {op for call in within for op in call.forward}
+        own = [op for op in range(block.call.start, block.stop) if op not in inner]
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
+        """Return the length of the axis along which ``segment`` is cut; 0 if its input has no such axis."""
         shape = self.modules[segment.path].input_shape
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
+        """Yield the calls that ``segment`` recomputes: of its module, or of the parts that the module splits into."""
         for call in self._calls[segment.path]:
             if segment.spatial_split:
                 yield from self._parts(call)
@@ -379,7 +396,7 @@ class CostModel:
                 yield call
 
     def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
-        """Yield the calls right below ``whole``."""
+        """Yield the calls directly below ``whole``."""
         end = whole.start
         calls = self.trace.calls
         for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
@@ -391,7 +408,7 @@ class CostModel:
                 yield call
 
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are held anyway and cost nothing."""
+        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are alive anyway, and cost 0."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]
         if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
@@ -410,17 +427,17 @@ class CostModel:
 
 
 def _kinds(trace: StepTrace) -> list[tuple[object, ...]]:
-    """Return for every operator a key that it shares with those that do the same on equal sizes."""
+    """Return a key for every operator of ``trace``, equal for operators that do the same on tensors of equal sizes."""
 
     def kind(op: OpTrace) -> tuple[object, ...]:
-        tensors = (tuple(trace.storages[index].nbytes for index in held) for held in (op.reads, op.makes))
+        tensors = (tuple(trace.storages[index].nbytes for index in indices) for indices in (op.reads, op.makes))
         return (op.name, op.phase, op.flops, *tensors)
 
     return [kind(op) for op in trace.ops]
 
 
 def _median_times(trace: StepTrace, kinds: Sequence[tuple[object, ...]]) -> dict[tuple[object, ...], float]:
-    """Return the median seconds of each of the ``kinds`` of operators in ``trace``.
+    """Return the median seconds of each kind of operator in ``trace``; ``kinds`` has that of every operator.
 
     Each operator was timed only once, perhaps with cold caches or while the machine did something else.
     """
@@ -440,17 +457,17 @@ def _timed_alike(trace: StepTrace) -> list[float]:
 def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     """Return ``trace`` with the times that its operators had in ``first``, and its step time over that of ``first``.
 
-    Two recordings of steps that differ in a few operators are seconds apart, and a machine may be half as fast in one:
-    the sums of their times would then say that the whole step became faster or slower.  An operator that both run has
-    the median time of its kind in ``first``; the others are scaled by what the common ones take there.
+    Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
+    their times would then say that the whole step became faster or slower.  So an operator that both run gets the
+    median time of its kind in ``first``, and the others are scaled by the ratio that the common ones have.
     """
     first_kinds, kinds = _kinds(first), _kinds(trace)
     medians = _median_times(first, first_kinds)
     common = [(medians[kind], op.seconds) for op, kind in zip(trace.ops, kinds, strict=True) if kind in medians]
-    theirs_s, own_s = (sum(seconds) for seconds in zip(*common, strict=True)) if common else (0.0, 0.0)
-    speed = theirs_s / own_s if theirs_s and own_s else 1.0
+    first_s, own_s = (sum(seconds) for seconds in zip(*common, strict=True)) if common else (0.0, 0.0)
+    scale = first_s / own_s if first_s and own_s else 1.0
     ops = tuple(
-        replace(op, seconds=medians.get(kind, speed * op.seconds)) for op, kind in zip(trace.ops, kinds, strict=True)
+        replace(op, seconds=medians.get(kind, scale * op.seconds)) for op, kind in zip(trace.ops, kinds, strict=True)
     )
     timed = replace(trace, ops=ops)
     before_s, after_s = sum(medians[kind] for kind in first_kinds), sum(_timed_alike(timed))
@@ -460,9 +477,8 @@ def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
 def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
     """Return input of ``call`` -> its bytes in ``codec``, for inputs that take fewer bytes in it.
 
-    For a storage that autograd saves, the trace has its codec and its packed bytes.  For others, and for codecs that
-    look at more than the values, it only has the share that all of the module's inputs take, which is assumed for each
-    of them.
+    ``trace`` has the codec and packed bytes of each storage that autograd saves.  Of other inputs it only has the
+    packed bytes of all inputs of the module together; each is assumed to shrink by that share.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
     packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
@@ -473,9 +489,10 @@ def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """List the operators of forward that autograd saves something for, each with where a recomputation up to it ends.
+    """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
 
-    Autograd saves an operator's inputs before it runs, so that it need not run again, and its outputs afterwards.
+    An operator whose inputs alone are saved need not run again: autograd saves these before it runs, as of a linear
+    layer.  One whose output is saved, such as a ReLU, must.
     """
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):
@@ -487,5 +504,6 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
+    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``; ``None`` without any."""
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

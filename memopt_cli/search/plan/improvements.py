@@ -1,4 +1,4 @@
-"""Plans that differ a little from an answer: the cost model prices them, which sees more than the solver's sums."""
+"""Variants of a plan that was found, priced by the cost model, which is more exact than the solver's sums."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from memopt_cli.search.plan.sending import fewer_sent
 from memopt_cli.search.plan.targets import segment as plain_segment
 
 _MOST_UNWRAPS = 40
-"""Segments that are tried one by one for removal, those that cost most time first."""
+"""Most segments whose removal is tried, those that cost most time first."""
 
 
 class Improvements:
-    """Makes plans for one recorded step from a plan for it."""
+    """Makes variants of a plan for one recorded step."""
 
     def __init__(self, proposals: Proposals, questions: ChunkQuestions) -> None:
         self._proposals = proposals
@@ -27,9 +27,9 @@ class Improvements:
         self._modules = proposals.modules
 
     def rearranged(self, plan: Plan, chunks: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
-        """Yield ``plan`` with a module at its peak, or all of a class, in chunks by the rules in ``chunks``.
+        """Yield variants of ``plan`` within the limits that run a module at its peak, or all of a class, in chunks.
 
-        And ``plan`` with every module split that has a split of its own.
+        ``chunks`` has the rules for that.  One more variant splits every module that defines a split of its own.
         """
         allowed = self._proposals.allowed
         for other in (*self._split(plan), *self._cut(plan, chunks)):
@@ -37,7 +37,7 @@ class Improvements:
                 yield other
 
     def relaxed(self, plan: Plan, fits: Callable[[Plan], bool]) -> Plan:
-        """Return ``plan`` without the segments, chunks, packing and copies elsewhere that it does not need to fit."""
+        """Return ``plan`` without the segments, chunks, packing and sent tensors that it does not need to fit."""
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
             plan = self._reduced(plan, segment, fits)
@@ -47,6 +47,8 @@ class Improvements:
         return unpacked if plan.packed and fits(unpacked) else plan
 
     def _split(self, plan: Plan) -> Iterator[Plan]:
+        """Yield ``plan`` with a split in every segment whose module defines one (``__spatial_split__``), if any."""
+
         def has_own_split(segment: SegmentPlan) -> bool:
             return self._modules[segment.path].spatial_split and segment.chunks == 1 and not segment.keep
 
@@ -56,6 +58,7 @@ class Improvements:
             yield replace(plan, segments=tuple(replace(s, spatial_split=s.path in wanted) for s in others))
 
     def _cut(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
+        """Yield ``plan`` with other chunks of a module at its peak, or of all modules of a class, by ``rules``."""
         classes: dict[str, list[str]] = defaultdict(list)
         for path in self._proposals.allowed.chunks:
             if self._questions.is_cuttable(path):
@@ -85,7 +88,7 @@ class Improvements:
         return replace(plan, segments=tuple(segments))
 
     def _reduced(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
-        """Return the fastest that fits: without ``segment``, with it whole or in fewer chunks, or ``plan`` as it is."""
+        """Return the first that fits: ``plan`` without ``segment``, with it whole, in fewer chunks, or unchanged."""
         at = plan.segments.index(segment)
         before, after = plan.segments[:at], plan.segments[at + 1 :]
         without = replace(plan, segments=before + after)

@@ -1,4 +1,4 @@
-"""Questions that a search for a plan asks about the model, handed to it as callables."""
+"""The callables through which a search for a plan asks about the model, which keep the search itself free of torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class NotTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """How a search asks about the model: dry runs or profiling subprocesses answer."""
+    """Callables by which a search asks about the model; dry runs or profiling subprocesses answer."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
-    """Counts the peaks of one step under a plan."""
+    """Counts the peaks of one step under a plan, by a dry run."""
     chunking: Callable[[str], ChunkRule | Refused]
     """Answers whether, and how, the module at a path may run in chunks."""
     report: Callable[[str], None]
@@ -28,7 +28,7 @@ class Probes:
     trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
     """Records a step under a plan."""
     late: Callable[[], bool] = lambda: False
-    """Answers whether the time of the search is over; long computations ask, too, since they run no probe meanwhile."""
+    """Tells whether the time of the search is over; long computations call it, too, as they run no probe meanwhile."""
 
 
 def is_within(path: str, ancestor: str) -> bool:

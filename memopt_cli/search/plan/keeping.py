@@ -1,7 +1,7 @@
-"""Outputs that a segment may keep instead of recomputing them: those of its costly operators.
+"""The choice of outputs that a segment keeps instead of recomputing them: those of its costly operators.
 
 Convolutions, matrix products and attention take most of the time and make only a part of the bytes; the operators
-between them are cheap to run again.  A segment keeps those outputs first that save most time for a byte.
+between them are cheap to run again.  Outputs that save most seconds per byte are kept first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memopt_cli.records import StepTrace
 from memopt_cli.search.plan.interface import is_within
 
 _MOST_CALLS = 24
-"""Most costly calls of a segment that keeps any: of larger ones, the segments within can."""
+"""Most costly calls of a segment that keeps any.  In a larger module, segments on its parts can keep theirs."""
 _MOST_CHOICES = 6
 """Most sets of calls that are tried for one segment."""
 
@@ -50,7 +50,7 @@ def costly_calls(trace: StepTrace, seconds: Sequence[float]) -> list[Costly]:
 
 
 def choices(calls: Sequence[Costly]) -> list[frozenset[int]]:
-    """List sets of ``calls`` worth keeping, by their index in the step: from the few best for a byte to all."""
+    """List sets of ``calls`` worth keeping, by operator: the best few by seconds per byte, then more, up to all."""
     worthy = sorted((c for c in calls if c.nbytes and c.seconds), key=lambda c: c.nbytes / c.seconds)
     if len(worthy) > _MOST_CALLS:
         return []
@@ -59,10 +59,10 @@ def choices(calls: Sequence[Costly]) -> list[frozenset[int]]:
 
 
 def keep_names(calls: Sequence[Costly], kept: Collection[int], within: Collection[str]) -> tuple[str, ...]:
-    """Return the names of ``kept`` in a plan.
+    """Return the names by which a plan refers to ``kept``, a part of a segment's costly ``calls``.
 
-    ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second alone.  ``calls`` are the costly
-    calls of a segment; those in segments ``within`` it do not count.
+    ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second alone.  Calls in inner segments
+    (paths in ``within``) are not numbered.
     """
     own = [c for c in calls if not any(is_within(c.module, path) for path in within)]
     return tuple(dict.fromkeys(_names(own, kept)))
@@ -83,7 +83,7 @@ def numbered(keep: Collection[str]) -> bool:
 
 
 def kept_calls(trace: StepTrace, own: Sequence[int], keep: Collection[str]) -> Iterator[int]:
-    """Yield those of a segment's ``own`` operators, in their order, that ``keep`` names: see :func:`keep_names`."""
+    """Yield those of a segment's ``own`` operators that ``keep`` names (see :func:`keep_names`), in their order."""
     made: Counter[str] = Counter()
     for place in own:
         name = trace.ops[place].name

@@ -1,4 +1,7 @@
-"""Levels: what plans of each may do, and the level of a given plan."""
+"""Levels: what plans of each level may do, and which level a given plan needs.
+
+Level 1 puts segments on modules, 2 nests them or splits modules, 3 runs segments in chunks, 4 keeps costly outputs.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from memopt_cli.search.plan.segment_schedules import Allowed
 from memopt_cli.search.plan.targets import asked_for
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
-"""The levels from which segments may lie in others, run in chunks and through losses, and keep outputs."""
+"""Least level at which segments may lie in others; may run in chunks, or through losses; and may keep outputs."""
 
 
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
-    """Return the permissions of ``level``; from level 2 on, parts of a module that was asked for are allowed, too.
+    """Return the permissions of ``level`` under ``options`` and ``limits``.
 
-    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    If the user named modules, level 1 may put segments on those alone; from level 2 on, also on parts of them.  Raises
+    :class:`PlanError` for a target that matches nothing that can be a segment.
     """
     asked = asked_for(modules, options)
     chosen = None if asked is None else {module.path for module in asked}

@@ -1,6 +1,7 @@
-"""Linear layers whose output goes to a cross-entropy and nowhere else: the heads of language models.
+"""Loss heads: linear layers whose output goes to a cross-entropy and nowhere else, as in language models.
 
-Such a head may run through its loss in chunks, so that the logits of a whole batch never exist at once.
+A plan may run such a head together with its loss in chunks ("through its loss"), so that the logits of a whole batch
+never exist at once.  This file finds the heads in a recorded step, and adds those to a plan that lower its peak.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.plan.interface import is_within
 
 _LEAST_ROWS = 128
-"""Fewest rows of a chunk: products of fewer are slow."""
+"""Fewest rows of a chunk: matrix products of fewer rows are slow."""
 _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
+"""Operators allowed between the head and its loss, besides views: casts and copies."""
 _LOSS = "aten::_log_softmax"
 
 
 def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable[[Plan], float]) -> Plan:
-    """Add to ``start`` every head through its loss that does not raise the peak; return ``start`` if none lowers it.
+    """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
 
-    A head that merely does not raise it may stay, since of two equal peaks one head alone lowers none.  ``peak_of``
-    counts a plan by a dry run, infinite where that fails.
+    A head that leaves the peak as it is may be among them: where two heads have equal peaks, one alone lowers nothing.
+    ``peak_of`` counts the peak of a plan by a dry run, infinite if that fails.
     """
     best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):
@@ -34,7 +36,7 @@ def with_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable
 
 
 def loss_heads(trace: StepTrace) -> tuple[SegmentPlan, ...]:
-    """Return a segment for every head in ``trace``, so cut that a chunk of the output is as large as the input."""
+    """Return a segment for every loss head in ``trace``, in so many chunks that one of the output is input-sized."""
     return tuple(
         SegmentPlan(path=module.path, chunks=_chunks(module), through_loss=True)
         for module in trace.modules
@@ -48,19 +50,20 @@ def loss_heads(trace: StepTrace) -> tuple[SegmentPlan, ...]:
 
 
 def _chunks(module: ModuleTrace) -> int:
+    """Return a power of two of chunks, such that one chunk of the output is about as large as the whole input."""
     wanted = 1 << math.ceil(math.log2(module.output_bytes / max(1, module.first_input_bytes)))
     rows = math.prod(module.input_shape[:-1])
     return max(2, min(wanted, rows // _LEAST_ROWS))
 
 
 def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
-    """Return whether forward reads the output of ``module`` only in views and casts, and then in a loss.
+    """Return whether forward only views and casts the output of ``module``, and then computes a loss of it.
 
-    A model may return it besides: that is no read.
+    The model may also return the output: no operator reads it for that.
     """
     call = next(call for call in trace.calls if call.path == module.path)
     logits = set(call.outputs)
-    found = False
+    reaches_loss = False
     for op in trace.ops[call.end :]:
         if op.phase != "forward":
             break
@@ -68,6 +71,6 @@ def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:
             continue
         if op.mutates or not (op.name in _ON_THE_WAY or op.name == _LOSS or not op.makes):
             return False
-        found |= op.name == _LOSS
+        reaches_loss |= op.name == _LOSS
         logits |= set() if op.name == _LOSS else set(op.makes)
-    return found
+    return reaches_loss

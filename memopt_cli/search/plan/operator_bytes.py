@@ -1,7 +1,7 @@
-"""Bytes that a recorded step holds at each of its operators, and which operator pays for what backward keeps.
+"""Bytes that a recorded step holds at each of its operators: the sums from which ``block_tree.py`` makes its blocks.
 
-Several operators may keep one storage for backward; the first that takes it as an input pays for it (``block_tree.py``
-has an example).
+Several operators may keep one storage for backward; the first that takes it as an input pays for it (the docstring of
+``block_tree.py`` has an example).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class OperatorBytes:
         self._backward_starts = [
             op for op, ran in enumerate(trace.ops) if ran.phase == "backward" and trace.ops[op - 1].phase != "backward"
         ]
-        """Operators at which a backward begins, and so a forward ends."""
+        """Operators at which a backward begins; several in a user's own step."""
         self.payer: dict[int, int] = {}
         """Storage kept for backward -> the operator that pays for it."""
         self.paid, self.paid_packed = self._payments()
-        """Prefix sums of what operators of forward pay for: without packing, and with it."""
+        """Prefix sums of the bytes that operators of forward pay for: without packing, and with it."""
         self.base, self.entry, self.resident = self._levels()
-        """At every operator: bytes not kept for backward, workspace included; those there before it; those that
-        stay."""
+        """At every operator, bytes alive that are not kept for backward: while it runs, with its workspace; before it
+        runs; and those that no plan changes (parameters, gradients, inputs)."""
         self.whole = self._held_whole()
-        """At every operator: bytes of packed tensors that are whole, in forward or unpacked for backward."""
+        """At every operator, bytes of packable tensors that exist unpacked: in forward, or where backward uses them."""
 
     def _payments(self) -> tuple[list[int], list[int]]:
         """Compute :attr:`payer`, :attr:`paid` and :attr:`paid_packed`."""
@@ -40,8 +40,8 @@ class OperatorBytes:
         for index, storage in enumerate(self._trace.storages):
             savers = [op for op in storage.saved_by if self._is_forward[op]]
             if savers and storage.born >= 0:
-                given = (op for op in savers if op != storage.born and index not in self._trace.ops[op].mutates)
-                payer = min(given, default=savers[0])
+                readers = (op for op in savers if op != storage.born and index not in self._trace.ops[op].mutates)
+                payer = min(readers, default=savers[0])
                 self.payer[index] = payer
                 paid[payer + 1] += storage.nbytes
                 packed[payer + 1] += storage.nbytes if storage.compressor == "null" else storage.packed_bytes
@@ -59,7 +59,7 @@ class OperatorBytes:
                 if counts and died > born:
                     level[born] += storage.nbytes
                     level[died] -= storage.nbytes
-            if index not in self.payer and died > born + 1:
+            if index not in self.payer and died > born + 1:  # before an operator runs: from the one after its maker
                 entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
                 entry[died] -= storage.nbytes
         levels = list(accumulate(base[:-1]))
@@ -74,7 +74,8 @@ class OperatorBytes:
             storage = self._trace.storages[index]
             end = self._end_of_forward(storage.born)
             freed = end if storage.freed is None else min(storage.freed, end)
-            used = storage.died if storage.died is not None and storage.died > end else 0  # used right before it dies
+            # Backward uses it, unpacked, in the operator right before it dies; 0 if backward never uses it.
+            used = storage.died if storage.died is not None and storage.died > end else 0
             for start, stop in ((storage.born, freed), (used - 1, used)):
                 if storage.compressor != "null" and stop > start >= 0:
                     level[start] += storage.nbytes
@@ -82,14 +83,14 @@ class OperatorBytes:
         return list(accumulate(level[:-1]))
 
     def _end_of_forward(self, op: int) -> int:
-        """Return the operator at which the forward around ``op`` ends."""
+        """Return the operator at which the first backward after ``op`` begins."""
         if not self._backward_starts:
             return len(self._is_forward)
         place = bisect.bisect_left(self._backward_starts, op)
         return self._backward_starts[min(place, len(self._backward_starts) - 1)]
 
     def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of those not packed."""
+        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of unpacked ones."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]
@@ -108,7 +109,7 @@ class OperatorBytes:
         return levels(changes[0]), levels(changes[1])
 
     def forward_alone(self, call: ModuleCall) -> int:
-        """Return the most bytes at any instant of the forward of ``call`` if autograd keeps nothing that is inside."""
+        """Return the most bytes at any instant of the forward of ``call`` if autograd saves nothing in it."""
         level: dict[int, int] = defaultdict(int)
         for index in range(*self._born_in(call.forward)):
             storage = self._trace.storages[index]
@@ -123,6 +124,7 @@ class OperatorBytes:
         return highest
 
     def _born_in(self, ops: range) -> tuple[int, int]:
+        """Return the range of storages that the operators ``ops`` make; storages are in the order of birth."""
         storages = self._trace.storages
         return (
             bisect.bisect_left(storages, ops.start, key=lambda s: s.born),

@@ -1,6 +1,8 @@
-"""Options of a search as given -> as used: profiles, preferences, budgets; and the choice among candidates at level 1.
+"""Options of a search, from those that the user gave to those that hold; and the choice of segments at level 1.
 
-Presets, precedence and names are those of SpikingJelly's memory optimization, so that a word means the same in both.
+``resolve`` applies profiles (``--profile safe``), preferences (``prefer``) and checkpoint budgets; ``select`` chooses
+among the candidates; the rest words the explanations in a summary.  Presets, precedence and names are those of
+SpikingJelly's memory optimization, so that a word means the same in both.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from memopt_cli.text.options import OPTIONS, accepted
 from memopt_cli.text.values import Kind, Real, Whole
 
 DEFAULT_SLOWDOWN = 1.33
-"""Slowdown that a level's plan may have by default: one forward more is about a third of a step."""
+"""Default limit on the slowdown of a level's plan: one more forward is about a third of a step."""
 
 
 PROFILES: dict[Profile, SearchOverrides] = {
@@ -47,31 +49,31 @@ PROFILES: dict[Profile, SearchOverrides] = {
     "memory": SearchOverrides(level=3, max_split_rounds=2, max_candidates_per_round=2, warmup_in_main_process=False),
     "exhaustive": SearchOverrides(level=4),
 }
-"""Profile -> the options that it changes from their defaults; options given beside it win."""
+"""Profile -> the options whose defaults it changes; an option that the user gives overrides its profile."""
 
 CHECKPOINT_BUDGETS: dict[Preference, float] = {"speed": 0.5, "balanced": 0.75, "memory": 1.0}
-"""Share of the candidates that become segments."""
+"""Checkpoint budget -> the share of the candidates that become segments."""
 
 PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced", "memory": "memory"}
-"""Value of ``prefer`` -> the profile that it stands for; it stands for the checkpoint budget of its own name, too."""
+"""Value of ``prefer`` -> the profile that it selects; it also selects the checkpoint budget of its own name."""
 
 
 # ------------------------------------------------------------------------------------------------ options
 
 
 def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
-    """Resolve ``asked``: an option given wins over the profile, profile and checkpoint budget win over ``prefer``.
+    """Resolve ``asked``: single options override the profile; profile and checkpoint budget override ``prefer``.
 
-    ``has_inputs`` says whether there is something to run the model on; without it no level above 1 can be measured.
-    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs, unless a profile
-    asks for it: then level 1 takes its place.
+    ``has_inputs`` tells whether there is something to run the model on; levels above 1 are measured, and need it.
+    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs, unless the level
+    comes from a profile: then level 1 is used instead.
     """
-    said: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    for name in said.keys() & _CHECKED:
-        said[name] = accepted(name, said[name], _LOOSER.get(name))
-    notes = _prefer(said)
-    profile = said.get("profile")
-    settled = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **said})
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name in given.keys() & _CHECKED:
+        given[name] = accepted(name, given[name], _WIDER_RANGES.get(name))
+    notes = _prefer(given)
+    profile = given.get("profile")
+    settled = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **given})
     requested = settled.level
     if requested > 1 and not has_inputs:
         if profile is None:
@@ -83,34 +85,34 @@ def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearc
         notes.append("fallback:level>1_requires_dummy_input")
     if settled.max_slowdown == math.inf:
         settled = replace(settled, max_slowdown=None)
-    options = _bounded(_budgeted(settled, notes), said, notes)
-    slowdown = said.get("max_slowdown")
+    options = _bounded(_budgeted(settled, notes), given, notes)
+    slowdown = given.get("max_slowdown")
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
 
 _CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, Kind)}
-"""Options that the table can check."""
-_LOOSER: dict[str, Kind] = {
+"""Options whose values the table of options can check."""
+_WIDER_RANGES: dict[str, Kind] = {
     "gc_target_budget_ratio": Real(most=1),
     "max_candidates_per_round": Whole(0),
     "max_gc_wrapped_modules": Whole(),
 }
-"""Wider ranges for SpikingJelly's calls, where 0 or less means none; on the command line that is an error."""
+"""Option -> a wider range, for SpikingJelly's calls, where 0 or less means none; the command line refuses it."""
 
 
-def _prefer(said: dict[str, Any]) -> list[str]:
-    """Add to ``said`` the profile and budget that its ``prefer`` stands for, unless given; return a note on each."""
-    preference = said.get("prefer")
+def _prefer(given: dict[str, Any]) -> list[str]:
+    """Add to ``given`` the profile and the checkpoint budget of its ``prefer``, unless set; return a note on each."""
+    preference = given.get("prefer")
     if preference is None:
         return []
     meant = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
-    added = {name: value for name, value in meant.items() if name not in said}
-    said.update(added)
+    added = {name: value for name, value in meant.items() if name not in given}
+    given.update(added)
     return [f"prefer:{name}={value}" for name, value in added.items()]
 
 
 def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
-    """Set the share of candidates that the checkpoint budget stands for, unless a limit is given."""
+    """Return ``options`` with the share of candidates of their checkpoint budget, unless they have another limit."""
     budget = options.checkpoint_budget
     if budget is None:
         return options
@@ -121,8 +123,8 @@ def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
     return replace(options, gc_target_budget_ratio=CHECKPOINT_BUDGETS[budget])
 
 
-def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) -> SearchOptions:
-    """Bound the search to one round of one candidate, without warm-up, unless expensive profiling is allowed."""
+def _bounded(options: SearchOptions, given: Mapping[str, Any], notes: list[str]) -> SearchOptions:
+    """Return ``options`` limited to one round of one candidate, unless they allow expensive profiling."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
     bounds: dict[str, Any] = {
@@ -131,7 +133,7 @@ def _bounded(options: SearchOptions, said: Mapping[str, Any], notes: list[str]) 
         "warmup_in_profile_workers": False,
     }
     for name, bound in bounds.items():
-        if said.get(name, bound) != bound:
+        if given.get(name, bound) != bound:
             notes.append(f"allow_expensive_profiling:{name}={bound}")
     return replace(options, **bounds)
 
@@ -149,22 +151,23 @@ class Selection:
     selected: tuple[ModuleTrace, ...]
     """Selected modules in the order of first call."""
     explanation: str
+    """Sentence that says what was selected, and why."""
     asked: tuple[ModuleTrace, ...] = ()
-    """Outermost modules that were asked for by name, selected or not."""
+    """Outermost modules that the user named, selected or not."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Path -> why the module, asked for by path, cannot be a candidate."""
+    """Path that the user named -> why the module there cannot be a candidate."""
 
     @property
     def considered(self) -> tuple[ModuleTrace, ...]:
-        """Modules that were asked for, then the other selected ones."""
+        """Modules that the user named, then the other selected ones."""
         return (*self.asked, *(m for m in self.selected if m not in self.asked))
 
 
 def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selection:
     """Select as many of ``candidates`` as ``options`` allow, those with the largest input first.
 
-    The input counted is the first positional tensor of the first call, in bytes; ties, and candidates of unknown input,
-    go by the order of first call.  ``max_gc_wrapped_modules`` is a count, ``gc_target_budget_ratio`` stands for
+    The size is that of the first positional tensor of the first call, in bytes; ties, and candidates of unknown size,
+    go by the order of first call.  ``max_gc_wrapped_modules`` is a number, ``gc_target_budget_ratio`` means
     ``max(1, ceil(n · ratio))`` of n candidates; the smaller one holds, and 0 or less selects none.
     """
     count = len(candidates)
@@ -190,7 +193,7 @@ def _selection(
 def chosen(
     candidates: int, segments: Sequence[ModuleTrace], options: SearchOptions, *, by_goal: bool = False
 ) -> Selection:
-    """Describe the ``segments`` that a search chose: for the least peak, or ``by_goal`` (a budget, the frontier)."""
+    """Describe the ``segments`` that a search chose: for the least peak, or (``by_goal``) for a budget or frontier."""
     policy: SelectionPolicy = "fastest_within_budget" if by_goal else "least_predicted_peak"
     if not candidates:
         policy = "no_candidates"
@@ -250,7 +253,7 @@ STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_spl
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
-    """Name the reason why ``level`` changed nothing in a plan of so many ``segments``, after ``tried`` plans."""
+    """Return the code of why ``level`` changed nothing in a plan of ``segments`` segments, after ``tried`` plans."""
     reason = "no_improving_candidate"
     if level > 1 and not segments:
         reason = "no_gccontainers"
@@ -262,8 +265,8 @@ def skipped_step(level: int, *, segments: int, tried: int, options: SearchOption
 def recommend(options: SearchOptions, selection: Selection | None, *, measured: str, generic: str) -> str:
     """Advise what to try next, by the most specific option that was given.
 
-    ``measured`` is a sentence on the measurement, put behind the advice.  ``generic`` is the advice where no option has
-    one of its own.  Either may be empty.
+    ``measured`` is a sentence on the measurement that follows the advice.  ``generic`` is the advice if none of the
+    options has advice of its own.  Either may be empty.
     """
     advice = _particular(options, selection) or generic
     return " ".join(sentence for sentence in (advice, measured) if sentence)

@@ -1,4 +1,4 @@
-"""Plans that the solver proposes for one recorded step, by sums alone."""
+"""Plans that the solver proposes for one recorded step, priced by the cost model; no dry run happens here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from memopt_cli.search.plan.search import SolvedBlocks, Solver
 from memopt_cli.search.plan.segment_schedules import Allowed
 
 _OVERSHOOT = 1.1
-"""Factor on every correction, since the last could be too small by rounding otherwise."""
+"""Factor on every reduction of the solver's time limit, so that rounding cannot make it too small."""
 _CORRECTIONS = 4
-"""Most reductions of the time that the solver may add, where the cost model finds its plan slower than the solver
-does."""
+"""Most reductions of the solver's time limit, each because the cost model finds its plans too slow."""
 
 
 class Solvers:
@@ -27,7 +26,7 @@ class Solvers:
     def __init__(
         self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], heads_slowdown: float
     ) -> None:
-        """Take ``solvers`` by whether they pack; ``heads`` are in every plan and slow it by ``heads_slowdown``."""
+        """Take ``solvers`` by whether they pack; all plans contain ``heads``, which slow them by ``heads_slowdown``."""
         self._model = model
         self._solvers = solvers
         self._heads = heads
@@ -35,16 +34,16 @@ class Solvers:
 
     @property
     def packings(self) -> tuple[bool, ...]:
-        """``False`` for without packing; ``True`` for with it, where that is allowed and saves memory."""
+        """Which solvers there are: ``False`` for that without packing, ``True`` for that with packing."""
         return tuple(self._solvers)
 
     def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
-        """Return the fastest plan within ``budget_bytes``; ``None`` if there is none."""
+        """Return the fastest plan within ``budget_bytes``, with packing if ``packed``; ``None`` if there is none."""
         schedule = self._solvers[packed].fastest(budget_bytes)
         return self._plan(schedule, packed) if schedule is not None else None
 
     def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
-        """Return the plan of the least peak that is at most ``most_slowdown`` slow.
+        """Return the plan of the least peak whose slowdown is at most ``most_slowdown``.
 
         ``None`` if none is within ``high_bytes``.
         """
@@ -52,10 +51,10 @@ class Solvers:
         return min((plan for plan in plans if plan is not None), key=self._peak, default=None)
 
     def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
-        """Return the plan of the least peak by one ``solver``, whose time limit is corrected by the cost model.
+        """Return the plan of the least peak that ``solver`` finds and the cost model confirms to be fast enough.
 
-        The answer is chosen among all plans that the solver finds on its way down, by the cost model: the solver's sums
-        are off by more than neighbouring plans differ.
+        The solver's sums are off by more than neighbouring plans differ.  So the cost model chooses among all plans
+        that the solver found on its way down; if all are too slow, the solver gets a lower time limit.
         """
         seconds = most_s = (most_slowdown / self._heads_slowdown - 1) * self._model.step_s
         for _ in range(_CORRECTIONS):
@@ -63,10 +62,10 @@ class Solvers:
             if low is None:
                 return None
             plans = (self._plan(schedule, packed) for schedule in solver.schedules(seconds))
-            over = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
-            if quick := [plan for plan, over_s in over.items() if over_s <= 0]:
-                return min(quick, key=self._peak)
-            seconds -= _OVERSHOOT * min(over.values())
+            excess_s = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
+            if fast_enough := [plan for plan, excess in excess_s.items() if excess <= 0]:
+                return min(fast_enough, key=self._peak)
+            seconds -= _OVERSHOOT * min(excess_s.values())
         return None
 
     def _peak(self, plan: Plan) -> tuple[int, float]:
@@ -75,12 +74,13 @@ class Solvers:
         return predicted.allocated_peak_bytes, predicted.step_s
 
     def _plan(self, schedule: Schedule, packed: bool) -> Plan:
+        # A module that is called several times gives several equal paths, of which one stays.
         segments = {segment.path: segment for segment in schedule.segments()}
         return Plan(segments=(*segments.values(), *self._heads), packed=packed)
 
 
 class Proposals:
-    """The permissions for one recorded step, the solvers that use them, and the cost model that prices their plans."""
+    """One recorded step with the permissions for its plans, the solvers that use them, and the cost model."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Proposals:
         heads: tuple[SegmentPlan, ...] = (),
         slowdown: float = 1.0,
     ) -> None:
-        """Take a ``trace`` whose ``heads`` ran through their losses, which slowed the step by ``slowdown``.
+        """Take a ``trace`` that was recorded with ``heads`` running through their losses, at the given ``slowdown``.
 
-        They do so in every plan.  ``tick`` is called all along; an exception from it ends the search.
+        All plans contain these heads.  ``tick`` is called all along; an exception from it ends the search.
         """
         self.model = CostModel(trace)
         self.modules = self.model.modules
@@ -100,18 +100,18 @@ class Proposals:
         self.heads = heads
         normed = {trace.ops[norm.op].module for norm in self.model.norms}
         self.norms = Counter(path for module in normed for path in ancestry(module))
-        """Path of a module -> how many modules in it normalize by the statistics of a batch."""
+        """Path of a module -> number of modules in it that normalize by the statistics of a batch."""
         self.allowed = Allowed()
         self._heads_slowdown = slowdown
         self._tick = tick
         self._solved = SolvedBlocks()
         self._known: dict[Hashable, Solver] = {}
-        """Everything that a solver's answers depend on -> the solver, so that nothing is solved twice."""
+        """All that a solver's answers depend on -> the solver, so that nothing is solved twice."""
         self.solvers = self._solvers(Allowed(), ())
 
     @property
     def least_slowdown(self) -> float:
-        """Slowdown below which no plan is."""
+        """Slowdown of the fastest possible plan."""
         return min(1.0, self._heads_slowdown)
 
     def allow(self, allowed: Allowed) -> None:
@@ -121,7 +121,7 @@ class Proposals:
         self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
     def supposing(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
-        """Return the solvers as they would be if the modules of ``chunks`` could run in chunks."""
+        """Return solvers that assume that the modules of ``chunks`` can run in chunks, for each of ``packings``."""
         return self._solvers(replace(self.allowed, chunks=chunks), packings)
 
     def predict(self, plan: Plan) -> Prediction:

@@ -1,4 +1,4 @@
-"""Questions that a search asks about the model: dry runs of plans, and which modules may run in chunks."""
+"""The questions that a search asks about the model: dry runs of plans, and trials of whether modules run in chunks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.proposals import Proposals
 
 _MOST_CLASSES = 12
-"""Classes of modules that are asked for chunks at most, since each question takes a real step of a module."""
+"""Most classes of modules that are tried in chunks, since each trial takes a real step of a module."""
 
 
 class TimeIsUp(Exception):
-    """Raised anywhere in a search when its time is over; its answer is then the best of the plans counted so far."""
+    """Raised anywhere in a search when its time is over; the search then answers with the best plan counted so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Priced:
     plan: Plan
     counted: Counted
     level: int
-    """The least level that allows all that the plan does."""
+    """Least level that allows all that the plan does."""
     slowdown: float
     """Step time divided by that of the original."""
 
@@ -38,25 +38,26 @@ class Priced:
 
 
 class DryRuns:
-    """Plans that were counted, for all levels and budgets: what is found for one may be the answer for another."""
+    """The dry runs of a search, shared by all levels and budgets: a plan counted for one may be best for another."""
 
     def __init__(self, probes: Probes, original: Counted, *, sends_from: int = 0, room_bytes: float = math.inf) -> None:
-        """Begin with the ``original``; plans that send tensors away count as of level ``sends_from`` at least.
+        """Begin with the ``original``, the empty plan.
 
-        Those that send more than ``room_bytes`` cannot run.
+        A plan that sends tensors to another place counts as of level ``sends_from`` or higher, and cannot run if it
+        sends more than ``room_bytes``.
         """
         self._probes = probes
         self._sends_from, self._room_bytes = sends_from, room_bytes
         first = Priced(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._found: dict[Plan, Priced | None] = {first.plan: first}
         self.failures: dict[Plan, Failure] = {}
-        """Plan that could not be counted -> why."""
+        """Plan whose dry run failed -> the failure."""
 
     def __len__(self) -> int:
         return len(self._found) - 1
 
     def count(self, plan: Plan, proposals: Proposals) -> Priced | None:
-        """Count ``plan``, once; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
+        """Return ``plan`` with its dry run, made once; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
         if plan not in self._found:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
@@ -72,29 +73,29 @@ class DryRuns:
         return self._found[plan]
 
     def known(self, plan: Plan) -> Priced | None:
-        """Return ``plan`` as it was counted; ``None`` if it was not, or cannot run."""
+        """Return ``plan`` with its dry run; ``None`` if it had none yet, or cannot run."""
         return self._found.get(plan)
 
     def up_to(self, level: int) -> list[Priced]:
         """List the counted plans that ``level`` allows, the original among them."""
-        return [found for found in self._found.values() if found is not None and found.level <= level]
+        return [priced for priced in self._found.values() if priced is not None and priced.level <= level]
 
     def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
-        """Return the plan of the least peak that is at most ``most_slowdown`` slow; of equal ones the fastest."""
-        usable = [found for found in self.up_to(level) if found.slowdown <= most_slowdown or found.plan.is_empty]
-        return min(usable, key=lambda found: (found.peak_bytes, found.slowdown))
+        """Return the smallest plan of ``level`` whose slowdown is at most ``most_slowdown``; of equals, the fastest."""
+        usable = [priced for priced in self.up_to(level) if priced.slowdown <= most_slowdown or priced.plan.is_empty]
+        return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown))
 
     def fastest(self, level: int, budget_bytes: int) -> Priced | None:
         """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none is."""
-        fitting = [found for found in self.up_to(level) if found.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda found: (found.slowdown, found.peak_bytes), default=None)
+        fitting = [priced for priced in self.up_to(level) if priced.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda priced: (priced.slowdown, priced.peak_bytes), default=None)
 
 
 class ChunkQuestions:
-    """Learns which modules may run in chunks, by few questions.
+    """Learns which modules may run in chunks, by few trials.
 
-    A module at the peak is asked, and its answer is assumed for all of its class.  Before a plan with chunks of another
-    module of the class is used, that one is asked as well.
+    A module at the peak is tried ("asked"), and its answer is assumed for all modules of its class.  Before a plan that
+    runs another module of the class in chunks is used, that module is asked as well.
     """
 
     def __init__(self, probes: Probes, proposals: Proposals, options: SearchOptions) -> None:
@@ -105,13 +106,14 @@ class ChunkQuestions:
         self._proposals = proposals
         self._most = math.inf if per_round is None else per_round * (1 if rounds is None else rounds)
         self._learned = 0
-        """Number of questions, but for those that only confirmed an assumed answer."""
+        """Number of questions, without those that only confirmed an assumed answer."""
         self._asked: set[str] = set()
+        """Paths of modules whose answer is known or assumed."""
         self._certain = {head.path for head in proposals.heads}
         """Paths of modules that were asked themselves."""
         self.questions = 0
         self.known: Mapping[str, tuple[ChunkRule, int]] = {}
-        """Path -> how that module may run in chunks, and the length of the axis."""
+        """Path -> how that module may run in chunks, and the length of the axis that is cut."""
 
     @property
     def may_ask(self) -> bool:
@@ -124,9 +126,9 @@ class ChunkQuestions:
         return any(self.may_ask and self._learn(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
-        """Ask the modules whose chunks in ``plan`` are assumed; return whether all can run as the plan says.
+        """Ask the modules whose chunks in ``plan`` are only assumed; return whether all can run as the plan says.
 
-        Where one cannot, or only by another rule, the next plan that is made follows that answer.
+        If a module cannot, or only by another rule, the solver's next plan takes that into account.
         """
         modules = self._proposals.modules
         for path in sorted((s.path for s in _cut(plan)), key=lambda path: -modules[path].saved_bytes):
@@ -140,23 +142,24 @@ class ChunkQuestions:
         return all(known and known[0].applied(segment, segment.chunks) == segment for segment, known in rules)
 
     def _is_certain(self, segment: SegmentPlan) -> bool:
+        """Ask the module of ``segment`` unless it was asked; return whether it confirms the rule that was assumed."""
         if segment.path in self._certain:
             return True
         self._certain.add(segment.path)
         rule = self._ask(segment.path) if self.questions < self._most else None
         if rule == self.known[segment.path][0]:
             return True
-        others = {path: found for path, found in self.known.items() if path != segment.path}
+        others = {path: answer for path, answer in self.known.items() if path != segment.path}
         if rule is not None:
             others[segment.path] = rule, self._proposals.modules[segment.path].input_shape[rule.axis]
         self._allow(others)
         return False
 
     def hopeful(self) -> dict[str, tuple[ChunkRule, int]]:
-        """Return the modules that can run in chunks, those that were not asked assumed to be able to.
+        """Return the modules that can run in chunks, as far as is known: those not asked yet are assumed to.
 
-        They are assumed to run along the longer of their first two axes.  Unless inexact chunks are allowed, a module
-        with a batch norm gathers exact statistics, which costs more, and one with many norms is left out.
+        They are assumed to be cut along the longer of their first two axes.  Unless inexact chunks are allowed, a
+        module with a batch norm gathers exact statistics, which costs more, and a module with many norms is left out.
         """
         hopeful = dict(self.known)
         for path, module in self._proposals.modules.items():
@@ -164,9 +167,8 @@ class ChunkQuestions:
             length = max(lengths, default=0)
             if path not in self._asked and length > 1 and self.is_cuttable(path):
                 axis = lengths.index(length)
-                rule = ChunkRule(
-                    axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=norms > 0 and not self._allow_inexact
-                )
+                gathers = norms > 0 and not self._allow_inexact
+                rule = ChunkRule(axis=axis, seq_inputs=1, seq_outputs=1, batch_statistics=gathers)
                 hopeful.setdefault(path, (rule, length))
         return hopeful
 
@@ -191,10 +193,10 @@ class ChunkQuestions:
         self._learned += 1
         rule = self._ask(path)
         if rule is not None:
-            lengths = {path: modules[path].input_shape[rule.axis :] for path in alike}
-            found = {path: (rule, shape[0]) for path, shape in lengths.items() if shape}
+            shapes = {path: modules[path].input_shape[rule.axis :] for path in alike}
+            answers = {path: (rule, shape[0]) for path, shape in shapes.items() if shape}
             self._certain.add(path)
-            self._allow({**self.known, **found})
+            self._allow({**self.known, **answers})
         return rule is not None
 
     def _ask(self, path: str) -> ChunkRule | None:
@@ -204,18 +206,18 @@ class ChunkQuestions:
         return rule if isinstance(rule, ChunkRule) else None
 
     def _like(self, path: str) -> list[str]:
-        """List ``path`` and the modules of its class: where one is at the peak, the next is not far below."""
+        """List ``path`` and the modules of its class: when one is no longer at the peak, another of them often is."""
         modules = self._proposals.modules
         kind = modules[path].class_name
         alike = (m for m in modules.values() if m.class_name == kind and m.path and not m.refusal)
         return [path, *(m.path for m in alike if m.path != path and self._may_save(m))]
 
     def _around(self, path: str, plan: Plan) -> Iterator[Block]:
-        """Yield the blocks worth asking where ``path`` is at the peak of ``plan``, each module once.
+        """Yield the blocks to ask about chunks when ``path`` is at the peak of ``plan``, in the order to ask them.
 
-        First the segments around it (or itself) and their parts, largest first; then the modules around it, from the
-        innermost outwards, as these in chunks hold nothing between their parts either.  The model itself comes last:
-        its trial takes longest.
+        First come the segments around ``path`` (or that module itself) and their parts, largest first; then the modules
+        around it, from the innermost outwards, whose chunks also cut what lies between their parts.  The whole model
+        comes last: its trial takes longest.
         """
         segments = [s.path for s in plan.segments if is_within(path, s.path)] or [path]
         usable = {b.path: b for b in self._proposals.root if not b.refusal and self.is_cuttable(b.path)}
@@ -227,7 +229,7 @@ class ChunkQuestions:
 
 
 def saves_by_chunks(module: ModuleTrace) -> bool:
-    """Return whether ``module`` holds more than its output, which stays whole in chunks."""
+    """Return whether ``module`` in chunks could save memory: if it saves more than its output, which is never cut."""
     return module.saved_bytes > module.output_bytes
 
 

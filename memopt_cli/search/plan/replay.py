@@ -1,13 +1,14 @@
-"""The replay of a recorded step under a plan: its operators in their new order, and the bytes alive at each.
+"""The replay of a recorded step under a plan: predicts the order of its operators, and the bytes alive at each.
 
-An *instant* is a place in that new order.  An operator of a segment has several: one in the first forward, and one in
+The cost model replays every plan that it prices.  No operator runs: the replay only moves the recorded ones.  An
+*instant* is a position in their new order.  An operator in a segment has several: one in the first forward, and one in
 every recomputation around it.  With a segment around operators 1 and 2 of forward, and backward 3 to 6::
 
     original      0 1 2   3 4 5 6        4 and 5 are the backward of 2 and 1
     instants      0 1 2   3 4 5 6 7 8
-    runs          0 1 2   3 1 2 4 5 6    the recomputation stands right before the backward that it serves
+    operators     0 1 2   3 1 2 4 5 6    the recomputation comes right before the backward that needs it
 
-The replay then gives every storage its life in instants, and adds up the bytes alive at each.
+For every storage, the replay then finds from which instant to which it lives, and adds up the bytes alive at each.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from memopt_cli.search.plan.sending import (
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the states that chunks of ``segment`` start from: between forward and backward, and at most.
+    """Return the bytes of the states that chunks of ``segment`` start from: between forward and backward, in backward.
 
-    One state takes ``state_bytes``.  All of them are kept, or else recomputed by bisection, for which a logarithm of
-    them is alive in backward (:mod:`memopt_cli.runtime.chunk_starts`).
+    One state takes ``state_bytes``.  By default all of them are kept.  With ``recompute_states`` backward finds them
+    again by bisection, and holds about log2(chunks) of them (:mod:`memopt_cli.runtime.chunk_starts`).
     """
     if segment.chunks == 1:
         return 0, 0
@@ -48,41 +49,41 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Innermost segment's call around it; ``None`` for an outermost one."""
+    """Call of the innermost segment around this one; ``None`` for an outermost segment."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
-    """Operator before which the recomputation ends: from there on nothing is kept for backward."""
+    """Operator before which the recomputation ends: autograd saves nothing from there on."""
     joined: int = 0
-    """Instant at which chunks join the pieces of their input's gradient."""
+    """Instant at which the chunks' gradients of the input are concatenated; 0 for a segment without chunks."""
     first_saver: int | None = None
-    """First operator in it that autograd saves something for, to which backward comes last; ``None`` if there is
-    none."""
+    """First operator in the segment that autograd saves something for, and so the last one that backward reaches;
+    ``None`` if autograd saves nothing."""
     length: int = 0
-    """Length of the axis along which it is cut; 0 where it is not known."""
+    """Length of the axis along which the chunks are cut; 0 where it is not known."""
     shares: float = 1.0
-    """Size of the whole divided by that of the longest chunk, times that of the segments around it."""
+    """Size of the whole divided by that of the longest chunk, multiplied over this segment and those around it."""
     longest_adds_in_place: bool = False
-    """Whether backward comes to a longest chunk after two others."""
+    """Whether backward reaches a chunk of the greatest length after two others."""
     packed: dict[int, int] = field(default_factory=dict)
-    """Input that is stored packed -> its packed bytes."""
+    """Storage of an input that is stored packed -> its packed bytes."""
     kept: frozenset[int] = frozenset()
-    """Operators whose outputs it keeps instead of running them again."""
+    """Operators whose outputs the segment keeps instead of running them again."""
     state_bytes: int = 0
-    """Bytes of attributes that one chunk leaves to the next."""
+    """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
-    """Batch norms, as operators, that get the statistics of all chunks and link the pass that ends there to the
+    """Operators that are batch norms with the statistics of all chunks; each links the pass that ends there to the
     next."""
     keeps_graph: bool = False
-    """Whether the state that it leaves keeps a part of the graph that backward never comes to."""
+    """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
-    """This segment, then those around it from the inside out, then ``None``, which stands for the first forward."""
+    """This segment, then those around it from the inside out, and last ``None`` for the first forward."""
 
     def __post_init__(self) -> None:
         self.self_and_enclosing = (self, *_self_and_enclosing(self.parent))
 
     def norm_behind(self, op: int) -> int | None:
-        """Return the first of :attr:`norms` behind the operator ``op``; ``None`` if there is none."""
+        """Return the first of :attr:`norms` after the operator ``op``; ``None`` if there is none."""
         return next((norm for norm in self.norms if norm > op), None)
 
 
@@ -99,11 +100,11 @@ class Original:
         """Whether each operator is one of forward; a user's own step goes forward several times."""
         self.backward_end = _innermost_backward_end(trace)
         self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+        """Bytes alive when the step begins."""
         self.savers = [[op for op in s.saved_by if self.is_forward[op]] for s in trace.storages]
-        """For every storage, the operators of forward that autograd keeps it for."""
+        """For every storage, the operators of forward that autograd saves it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
-        """Operator that makes a storage -> the module whose parameter's gradient that is; ``None`` for other
-        storages."""
+        """Operator -> the module whose parameter's gradient it makes; ``None`` if it makes another storage."""
         self.first_read_back: dict[int, int] = {}
         """Storage -> the first operator of backward that reads it."""
         for at, op in enumerate(trace.ops):
@@ -112,9 +113,9 @@ class Original:
         self._needed: dict[tuple[int, int], frozenset[int]] = {}
 
     def needed_by(self, call: ModuleCall) -> frozenset[int]:
-        """Return the storages from before ``call`` that a recomputation reads: its inputs, and state of earlier calls.
+        """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
-        Parameters that were gathered from other ranks are left out, as backward gathers them again.
+        Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
         """
         key = call.start, call.end
         if key not in self._needed:
@@ -126,15 +127,16 @@ class Original:
 
 
 class _Order:
-    """The instants of a step under a plan: see the module."""
+    """The instants of a step under a plan, as the module's docstring draws them."""
 
     def __init__(self, trace: StepTrace, blocks: Sequence[ReplayedSegment]) -> None:
-        """Put every recomputation right before the backward it serves.
+        """Put the recomputation of each of ``blocks`` right before its backward.
 
-        Chunks join the pieces of their input's gradient at an instant of its own, behind that backward.
+        Right after that backward, a segment in chunks has one more instant, at which the chunks' gradients of the input
+        are concatenated.
         """
         self.place: list[int] = []
-        """Instant of every operator of the original step."""
+        """Instant of every recorded operator; for one of forward, that of its first run."""
         starting: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joining: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
@@ -161,7 +163,7 @@ class _Order:
         return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """Return the instant right after the operator before ``op`` in the original order; the end for ``None``."""
+        """Return the instant after operator ``op`` - 1, where what dies at ``op`` ends; ``None`` means the last one."""
         return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
@@ -170,19 +172,21 @@ class _Order:
 
 
 class _Ledger:
-    """Bytes at every instant, entered as differences."""
+    """The bytes alive at every instant; each list has an entry for every instant."""
 
     def __init__(self, length: int) -> None:
         self.change = [0] * (length + 1)
+        """Bytes alive at an instant, less those at the instant before."""
         self.extra = [0] * (length + 1)
+        """Bytes alive only during an instant: workspace, and temporary copies."""
         self.behind = [0] * (length + 1)
-        """Bytes alive for a moment right after an operator, when those that it alone needed are gone."""
+        """Bytes alive only right after an instant, once those freed at the next are gone."""
         self._freed = [0] * (length + 1)
         self.made = [0] * (length + 1)
         """Bytes that the operator of an instant makes."""
 
     def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
-        """Enter ``nbytes`` alive from ``start`` to before ``end``; unless ``is_made``, they are there before."""
+        """Enter ``nbytes`` alive from ``start`` to before ``end``; ``is_made``: made by the operator of ``start``."""
         if end > start:
             self.change[start] += nbytes
             self.made[start] += nbytes if is_made else 0
@@ -190,7 +194,7 @@ class _Ledger:
             self._freed[end] += nbytes
 
     def highest(self, before: int) -> tuple[int, int]:
-        """Return the most bytes and their instant; ``before`` are alive when the step begins."""
+        """Return the most bytes and their instant; ``before`` bytes are alive when the step begins."""
         alive, best, at = before, -1, 0
         for instant in range(len(self.change) - 1):
             alive += self.change[instant]
@@ -202,7 +206,7 @@ class _Ledger:
 
 
 class _Lives:
-    """Answers until when storages are held, and by what, in a step under a plan."""
+    """Finds, in a step under a plan, until which instant each storage is held, and by what."""
 
     def __init__(
         self, original: Original, blocks: Sequence[ReplayedSegment], inner: list[ReplayedSegment | None], order: _Order
@@ -223,16 +227,17 @@ class _Lives:
         return savers
 
     def forward_end(self, storage: StorageTrace, block: ReplayedSegment | None) -> int:
+        """Return until when the model's own code holds ``storage``, in the run of ``block`` or in the first forward."""
         if block is None:
             return self._order.after(storage.died if storage.freed is None else storage.freed)
         freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
         return self._order.at(block, freed)
 
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """Return when autograd releases ``storage``: backward comes last to the first of ``savers``.
+        """Return when autograd releases ``storage``: after the backward of the first of ``savers``, which comes last.
 
-        If ``first`` is also the first saver in the original step, and only autograd kept the storage alive there, it is
-        released at the operator where it died in the original step: nothing but autograd holds a recomputed storage.
+        The recording knows that instant exactly where the first saver is the original's, too, and only autograd kept
+        the storage alive.  Elsewhere it is taken to be the end of the backward of the module around the saver.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
@@ -240,7 +245,7 @@ class _Lives:
         return self._order.after(self._original.backward_end[first])
 
     def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
-        """Yield the segments right inside ``block`` that hold storage ``index`` as their input, unpacked."""
+        """Yield the segments directly inside ``block`` that hold storage ``index`` as their input, unpacked."""
         for held in self._by_input.get(index, ()):
             if held.parent is block and index not in held.packed and storage.born < held.call.start:
                 yield held
@@ -252,22 +257,22 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> int:
-        """Return until when the first runs of segments within ``block`` hold ``storage``, which they save or pass on.
+        """Return until when segments within ``block`` hold ``storage`` in their first runs; 0 if none does.
 
-        They do so until they end (see :class:`memopt_cli.runtime.held.Held`), or up to the norm at which their pass
-        ends.
+        A segment holds a storage that autograd would save, or that an inner segment takes as input, until that run ends
+        (:class:`memopt_cli.runtime.held.Held`); in passes over chunks, until the norm at which the pass ends.
         """
         around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
-        last = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
-        last |= {run: None for run in around if run is not None}
-        within = ((run, norm) for run, norm in last.items() if block in _self_and_enclosing(run.parent))
+        last_norms = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
+        last_norms |= {run: None for run in around if run is not None}
+        within = ((run, norm) for run, norm in last_norms.items() if block in _self_and_enclosing(run.parent))
         ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in within)
         return max(ends, default=0)
 
     def held_until(self, index: int, block: ReplayedSegment) -> int:
-        """Return when ``block`` releases its input ``index``: when backward has used all that was saved within.
+        """Return when ``block`` releases its input ``index``: when backward has used all that autograd saved inside.
 
-        A segment within another releases it at the end of its recomputation where nothing in it was saved of the input.
+        A segment inside another releases an input that autograd did not save when its recomputation ends.
         """
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
@@ -278,35 +283,40 @@ class _Lives:
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
     ) -> bool:
+        """Return whether ``storage``, made in ``block``, is used after it, or saved by an operator outside."""
         outlives = storage.freed is None or storage.freed > block.call.end
         return outlives or any(block not in _self_and_enclosing(saver) for saver in savers)
 
 
 class _Passes:
-    """Bytes held by chunks that gather batch statistics, in the backward of their passes."""
+    """Bytes that segments hold in backward because their chunks share batch statistics.
+
+    Such a segment goes over its chunks once for each batch norm, up to that norm (a *pass*), before the run that
+    computes its output.  Backward goes through the passes from the last to the first.
+    """
 
     def __init__(self, original: Original, order: _Order) -> None:
         self._original, self._trace, self._order = original, original.trace, order
 
     def linked_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes of the gradient, of a norm's input, that a pass over all chunks hands to the one before."""
+        """Return the most bytes, over all chunks, of a norm's input gradient, which a pass hands to the pass before."""
         made = (self._trace.ops[norm].makes for norm in block.norms)
         return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
 
     def add_links(self, block: ReplayedSegment, ledger: _Ledger) -> None:
-        """Enter each norm's input and its gradient by the statistics, where the backward of its pass begins.
+        """Enter a chunk of each norm's input, and of the gradient through its statistics, where backward enters a pass.
 
-        The storage that the operator of this instant makes does not exist yet at that moment.
+        At that moment the operator of the instant has not run, so the bytes that it makes are subtracted.
         """
         storages = self._trace.storages
         for norm in block.norms:
             instant = self._order.after(self._original.backward_end[norm])
             if instant < block.joined:
-                given = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
-                ledger.extra[instant] = max(ledger.extra[instant], 2 * given - ledger.made[instant])
+                input_bytes = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
+                ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes made in backward by all chunks that an earlier pass uses, as with a residual connection."""
+        """Return the bytes that backward makes in all chunks for an earlier pass, as a residual connection needs."""
         most, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]
@@ -316,9 +326,9 @@ class _Passes:
         return most
 
     def statistics_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes that the first pass, last in backward, holds beside the gradients of all chunks.
+        """Return the bytes that the first pass holds in backward beside the gradients of all chunks.
 
-        They are the gradient, by the statistics, of the longest chunk of a norm's input.
+        They are the gradient through the statistics, for the longest chunk of a norm's input.
         """
         if not block.segment.batch_statistics:
             return 0
@@ -327,10 +337,10 @@ class _Passes:
         return max((_share_of(self._trace.storages[index], block) for index in made), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
-        """Return the bytes that the derivative of ``norm`` takes in chunks that get the statistics of all.
+        """Return the bytes that the derivative of ``norm`` needs more where chunks share batch statistics.
 
-        The derivative by the scale is then a sum over the product of input and gradient, which is as large as the
-        input's gradient; the kernel of a whole batch makes no such product.
+        The gradient of the scale is then the sum of input times gradient, a product as large as the input; the fused
+        kernel of a whole batch makes no such tensor.
         """
         if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
             return 0
@@ -338,7 +348,7 @@ class _Passes:
 
 
 class _Parcels:
-    """The parcels in which tensors are sent away in a step under a plan."""
+    """The parcels in which a plan sends tensors to another place, such as host memory."""
 
     def __init__(
         self,
@@ -348,29 +358,30 @@ class _Parcels:
         order: _Order,
         outside: bool,
     ) -> None:
-        """Make those of the ``blocks`` that send what they store; ``outside``: and those of saves outside of them."""
+        """Make a parcel for each of ``blocks`` that sends its inputs; ``outside``: also for saves outside of blocks."""
         self._original, self._order = original, order
         self.of: dict[ReplayedSegment, SentParcel] = {}
         """Segment -> its parcel."""
         self.holding: dict[int, SentParcel] = {}
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
-        """Input of the step -> its bytes; it is copied as well, although the caller holds it."""
-        stored: list[tuple[int, int, int, SentParcel]] = []  # by operator; instant that asks for it, storage, parcel
+        """Input of the step -> its bytes.  It is copied, too, which frees nothing here, as the caller holds it."""
+        # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
+        stored: list[tuple[int, int, int, SentParcel]] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
-                self.of[block] = SentParcel(complete=order.after(block.call.end), asked=block.offset)
+                self.of[block] = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
                 raw = (index for index in block.call.inputs if index not in block.packed)
                 stored += [(block.call.start, block.offset, index, self.of[block]) for index in raw]
         groups = list(self._groups(inner)) if outside else []
         stored += [entry for group in groups for entry in group]
-        for _, asked, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+        for _, needed, index, parcel in sorted(stored, key=lambda entry: entry[0]):
             storage = original.trace.storages[index]
             if storage.kind == "inputs" and storage.nbytes >= LEAST_SENT_BYTES:
                 self.copied[index] = storage.nbytes
             elif storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
                 first = self.holding.setdefault(index, parcel)
-                first.asked = min(first.asked, asked)
+                first.needed_at = min(first.needed_at, needed)
         follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
@@ -381,30 +392,29 @@ class _Parcels:
             group = saves[start : start + SAVES_OF_A_PARCEL]
             following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
             complete = self._order.place[following if following is not None else group[-1][0]]
-            parcel = SentParcel(complete=complete, asked=NEVER)
-            yield [(op, self._asked(index, op), index, parcel) for op, index in group]
+            parcel = SentParcel(complete_at=complete, needed_at=NEVER)
+            yield [(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
-    def _asked(self, index: int, saver: int) -> int:
+    def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
         reader = self._original.first_read_back.get(index)
-        return (
-            self._order.after(self._original.backward_end[saver]) - 1 if reader is None else self._order.place[reader]
-        )
+        end = self._order.after(self._original.backward_end[saver]) - 1
+        return end if reader is None else self._order.place[reader]
 
 
 class Replay:
-    """One replay: enters the lives of all storages in a ledger, and finds the peak."""
+    """The replay of one plan: enters when every storage is alive in a ledger, and finds the peak."""
 
     def __init__(
         self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool, *, sends_outside: bool = False
     ) -> None:
         self.blocks = blocks
-        self.packed_away: list[int] = []
-        """Bytes to be packed of every storage that is packed outside of segments."""
-        self.looked_at = 0
-        """Times that packing looks at a tensor outside of segments and leaves it as it is."""
+        self.packed_outside: list[int] = []
+        """For every storage packed outside of segments, the bytes that packing takes time for."""
+        self.left_unpacked = 0
+        """Times that packing inspects a tensor outside of segments and does not pack it."""
         self.sent: list[SentTensor] = []
-        """Tensors that are sent away and given up."""
+        """Tensors that are sent to another place and freed here meanwhile."""
         self._packed = packed
         self._sends_outside = sends_outside
         self._original = original
@@ -421,14 +431,14 @@ class Replay:
         sends = sends_outside or any(block.segment.place != "device" for block in blocks)
         self._parcels = _Parcels(original, blocks, self._inner, self._order, sends_outside) if sends else None
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
-        """Bytes that are sent away, those of tensors that are not given up among them."""
+        """Bytes sent to another place, including those of tensors that stay here as well."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, once :meth:`peak` is known; ``None`` where pieces are joined."""
+        """Operator that runs at every instant, set by :meth:`peak`; ``None`` where chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
         for index, storage in enumerate(self._trace.storages):
-            if storage.born < 0:
+            if storage.born < 0:  # counted in held_before from the start
                 if storage.died is not None:
                     self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
             elif self._original.is_forward[storage.born]:
@@ -450,43 +460,48 @@ class Replay:
         inner = self._inner[storage.born]
         around = _self_and_enclosing(inner)
         savers = self._lives.savers_in(index)
-        keeps = inner is not None and storage.born in inner.kept
+        is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.holding.get(index) if self._parcels else None
-        start, last, here = self._order.at(None, storage.born), self._order.end_of(inner) if inner else 0, 0
+        kept_until, held_until = self._order.end_of(inner) if inner else 0, 0
         for depth, block in enumerate(around):
             if block is not None and storage.born >= block.stop:
-                continue
+                continue  # its recomputation ends before it would make the storage
             end, sent_end = self._until(index, storage, savers, block)
-            if keeps:
-                last, here = max(last, end, sent_end), end  # block is None in the last round
+            if is_kept:  # made once, for the longest of these lives; the last round is that of the first forward
+                kept_until, held_until = max(kept_until, end, sent_end), end
                 continue
-            inside = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
-            within = inside[0] if inside else block
-            begin, nbytes = self._order.at(block, storage.born), _share_of(storage, within)
-            saved = self._begin_of_pass(block, savers.get(block, ()))
+            # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
+            confining = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
+            begin = self._order.at(block, storage.born)
+            nbytes = _share_of(storage, confining[0] if confining else block)
+            pass_begin = self._begin_of_pass(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
-            elif begin < saved < end:
+            elif begin < pass_begin < end:  # freed after forward, made again by the pass that saves it
                 self._ledger.live(begin, self._lives.forward_end(storage, block), nbytes)
-                self._ledger.live(saved, end, nbytes, is_made=False)
+                self._ledger.live(pass_begin, end, nbytes, is_made=False)
             else:
                 self._ledger.live(begin, end, nbytes)
-        if keeps:
-            own = self._parcels.of.get(inner) if self._parcels and inner else None
-            if own is not None and storage.nbytes >= LEAST_SENT_BYTES:
-                self._add_sent(own, start, here, last, storage.nbytes)
+        if is_kept:
+            start = self._order.at(None, storage.born)
+            own_parcel = self._parcels.of.get(inner) if self._parcels and inner else None
+            if own_parcel is not None and storage.nbytes >= LEAST_SENT_BYTES:
+                self._add_sent(own_parcel, start, held_until, kept_until, storage.nbytes)
             else:
-                self._ledger.live(start, last, storage.nbytes)
+                self._ledger.live(start, kept_until, storage.nbytes)
 
-    def _add_sent(self, parcel: SentParcel, begin: int, here: int, end: int, nbytes: int) -> None:
-        """Enter a tensor of ``parcel``: stored at ``begin``, held by others until ``here``, needed until ``end``."""
+    def _add_sent(self, parcel: SentParcel, begin: int, held_until: int, end: int, nbytes: int) -> None:
+        """Enter a tensor of ``parcel`` that is made at ``begin`` and last needed before ``end``.
+
+        The model itself holds it until ``held_until``.  If that is after the fetch, sending the tensor frees nothing.
+        """
         self.sent_bytes += nbytes
-        gone = None if parcel.gone is None else max(parcel.gone, here)
-        if gone is None or gone >= parcel.fetched:
+        gone = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
+        if gone is None or gone >= parcel.fetch_at:
             self._ledger.live(begin, end, nbytes)
             return
         self._ledger.live(begin, gone, nbytes)
-        self._ledger.live(parcel.fetched, end, nbytes, is_made=False)
+        self._ledger.live(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
     def _until(
@@ -496,7 +511,7 @@ class Replay:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> tuple[int, int]:
-        """Return until when ``storage``, made in ``block``, is held here, and until when a copy elsewhere is needed."""
+        """Return two ends of ``storage``, made in ``block``: of its life here, and of its sent copy (0 without one)."""
         end, sent_end = self._lives.forward_end(storage, block), 0
         parcels = self._parcels if block is None and self._parcels and index in self._parcels.holding else None
         if savers.get(block) and block is None and self._packs(storage):
@@ -505,10 +520,10 @@ class Replay:
             released = self._lives.release(storage, savers[block])
             end, sent_end = (end, released) if parcels and self._sends_outside else (max(end, released), 0)
             if block is None and storage.nbytes >= LEAST_PACKED_BYTES:
-                self.looked_at += self._packed * len(savers[None])
+                self.left_unpacked += self._packed * len(savers[None])
         end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
         for held in self._lives.holders(index, storage, block):
-            # The part of the graph that outlives the step keeps the recomputation's input.
+            # The state of a recurrent segment refers to its graph after the step, and the graph to the segment's input.
             until = self._order.length if held.keeps_graph else self._lives.held_until(index, held)
             if parcels and held in parcels.of:
                 sent_end = max(sent_end, until)
@@ -519,7 +534,7 @@ class Replay:
     def _begin_of_pass(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
         """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``block`` has no passes.
 
-        It is linked to the norm behind them, so it runs again when backward has come through that norm.
+        The pass ends at the norm after them, so it runs again once backward has gone through that norm.
         """
         norm = block.norm_behind(max(savers)) if block is not None and savers else None
         return 0 if norm is None else self._order.after(self._original.backward_end[norm])
@@ -528,36 +543,37 @@ class Replay:
         return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
-        """Enter ``storage`` packed, from the first operator that saves it on, and whole where backward uses it."""
-        self.packed_away.append(storage.packing_cost_bytes)
+        """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
+        self.packed_outside.append(storage.packing_cost_bytes)
         start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
         self._ledger.live(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:
             self._ledger.extra[end - 1] += storage.nbytes
 
     def _backward_life(self, storage: StorageTrace) -> None:
+        """Enter ``storage``, made in backward or later; within chunks, one chunk's share of it is alive at a time."""
         block = self._inner[storage.born]
         start, shares = self._order.place[storage.born], 1.0
         if block is not None and storage.kind == "gradients":
             self._add_pieces_of_gradient(block, storage)
         elif block is not None:
             around = [b for b in block.self_and_enclosing if b is not None]
-            left = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
-            outer = left[-1].parent if left else block
+            outlived = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
+            outer = outlived[-1].parent if outlived else block
             shares = outer.shares if outer else 1.0
-            chunked = [b for b in left if b.segment.chunks > 1]
-            if chunked:  # until the pieces are joined, there are only pieces: see :meth:`_add_chunks`
-                whole = chunked[-1].joined
-                self._ledger.live(start, whole, int(storage.nbytes / block.shares))
-                start = whole
+            chunked = [b for b in outlived if b.segment.chunks > 1]
+            if chunked:  # the whole exists from the concatenation on; before, there are chunks: see _add_chunks
+                joined = chunked[-1].joined
+                self._ledger.live(start, joined, int(storage.nbytes / block.shares))
+                start = joined
         self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
 
     def _add_pieces_of_gradient(self, block: ReplayedSegment, storage: StorageTrace) -> None:
         """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
 
-        The gradient of a matrix product is a transposed view, to which autograd does not add in place, so the first sum
-        takes one more tensor, after the tensors of the node are gone.  Later chunks add to that sum in place, so it
-        does not count where the longest chunk is one of those.
+        ``aten::mm`` gives the gradient of a weight as a transposed view, to which autograd does not add in place: the
+        sum of the first two chunks is a third tensor, made after the node's other tensors are gone.  Later chunks add
+        in place, so the third tensor does not count where one of these is the longest.
         """
         chunked = [b for b in block.self_and_enclosing if b is not None and b.segment.chunks > 1]
         if chunked:
@@ -568,17 +584,17 @@ class Replay:
             for op in range(storage.born, end):
                 self._ledger.extra[self._order.place[op]] += storage.nbytes
             if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
-                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes
+                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes  # a chunk's own, and the new sum
 
     def _end_of_node(self, gradient: StorageTrace) -> int:
-        """Return the operator behind those that make the gradients of the same module as ``gradient``, in a row."""
+        """Return the first operator after ``gradient`` that makes no gradient of the same module."""
         makers, end = self._original.makers, gradient.born + 1
         while end < len(self._trace.ops) and makers.get(end, gradient.module) == gradient.module:
             end += 1
         return end
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """Enter the packed inputs of ``block``, from its start on, and the unpacked ones beside them while needed."""
+        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk beside them."""
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
@@ -591,10 +607,10 @@ class Replay:
             self._ledger.live(block.offset, end, nbytes // block.segment.chunks)
 
     def _add_chunks(self, block: ReplayedSegment) -> None:
-        """Enter bytes of chunks beyond their share: states, and the pieces of the output and of the input's gradient.
+        """Enter the bytes that chunks of ``block`` hold together: states, chunks of the output and of input gradients.
 
-        The pieces and the whole are alive together where they are joined.  Backward uses up the states while it makes
-        the pieces of the gradient, so that only the larger of both counts.
+        Chunks and the whole are alive together while they are concatenated.  Backward frees a state for each chunk of
+        the gradient that it makes, so only the larger of both sums counts.
         """
         storages = self._trace.storages
         share = int(block.parent.shares) if block.parent else 1
@@ -612,8 +628,9 @@ class Replay:
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         handed_on = self._handed_on(block)
+        # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches those, the states that
+        # they start from are alive, and the gradient of one state.
         longest = block.length % segment.chunks or segment.chunks
-        # Longest chunks come first.  When backward reaches them, the states before them are alive, and one's gradient.
         between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
         pieces = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
         pieces -= pieces // segment.chunks
@@ -621,7 +638,7 @@ class Replay:
         self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
 
     def _handed_on(self, block: ReplayedSegment) -> int:
-        """Return the bytes that a chunk hands to the next as arguments: outputs that are not cut, as LSTM states."""
+        """Return the bytes that a chunk passes to the next as arguments: outputs that are not cut, as LSTM states."""
         storages, call = self._trace.storages, block.call
         made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
         return sum(storage.nbytes for storage in made if storage.born >= call.start)
@@ -658,7 +675,7 @@ _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
 def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
-    """Return the bytes of ``storage`` in the longest chunk of ``block``."""
+    """Return the bytes of ``storage`` in the longest chunk of ``block``; all of them for ``None``."""
     if block is None:
         return storage.nbytes
     lengths = {around.length for around in block.self_and_enclosing if around is not None and around.segment.chunks > 1}
@@ -672,9 +689,9 @@ def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment 
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
-    """Return, for every operator of forward, where the backward of the innermost module around it ends.
+    """Return, for every operator of forward, the operator at which the backward of the innermost module around it ends.
 
-    Operators between the models of a user's own step are in no module: for them, where the next backward ends.
+    Operators between the models of a user's own step are in no module; for them it is the end of the next backward.
     """
     ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
     for op in reversed(range(len(trace.ops))):

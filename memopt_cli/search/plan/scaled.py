@@ -1,4 +1,4 @@
-"""A recorded step at other batch sizes, on the line through the records of two of them."""
+"""A recorded step at other batch sizes, interpolated linearly between recordings at two of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from memopt_cli.search.plan.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledStep:
-    """One step, recorded at two batch sizes by the same operators: see :func:`scaled`."""
+    """One step, recorded at two batch sizes with the same operators; :func:`scaled` makes it."""
 
     small: StepTrace
     large: StepTrace
 
     @property
     def timed(self) -> StepTrace:
-        """The larger of the records whose operators were timed; the larger one if none was."""
+        """The record with timed operators, the larger of two such; the larger record if neither was timed."""
         timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
         return next(timed, self.large)
 
     def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
-        """Return the step at ``batch`` samples: bytes, flops and shapes lie on the line through the two records.
+        """Return the step at ``batch`` samples: its bytes, flops and shapes lie on the line through the two records.
 
         Operators take ``pace`` times as long as in :attr:`timed`; those of the update, whose time does not depend on
         the batch, ``update_pace`` times.
@@ -55,7 +55,7 @@ def _shape(step: StepTrace) -> tuple[object, ...]:
 
 
 def _on_the_line(small: Any, large: Any, share: float) -> Any:
-    """Put numbers that differ on the line through both, at least 0; take all other values from ``large``."""
+    """Interpolate numbers, ``share`` of the way from ``small`` to ``large``; take all else from ``large``."""
     if small == large:
         return large
     if is_dataclass(large) and not isinstance(large, type):
@@ -70,7 +70,7 @@ def _on_the_line(small: Any, large: Any, share: float) -> Any:
 
 
 def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
-    """Return ``storage``, unpacked if two codecs held it in the two records."""
+    """Return ``storage``, without a codec if those of the two records differ."""
     if small.compressor == large.compressor:
         return storage
     return replace(storage, compressor="null", packed_bytes=storage.nbytes)

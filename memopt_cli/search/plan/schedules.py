@@ -1,8 +1,8 @@
-"""Schedules of a block (what of it is recomputed), and the best of them.
+"""Schedules: the possible choices of segments in a block of the model, how they combine, and which are worth keeping.
 
-A schedule has three numbers, (kept, peak, added time): the bytes that the block keeps from its forward to its backward,
-the most bytes at any instant of its forward and backward, kept ones included, and the time that recomputation adds.
-They combine by two rules:
+The dynamic programming of ``search.py`` works on these.  A schedule has three numbers, (kept, peak, added time): the
+bytes that the block keeps from its forward to its backward; the most bytes at any instant of its forward and backward,
+kept ones included; and the time that recomputation adds.  They combine by two rules:
 
 - ``a``, then ``b``, whose backward runs first:  (a.kept + b.kept, max(a.peak, a.kept + b.peak), a.time + b.time);
 - a segment whose inside runs by schedule ``s``:  (input, s.peak, forward + s.time), since it stores its input.
@@ -11,14 +11,14 @@ Take two layers, each of which keeps 4 bytes, has a peak of 6 and runs for 1 s. 
 input of 2 bytes::
 
     a               (4,  6, 0 s)       [a]             (2,  6, 1 s)
-    a    then b     (8, 10, 0 s)         8 = 4 + 4, 10 = max(6, 4 + 6): b is at its highest on top of what a keeps
-    [a]  then b     (6,  8, 1 s)         8 = max(6, 2 + 6): beneath b's peak lies only a's input
-    a    then [b]   (6, 10, 1 s)         never better than the line above, and dropped
+    a    then b     (8, 10, 0 s)         8 = 4 + 4, 10 = max(6, 4 + 6): b reaches its peak while a keeps 4
+    [a]  then b     (6,  8, 1 s)         8 = max(6, 2 + 6): during b's peak, only a's input is kept
+    a    then [b]   (6, 10, 1 s)         dropped: the schedule above is as small and has a lower peak
     [a]  then [b]   (4,  8, 2 s)
-    [a   then b]    (2, 10, 2 s)         a and b run again together: the peak is theirs as before, the rest is small
+    [a   then b]    (2, 10, 2 s)         a and b run again together: they reach the same peak, but keep only 2
 
-Alone, ``[a then b]`` saves nothing.  Followed by a block ``c`` with a peak of 20, it makes that 2 + 20 instead of 8 +
-20.
+By itself, ``[a then b]`` saves nothing.  Before a block ``c`` with a peak of 20, it does: the peak of the three is then
+2 + 20 instead of 8 + 20.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.search.plan.interface import is_within
 
 MOST_SCHEDULES = 400
-"""Schedules kept while the blocks of the step are gone through."""
+"""Most schedules kept of the blocks from the first of the step up to the present one."""
 MOST_INNER_SCHEDULES = 32
-"""Schedules kept of a block that is solved by itself."""
+"""Most schedules kept of a single block."""
 
 
 Spent = tuple[int, ...]
-"""Amounts of what :class:`Limits` bounds, in the order of its fields; empty where none is used."""
+"""Counts of what :class:`Limits` bounds, in the order of its fields; empty if all are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class Limits:
     segments: int | None = None
     """Most segments that lie in no other."""
     splits: int | None = None
-    """Most segments with others in them, or with a split of their own."""
+    """Most segments that contain others or whose module splits itself (``__spatial_split__``)."""
     cuts: int | None = None
-    """Most multiplications of a number of chunks by the factor, added up over all segments."""
+    """Most multiplications of chunk numbers by the chunk factor, over all segments: 8 chunks by factor 2 are three."""
 
     @property
     def hold(self) -> bool:
@@ -65,12 +65,12 @@ class Limits:
         return all(bound is None or amount <= bound for amount, bound in zip(spent, bounds, strict=False))
 
     def admit_plan(self, plan: Plan, factor: int) -> bool:
-        """Return whether ``plan`` is within every bound; chunks are multiplied by ``factor``."""
+        """Return whether ``plan`` is within every bound; ``factor`` multiplies numbers of chunks."""
         return self.admit(spent_by(plan.segments, factor))
 
 
 def spent_by(segments: Sequence[SegmentPlan], factor: int) -> Spent:
-    """Count in ``segments`` what :class:`Limits` bounds; heads that run through their losses are free."""
+    """Count in ``segments`` what :class:`Limits` bounds; heads that run through their losses do not count."""
     own = [s for s in segments if not s.through_loss]
     inner = {s.path for s in own if any(_lies_in(s, other) for other in own)}
     split = [s for s in own if s.spatial_split or any(_lies_in(other, s) for other in own)]
@@ -87,7 +87,7 @@ def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
 
 
 def together(spent: Spent, other: Spent) -> Spent:
-    """Add up what two schedules spend."""
+    """Add the counts of two schedules."""
     return tuple(map(operator.add, spent, other)) if spent and other else spent or other
 
 
@@ -95,23 +95,29 @@ def together(spent: Spent, other: Spent) -> Spent:
 class Schedule:
     """One schedule of a block, with its segments: a tree whose parts are shared with other schedules.
 
-    It is never changed once made.  Not frozen, since that triples the time to make one, and a search makes millions.
+    Treat it as immutable.  It is not frozen, since a frozen dataclass takes three times as long to construct, and a
+    search constructs millions.
     """
 
     kept_bytes: int = 0
+    """Bytes kept from the block's forward to its backward."""
     peak_bytes: int = 0
+    """Most bytes at any instant of the block's forward and backward, kept ones included."""
     added_s: float = 0.0
+    """Seconds that recomputation adds."""
     held_bytes: int = 0
-    """Bytes that the segment around it keeps so that they are not computed again."""
+    """Bytes of outputs that the segment around the block keeps instead of computing them again."""
     segment: SegmentPlan | None = None
+    """Segment that the schedule puts on the block; ``None`` for no segment."""
     parts: tuple[Schedule, ...] = ()
+    """Schedules that it is made of, in the order of execution."""
     moved: tuple[str, str] | None = None
-    """``(old, new)`` if the schedule was solved for an equal block: paths in ``parts`` begin with ``old``, to be read
-    as ``new``.  ``None`` if it was solved for this block."""
+    """``(old, new)`` if the schedule was solved for an equal block: paths in ``parts`` begin with ``old``, which stands
+    for ``new``.  ``None`` if it was solved for this block."""
     has_segments: bool = False
-    """Whether it is a segment, or contains one."""
+    """Whether the schedule is a segment, or contains one."""
     spent: Spent = ()
-    """Amounts that :class:`Limits` bounds."""
+    """Counts of what :class:`Limits` bounds."""
 
     def then(self, other: Schedule) -> Schedule:
         """Return this schedule followed by ``other``, of the next block."""
@@ -129,7 +135,7 @@ class Schedule:
         )
 
     def moved_to(self, moved: tuple[str, str], more_bytes: int) -> Schedule:
-        """Return this schedule for an equal block, whose peak is ``more_bytes`` higher; see :attr:`moved`."""
+        """Return this schedule for an equal block at another path (:attr:`moved`), its peak ``more_bytes`` higher."""
         return Schedule(
             self.kept_bytes,
             self.peak_bytes + more_bytes,
@@ -143,7 +149,7 @@ class Schedule:
         )
 
     def finished(self) -> Schedule:
-        """Return this schedule as blocks see it that follow its backward: nothing is kept any longer."""
+        """Return this schedule for blocks that begin after its backward has ended, so that it keeps nothing."""
         return Schedule(0, self.peak_bytes, self.added_s, 0, None, (self,), None, self.has_segments, self.spent)
 
     def segments(self) -> Iterator[SegmentPlan]:
@@ -158,7 +164,7 @@ class Schedule:
 
 
 _Pair = tuple[int, float, Schedule, Schedule]
-"""Bytes kept and seconds added by two schedules in turn, and these."""
+"""Two schedules, one after the other: the bytes that they keep, the seconds that they add, the first and the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +173,14 @@ class Bounds:
 
     budget_bytes: int
     added_s: float
-    """Seconds that it may add; no part of such a schedule subtracts any."""
+    """Most seconds that it may add.  No block of a step adds less than 0, so a part over the bound can be dropped."""
     limits: Limits
 
 
 def followed(before: Sequence[Schedule], own: Sequence[Schedule], bounds: Bounds) -> list[Schedule]:
-    """Return the best pairs within ``bounds`` of a schedule of ``before`` and one of ``own`` that follows.
+    """Return the best schedules within ``bounds`` that put one of ``own`` after one of ``before``.
 
-    They are those that :func:`thinned` would keep of all pairs.  Most pairs are dropped before a schedule is made of
-    them.
+    They are those that :func:`thinned` would keep of all pairs, found without making a :class:`Schedule` of each pair.
     """
     budget_bytes, most_s, limits = bounds.budget_bytes, bounds.added_s, bounds.limits
     pairs = [
@@ -193,6 +198,7 @@ def followed(before: Sequence[Schedule], own: Sequence[Schedule], bounds: Bounds
 
 
 def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
+    """Return the Pareto set of ``pairs`` by kept bytes and time; peaks do not compete, as all are within the budget."""
     pairs.sort(key=operator.itemgetter(0))
     best: list[_Pair] = []
     for pair in pairs:
@@ -201,7 +207,7 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
                 best.pop()
             best.append(pair)
     if len(best) > MOST_SCHEDULES:
-        best.reverse()  # the fastest first
+        best.reverse()  # the fastest first, which _sampled prefers
         peaks = [max(schedule.peak_bytes, schedule.kept_bytes + after.peak_bytes) for _, _, schedule, after in best]
         lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
         chosen = _sampled([kept for kept, *_ in best], [0] * len(best), lowest, MOST_SCHEDULES)
@@ -212,8 +218,8 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
 def thinned(schedules: Sequence[Schedule], most: int, indifferent_bytes: int = 0) -> list[Schedule]:
     """Return the Pareto set of ``schedules``, at most ``most``; peaks up to ``indifferent_bytes`` are equally good.
 
-    Schedules compete with those that hold and spend the same.  Where more than ``most`` are left, a grid is laid over
-    kept bytes and peaks, and the fastest schedule of every cell stays, besides the one with the lowest peak.
+    A schedule competes only with those of the same held bytes and counts.  If more than ``most`` remain, a grid is laid
+    over kept bytes and peaks, and the fastest schedule of every cell stays, and the one with the lowest peak.
     """
     groups: dict[tuple[int, Spent], list[Schedule]] = defaultdict(list)
     for schedule in schedules:
@@ -230,7 +236,8 @@ def thinned(schedules: Sequence[Schedule], most: int, indifferent_bytes: int = 0
 def _sampled(kept: Sequence[int], peaks: Sequence[int], lowest: int, most: int) -> list[int]:
     """Choose at most ``most`` indices of ``kept`` and ``peaks``: the first in every cell of a grid, and ``lowest``.
 
-    Each side of the grid has ``most`` steps at first, and a fifth fewer until few enough cells are occupied.
+    Each side of the grid is divided in ``most`` steps at first, then in a fifth fewer until few enough cells are
+    occupied.
     """
     kept, peaks = _from_least(kept), _from_least(peaks)
     steps = most
@@ -251,10 +258,12 @@ def _from_least(numbers: Sequence[int]) -> list[int]:
 
 
 def _pareto(schedules: Sequence[Schedule], indifferent_bytes: int) -> Iterator[Schedule]:
-    """Yield the schedules that no other beats or equals in all of kept, peak and time."""
-    peaks: list[int] = []  # of the schedules yielded so far, none of which keeps more: peaks rise as times fall
+    """Yield those of ``schedules`` that no other beats or equals in all of kept, peak and time."""
+    # Schedules come by rising kept bytes, so one already yielded never keeps more: only peak and time are compared.  Of
+    # those yielded, these lists have the ones that none of the others beats in both: peaks rise, and times fall.
+    peaks: list[int] = []
     times: list[float] = []
-    for schedule in sorted(schedules, key=lambda w: (w.kept_bytes, max(indifferent_bytes, w.peak_bytes), w.added_s)):
+    for schedule in sorted(schedules, key=lambda s: (s.kept_bytes, max(indifferent_bytes, s.peak_bytes), s.added_s)):
         peak = max(indifferent_bytes, schedule.peak_bytes)
         place = bisect.bisect_right(peaks, peak)
         if place and times[place - 1] <= schedule.added_s:
@@ -269,6 +278,7 @@ def _pareto(schedules: Sequence[Schedule], indifferent_bytes: int) -> Iterator[S
 
 
 def _moved(path: str, moves: Sequence[tuple[str, str]]) -> str:
+    """Return ``path`` after each of ``moves``, innermost first: the beginning ``old`` of a path becomes ``new``."""
     for old, new in moves:
         if path == old or path.startswith(f"{old}."):
             path = new + path[len(old) :]

@@ -1,14 +1,14 @@
-"""The fastest plan within a budget, by dynamic programming over the tree of blocks.
+"""The solver: finds the fastest plan within a budget, by dynamic programming over the tree of blocks.
 
 ``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules by which they combine;
-``segment_schedules.py`` makes the segments that a block may be.
+``segment_schedules.py`` makes the segments that may be put on a block.
 
-Every rule is monotonic in each number, so a schedule that another beats in all three is part of no best plan.  What is
-left of a block is a Pareto set, built from those of its children: as in Herrmann et al., "Optimal checkpointing for
-heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
+Every rule is monotonic in each number, so a schedule that another beats in all three is part of no best plan.  A block
+therefore only needs its Pareto set, which is built from the sets of its children: as in Herrmann et al., "Optimal
+checkpointing for heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
-A segment may also keep the outputs of some costly calls, which are then not run again.  The schedules of its inside
-have a fourth number for this, the bytes so held, which add to what the segment keeps.
+A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of it have a
+fourth number for this, the bytes of these outputs, which are added to what the segment keeps.
 
 Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned, which may lose the best plan
 but never gives one that exceeds the budget.
@@ -27,42 +27,43 @@ from memopt_cli.search.plan.schedules import MOST_INNER_SCHEDULES, MOST_SCHEDULE
 from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
 
 _PRECISION = 1000
-"""A least peak is found to one part in so many."""
+"""Reciprocal of the relative error allowed to a least peak: it is found to one part in a thousand."""
 _GALLOP = 16
-"""The first step of a descent, in multiples of the precision."""
+"""First step down in the search for a least peak, in multiples of the allowed error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Modules called several times that are segments, decided before blocks are gone through, and answers so far."""
+    """One decision on which repeatedly called modules are segments, in all their calls; and its answers so far."""
 
     segmented: frozenset[str]
-    """Paths of modules that are called several times and are segments in every call."""
+    """Paths of the repeatedly called modules that get a segment."""
     kinds: Mapping[Block, int]
-    """Block -> a number, the same for equal blocks with equal permissions for all paths in them."""
+    """Block -> its kind: a number shared by equal blocks whose parts have equal permissions."""
     counts: Counter[int]
-    """Kind -> how many blocks there are of it."""
+    """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget that was asked for -> the fastest schedule within it, and the least time that one is known to add."""
+    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
+    such schedule adds."""
 
     def least_added_s(self, budget_bytes: int) -> float:
-        """Return a lower bound on the time that a schedule within ``budget_bytes`` adds: that of larger budgets."""
+        """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds, by larger budgets."""
         return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
 
     def known(self, budget_bytes: int) -> Schedule | None:
-        """Return the fastest schedule within ``budget_bytes`` if it is a larger budget's answer; else ``None``."""
+        """Return the answer for a larger budget, or this one, if it fits ``budget_bytes``; else ``None``."""
         larger = (schedule for budget, (schedule, _) in self.answers.items() if budget >= budget_bytes)
-        return next(
-            (schedule for schedule in larger if schedule is not None and schedule.peak_bytes <= budget_bytes), None
-        )
+        return next((s for s in larger if s is not None and s.peak_bytes <= budget_bytes), None)
 
 
 @dataclass(slots=True)
 class SolvedBlocks:
-    """Schedules of blocks by themselves, which solvers of the same step share."""
+    """Cache of the schedules of single blocks, shared by the solvers of one step."""
 
     schedules: dict[tuple[Means, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
+    """Permissions, kind and context -> the block that was solved, and its Pareto set."""
     segments: dict[tuple[Means, Block, int, bool], list[Schedule]] = field(default_factory=dict)
+    """Permissions, block, kind and whether it lies in a segment -> its schedules with a segment on it."""
 
 
 class _Candidates:
@@ -76,9 +77,9 @@ class _Candidates:
         self._repeated = set() if root.is_round else repeated(root)
 
     def choices(self) -> list[_Choice]:
-        """List the decisions on modules that are called several times.
+        """List the decisions to try on modules that are called several times.
 
-        None of them is a segment; or one of the outermost ones is; or all of the outermost ones are.
+        They are: no segments; one on a single outermost module (eight tries, as each is a search); one on each of them.
         """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
@@ -100,7 +101,8 @@ class _Candidates:
         return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
 
     def _is_target(self, block: Block) -> bool:
-        may_help = bool(block.path) or "" in self._allowed.chunks  # a recomputation of all at once saves nothing
+        # A segment on the whole model recomputes all of it at once, which saves nothing unless it runs in chunks.
+        may_help = bool(block.path) or "" in self._allowed.chunks
         return may_help and not block.refusal and self._allowed.targets(block.path)
 
 
@@ -116,8 +118,8 @@ class Solver:
     ) -> None:
         """Solve the step of ``root`` under the permissions in ``allowed``.
 
-        ``tick`` is called for every block; an exception from it ends the search.  ``solved`` has the schedules that
-        other solvers found for blocks, and takes those of this one.
+        ``tick`` is called for every block; an exception from it ends the search.  ``solved`` is the cache of blocks
+        that this solver shares with others.
         """
         self._root = root
         self._tick = tick
@@ -132,15 +134,15 @@ class Solver:
     def fastest(self, budget_bytes: int) -> Schedule | None:
         """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""
         best: Schedule | None = None
-        for choice in self._choices:
-            less = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
-            best = self._fastest(choice, budget_bytes, less) or best
+        for choice in self._choices:  # each must be faster than the best so far
+            most_added_s = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
+            best = self._fastest(choice, budget_bytes, most_added_s) or best
         return best
 
     def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
-        """Return the least budget that a schedule which adds at most ``most_added_s`` fits, to a part in a thousand.
+        """Return the least peak of the schedules that add at most ``most_added_s``, to a part in a thousand.
 
-        ``None`` if none fits ``high``.
+        ``None`` if no schedule stays within ``high`` bytes.
         """
         least: int | None = None
         for choice in self._choices:
@@ -150,8 +152,8 @@ class Solver:
 
     def schedules(self, most_added_s: float) -> Iterator[Schedule]:
         """Yield the schedules found so far that add at most ``most_added_s``."""
-        found = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
-        return (schedule for schedule in found if schedule is not None and schedule.added_s <= most_added_s)
+        schedules = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
+        return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= most_added_s)
 
     def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
         """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
@@ -179,23 +181,27 @@ class Solver:
         if schedule is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
             self._chosen = choice
             bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
-            # A segment counts once, however often it is called.
+            # Count the segments on repeatedly called modules here, once each, and not at every call.
             spent = (len(choice.segmented), 0, 0) if bounds.limits.hold and choice.segmented else ()
-            found = self._through([Schedule(spent=spent)], self._root, bounds)
-            schedule = min(found, key=lambda schedule: schedule.added_s, default=None)
+            schedules = self._through([Schedule(spent=spent)], self._root, bounds)
+            schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
             least_s = math.nextafter(most_added_s, math.inf) if schedule is None else schedule.added_s
             choice.answers[budget_bytes] = schedule, least_s
         return schedule if schedule is not None and schedule.added_s <= most_added_s else None
 
     def _through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
-        """Return the schedules of ``before`` continued through ``block``; peaks within the budget are equally good."""
+        """Return the schedules of ``before`` continued through ``block``; all peaks within the budget are equally good.
+
+        ``before`` are schedules of the step up to ``block``.  A block with parts is not solved by itself but part by
+        part, so that schedules over the budget are dropped as early as possible.
+        """
         self._tick()
         if self._stands_alone(block):
             return followed(before, self._schedules(block, self._outside), bounds)
         plain, run = before, list[Schedule]()
         for child in block.children:
             schedules = self._schedules(child, self._outside) if self._stands_alone(child) else []
-            if len(schedules) == 1:  # such blocks in a row become one, before it follows all the schedules so far
+            if len(schedules) == 1:  # join such blocks first, so that many schedules are continued once, not each time
                 run = [run[0].then(schedules[0])] if run else schedules
                 continue
             plain = followed(plain, run, bounds) if run else plain
@@ -205,13 +211,13 @@ class Solver:
         return thinned([*plain, *segments], MOST_SCHEDULES, bounds.budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
-        """Return whether ``block`` is solved by itself: it has no parts, has equals, or keeps nothing in the end."""
+        """Return whether ``block`` is solved by itself: if it has no parts, has equals, or is a round."""
         if block.is_round:
             return block is not self._root
         return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
 
     def _schedules(self, block: Block, around: Context) -> list[Schedule]:
-        """Return the Pareto set of ``block`` by itself, solved for the first block of its kind."""
+        """Return the Pareto set of ``block`` in the context ``around``; equal blocks are solved once."""
         around = around.of(block)
         key = self._allowed.means, self._chosen.kinds[block], around
         if key not in self._solved.schedules:
@@ -219,9 +225,10 @@ class Solver:
         solved, schedules = self._solved.schedules[key]
         if solved is block:
             return schedules
-        more = block.resident_bytes - solved.resident_bytes  # gradients made before its backward
+        # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
+        more_bytes = block.resident_bytes - solved.resident_bytes
         moved = (solved.path, block.path)
-        return [schedule.moved_to(moved, more) for schedule in schedules]
+        return [schedule.moved_to(moved, more_bytes) for schedule in schedules]
 
     def _solve(self, block: Block, around: Context) -> list[Schedule]:
         self._tick()
@@ -250,6 +257,7 @@ class Solver:
         return schedules
 
     def _as_segment(self, block: Block, around: Context) -> list[Schedule]:
+        """Return the schedules of ``block`` with a segment on it; none if it may have no segment there."""
         may_be = self._candidates.may_be_segment(block, self._chosen.segmented)
         if not may_be or (around.recomputed and not self._allowed.nested):
             return []
@@ -261,10 +269,12 @@ class Solver:
         return self._solved.segments[key]
 
     def _keeping(self, block: Block, kept: frozenset[int], around: Context) -> Iterator[Schedule]:
+        """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
         counts = not around.recomputed and block.path not in self._chosen.segmented
         for inside in self._inside(block, Context(recomputed=True, kept=kept)):
             yield from self._segments.around(block, inside, kept, around, counts=counts)
 
 
 def _step(peak_bytes: int) -> int:
+    """Return the bytes by which two peaks near ``peak_bytes`` must differ for the search to tell them apart."""
     return max(1, peak_bytes // _PRECISION)

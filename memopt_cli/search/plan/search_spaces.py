@@ -1,4 +1,8 @@
-"""Search spaces of the levels: what plans may do to the recorded step, or to one with heads through their losses."""
+"""Search spaces: a recorded step with the permissions of a level, and the answers of modules that were tried in chunks.
+
+There is one for the recorded step.  Where a head that runs through its loss (``loss_heads.py``) lowers the peak, there
+is a second one, for a step that was recorded with such heads; levels with chunks then search in that.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,16 @@ from memopt_cli.search.plan.targets import asked_for
 WORTH_LOWERING = 0.02
 """Share by which a peak must be below another to count as lower."""
 _WORTH_ASKING = 0.05
-"""Share of the original step time that chunks must promise to save before modules are asked for them, where a plan fits
-without any."""
+"""Share of the original step time that chunks must promise to save before modules are tried in chunks, where a plan
+without chunks fits already."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """A recorded step, the plans proposed for it, and the answers on chunks so far.
+    """A recorded step, the plans proposed for it, and the modules' answers on chunks so far.
 
-    Asking takes a real step of a module, so modules are asked only where the level allows chunks and they could change
-    the answer by enough.
+    To ask a module whether it can run in chunks takes a real step of it.  So modules are asked only where the level
+    allows chunks, and chunks could change the plan by enough.
     """
 
     proposals: Proposals
@@ -40,7 +44,7 @@ class SearchSpace:
 
     @property
     def may_cut(self) -> bool:
-        """Whether the level and the limits leave room for chunks."""
+        """Whether the level and the limits allow more chunks."""
         return self.proposals.allowed.may_cut
 
     def learn(self, plan: Plan) -> bool:
@@ -48,34 +52,34 @@ class SearchSpace:
         return self.may_cut and self.questions.learn(plan)
 
     def hopeful(self) -> Mapping[str, tuple[ChunkRule, int]]:
-        """Return the modules that can run in chunks, those that may yet be asked assumed to be able to."""
+        """Return the modules that can run in chunks, and those that were not asked yet but may be."""
         may_ask = self.may_cut and self.questions.may_ask
         return self.questions.hopeful() if may_ask else self.proposals.allowed.chunks
 
     def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
-        """Return a plan with chunks that is clearly below ``to_beat`` bytes; ``None`` if there is none.
+        """Return the smallest plan with chunks whose slowdown is at most ``most_slowdown``.
 
-        It has the lowest peak of those that are at most ``most_slowdown`` slow.  Asking a module takes longer than
-        solving, so modules that were not asked yet are first assumed to run in chunks.  Those that the resulting plan
-        runs in chunks are then asked; if one refuses, the search is solved again without it.
+        ``None`` if its peak is not clearly below ``to_beat`` bytes.  Asking a module takes longer than solving, so
+        modules that were not asked yet are first assumed to run in chunks.  Those that the resulting plan runs in
+        chunks are then asked; if one refuses, the search is solved again without it.
         """
         proposals, questions = self.proposals, self.questions
         while self.may_cut:
             solvers = proposals.supposing(self.hopeful(), proposals.solvers.packings)
-            hope = solvers.least(to_beat, most_slowdown)
-            if hope is None or proposals.peak_of(hope) >= (1 - WORTH_LOWERING) * to_beat:
+            hoped_for = solvers.least(to_beat, most_slowdown)
+            if hoped_for is None or proposals.peak_of(hoped_for) >= (1 - WORTH_LOWERING) * to_beat:
                 break
-            asked = questions.questions
-            if questions.confirm(hope):
-                return hope
-            if questions.questions == asked:
+            asked_before = questions.questions
+            if questions.confirm(hoped_for):
+                return hoped_for
+            if questions.questions == asked_before:  # nothing was learned: the same plan would come again
                 break
         return None
 
     def may_give_a_faster(self, best: Priced | None, target: int) -> bool:
         """Return whether chunks could give a plan within ``target`` bytes that is clearly faster than ``best``.
 
-        ``best`` is ``None`` where no plan is within the budget so far: then any is.
+        ``best`` is ``None`` where no plan fits so far; any plan would then be better.
         """
         if not self.may_cut or not self.questions.may_ask:
             return False
@@ -89,11 +93,7 @@ class SearchSpace:
 
 
 class SearchSpaces:
-    """The search spaces of all levels, of which there are one or two.
-
-    One is for the recorded step.  From the level of chunks on, a step recorded with heads through their losses takes
-    its place, where these lower the peak.
-    """
+    """The search spaces of all levels: one or two, as the module's docstring says."""
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
@@ -105,9 +105,9 @@ class SearchSpaces:
         self._headed: SearchSpace | None = None
         self.limits = self._bounds()
         self._forbidden: set[str] = set()
-        """Paths of modules that make a step fail as segments."""
+        """Paths of modules with which a step fails if they are segments."""
         self._entered: dict[SearchSpace, tuple[int, int]] = {}
-        """Search space -> the level whose permissions it has, and how many modules were forbidden then."""
+        """Search space -> the level whose permissions it has, and the number of forbidden modules when it got them."""
 
     @property
     def highest(self) -> SearchSpace:
@@ -124,11 +124,11 @@ class SearchSpaces:
         return space
 
     def of(self, plan: Plan) -> SearchSpace:
-        """Return the search space that ``plan`` belongs to, by its heads."""
+        """Return the search space that ``plan`` belongs to: with heads through their losses, or without."""
         return self.highest if heads_of(plan) else self.plain
 
     def forbid(self, path: str, space: SearchSpace, level: int) -> None:
-        """Rule out segments on the module at ``path``."""
+        """Rule out segments on the module at ``path`` from now on, and update ``space``, which is at ``level``."""
         self._forbidden.add(path)
         self._allow(space, level)
 
@@ -145,7 +145,7 @@ class SearchSpaces:
         return SearchSpace(proposals, questions, Improvements(proposals, questions))
 
     def _allow(self, space: SearchSpace, level: int) -> None:
-        """Give ``space`` the permissions of ``level``, unless it has them: what it solved with them stays known."""
+        """Give ``space`` the permissions of ``level``, unless it has them already."""
         entered = level, len(self._forbidden)
         if self._entered.get(space) == entered:
             return
@@ -159,39 +159,39 @@ class SearchSpaces:
         self._entered[space] = entered
 
     def _with_heads(self) -> Iterator[SearchSpace]:
-        """Yield search spaces of steps recorded with the heads that lower the peak, of which the first is used.
+        """Yield search spaces of steps recorded with heads through their losses, best first; the caller uses one.
 
-        First the heads that lower it from the smallest plan so far, as heads change nothing while another part of the
-        step is at the peak; then those that lower it from the original.
+        First come the heads that lower the peak of the smallest plan so far: in the original, another part of the step
+        may be at the peak, which heads cannot lower.  Then come those that lower the peak of the original.
         """
-        starts = {found.plan: found for found in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
+        starts = {priced.plan: priced for priced in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            found = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
-            if heads := heads_of(found):
+            headed = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
+            if heads := heads_of(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
-                    yield self._headed_by(found, trace)
-                self._dry_runs.count(found, self.plain.proposals)
+                    yield self._headed_by(headed, trace)
+                self._dry_runs.count(headed, self.plain.proposals)
 
     def _peak_of(self, plan: Plan) -> float:
-        """Count the peak of ``plan``, infinite if it fails; its time is known when it is recorded with its heads."""
+        """Count the peak of ``plan`` by a dry run; infinite if the run fails."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, found: Plan, trace: StepTrace) -> SearchSpace:
+    def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = timed_like(trace, self._trace)
-        proposals = Proposals(trace, self._tick, heads=heads_of(found), slowdown=slowdown)
-        for plan in (found, Plan(segments=proposals.heads)):
+        proposals = Proposals(trace, self._tick, heads=heads_of(headed), slowdown=slowdown)
+        for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
 
     def _bounds(self) -> Limits:
         """Return the limits that the options set.
 
-        ``gc_target_budget_ratio`` is a share of the modules asked for by name, or else of the segments that level 1
-        without limits would choose.
+        ``gc_target_budget_ratio`` is a share of the modules that the user named, or, if none were named, of the
+        segments that level 1 would choose without limits.
         """
         options = self._options
         limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)

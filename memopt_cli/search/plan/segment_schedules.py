@@ -1,4 +1,4 @@
-"""Segments that a plan may put on a block, each as a schedule: its bytes and its time."""
+"""Segments that a plan may put on a block (whole or in chunks, packed or not), each priced as a schedule."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class Allowed:
     """Permissions of a search: what a plan may do."""
 
     targets: Callable[[str], bool] = lambda path: True
-    """Says of a path whether its module may be a segment."""
+    """Returns whether the module at a path may be a segment."""
     chunkable: Callable[[str], bool] = lambda path: True
-    """Says of a path whether its module may be asked to run in chunks."""
+    """Returns whether the module at a path may be tried in chunks."""
     nested: bool = True
     """Whether segments may lie in other segments."""
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
-    """Path -> how that module may run in chunks, and the length of the axis."""
+    """Path -> how that module may run in chunks, and the length of the axis that is cut."""
     may_cut: bool = True
-    """Whether more modules may be asked to run in chunks."""
+    """Whether more modules may be tried in chunks."""
     chunk_factor: int = 2
+    """Factor between numbers of chunks: 2, 4, 8 …"""
     packed: bool = False
     """Whether tensors that autograd saves outside of segments are packed."""
     keep: bool = True
@@ -40,23 +41,23 @@ class Allowed:
 
     @property
     def means(self) -> Means:
-        """Permissions that decide about the schedules of a block, beside its kind and its context."""
+        """Permissions that apply to all blocks alike; the others are part of a block's kind or context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Circumstances in which a block runs."""
+    """Segments and packing around a block, on which its schedules depend."""
 
     packed: bool = False
-    """Whether it lies in no segment, and what autograd saves is packed."""
+    """Whether the block lies in no segment, and tensors that autograd saves there are packed."""
     recomputed: bool = False
-    """Whether it lies in a segment."""
+    """Whether the block lies in a segment."""
     kept: frozenset[int] = frozenset()
     """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
     def of(self, block: Block) -> Context:
-        """Return the context of ``block``, a part of this one."""
+        """Return this context as it applies to ``block``: without kept calls that are not in it."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 
@@ -67,9 +68,9 @@ class Segments:
         self._allowed = allowed
 
     def keeps(self, block: Block, around: Context) -> list[frozenset[int]]:
-        """List the sets of costly calls that ``block`` may keep as a segment.
+        """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
-        An inner segment keeps none: the outer one would run them again all the same.
+        An inner segment keeps none: the recomputation of the outer one would run those calls again all the same.
         """
         may_keep = self._allowed.keep and not around.recomputed
         return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
@@ -77,9 +78,10 @@ class Segments:
     def around(
         self, block: Block, inside: Schedule, kept: frozenset[int], around: Context, *, counts: bool
     ) -> Iterator[Schedule]:
-        """Yield the segments around ``inside``, a schedule of its parts: as a whole, and in chunks.
+        """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
-        ``counts`` says whether the segment counts towards :attr:`Limits.segments`.
+        ``kept`` are the costly calls whose outputs the segment keeps, ``around`` is the context of the block, and
+        ``counts`` tells whether the segment counts towards :attr:`Limits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
@@ -94,19 +96,21 @@ class Segments:
                 # passes over the chunks would keep outputs of its own.
                 continue
             packed = segment.compressor != "null"
-            beside = block.packed_input_bytes if packed else 0  # beside the input itself, unpacked again for backward
-            stored = inside.held_bytes + (beside if packed else block.input_bytes)
+            # During backward the packed input exists beside the unpacked one.
+            packed_bytes = block.packed_input_bytes if packed else 0
+            stored = inside.held_bytes + (packed_bytes if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)
             spent = self._spent(segment, inside, counts=counts)
             if not self._allowed.limits.admit(spent):
                 continue
-            highest = peak + beside if segment.chunks == 1 else stored + self._peak_in_chunks(block, segment, peak)
-            again_s = block.rerun.seconds + block.rerun.overhead_s(segment)
-            added = again_s + inside.added_s + (block.packing_s if packed else 0.0)
+            is_whole = segment.chunks == 1
+            highest = peak + packed_bytes if is_whole else stored + self._peak_in_chunks(block, segment, peak)
+            rerun_s = block.rerun.seconds + block.rerun.overhead_s(segment)
+            added_s = rerun_s + inside.added_s + (block.packing_s if packed else 0.0)
             yield Schedule(
                 stored + states,
                 max(stored + states, highest),
-                added,
+                added_s,
                 segment=segment,
                 parts=(inside,),
                 has_segments=True,
@@ -120,6 +124,7 @@ class Segments:
         return together(own, inside.spent) if any(own) else inside.spent
 
     def _in_chunks(self, block: Block, plain: SegmentPlan, around: Context) -> Iterator[SegmentPlan]:
+        """Yield the segment ``plain`` on ``block`` in every number of chunks worth a try; none if it may not be cut."""
         if block.path not in self._allowed.chunks:
             return
         rule, length = self._allowed.chunks[block.path]
@@ -130,11 +135,14 @@ class Segments:
                 yield replace(segment, recompute_states=True)
 
     def _peak_in_chunks(self, block: Block, segment: SegmentPlan, peak_bytes: int) -> int:
-        """Return the peak of ``block`` in chunks, without its input; as a whole it has ``peak_bytes``.
+        """Return the peak of ``block`` cut as in ``segment``, without its stored input; uncut it is ``peak_bytes``.
 
-        Its output and the gradient of that are whole throughout.  Backward uses up the states of the chunks while it
-        makes the pieces of the input's gradient; at its end the pieces and the gradient joined of them are alive
-        together, as the pieces of the output and the output are at the end of forward.
+        The output and its gradient are never cut.  The peak is the largest of three, in the order of the sum below:
+
+        - during backward: one chunk's share, and either the states or the chunks of the input's gradient, as backward
+          frees the states while it makes those;
+        - at the end of backward: the chunks of the input's gradient, and the whole that they are concatenated to;
+        - at the end of forward: the chunks of the output, and the whole output.
         """
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         _, length = self._allowed.chunks[block.path]

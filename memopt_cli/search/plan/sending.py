@@ -1,11 +1,11 @@
-"""Tensors that wait elsewhere, in a replayed step: until when they are here, and how long the step waits for copies.
+"""Predictions for plans that send tensors to host memory or a file: when each is freed, and how long copies delay.
 
-The order is that of :mod:`memopt_cli.runtime.places.schedule`.  What a segment stores is a parcel, and so are four
-saves outside of segments.  A parcel is given up when the next one is complete, and fetched when backward asks for the
-next one::
+The order is that of :mod:`memopt_cli.runtime.places.schedule`.  Tensors are sent in parcels: one for each segment, with
+what it stores, and one for every four saves outside of segments.  A parcel is freed here (*given up*) once the next one
+is complete, and its fetch begins when backward needs the next one::
 
-    forward     1 complete      2 complete: 1 is given up      3 complete: 2 is given up
-    backward    3 is asked for  2 is fetched                   2 is asked for: 1 is fetched
+    forward     1 complete      2 complete: 1 is given up                 3 complete: 2 is given up
+    backward                    3 is needed: the fetch of 2 begins        2 is needed: the fetch of 1 begins
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ LEAST_SENT_BYTES: Final = 1 << 16
 SAVES_OF_A_PARCEL: Final = 4
 """Saves outside of segments that make a parcel."""
 LINK_BYTES_PER_S: Final = 1e9
-"""Assumed rate of a place where it was not measured."""
+"""Assumed rate of copies to and from a place, in bytes a second, where it was not measured."""
 NEVER: Final = sys.maxsize
-"""Instant at which backward asks for a parcel that is empty."""
+"""Instant at which backward needs an empty parcel."""
 SEND_S: Final = 0.3e-3
-"""Seconds that it takes to hand a tensor to a place and to get it back, however small it is."""
+"""Least seconds to send a tensor and to get it back, however small it is."""
 
 
 @dataclass(slots=True, eq=False)
 class SentParcel:
     """Tensors that are sent together; times are instants of a replayed step."""
 
-    complete: int
-    """Instant at which all of it is stored."""
-    asked: int
-    """Instant at which backward needs it."""
-    gone: int | None = None
-    """Instant at which it is given up; ``None`` for the last one, which stays."""
-    fetched: int = 0
-    """Instant at which its fetch begins."""
+    complete_at: int
+    """Instant at which the last tensor of the parcel is stored."""
+    needed_at: int
+    """Instant at which backward needs the parcel."""
+    given_up_at: int | None = None
+    """Instant at which the parcel is given up; ``None`` for the last one, which stays."""
+    fetch_at: int = 0
+    """Instant at which the fetch of the parcel begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +55,34 @@ class SentTensor:
 
 
 def follow_each_other(parcels: Sequence[SentParcel]) -> None:
-    """Set when each of ``parcels`` is given up, and when it is fetched, by the next one."""
-    gone, asked_next = None, NEVER
-    for parcel in sorted(parcels, key=lambda parcel: parcel.complete, reverse=True):
-        parcel.gone, parcel.fetched = gone, min(asked_next, parcel.asked)
-        gone, asked_next = parcel.complete, asked_next if parcel.asked == NEVER else parcel.asked
+    """Set when each of ``parcels`` is given up and fetched: when the next one is complete, and needed."""
+    next_complete, next_needed = None, NEVER
+    for parcel in sorted(parcels, key=lambda parcel: parcel.complete_at, reverse=True):
+        parcel.given_up_at, parcel.fetch_at = next_complete, min(next_needed, parcel.needed_at)
+        next_complete, next_needed = parcel.complete_at, next_needed if parcel.needed_at == NEVER else parcel.needed_at
 
 
 def waits_s(
     tensors: Sequence[SentTensor], elapsed: Sequence[float], out_bytes_per_s: float, in_bytes_per_s: float
 ) -> float:
-    """Return the seconds that a step waits for copies of ``tensors``, which go one after another each way.
+    """Return the seconds that a step waits for copies of ``tensors``, which go one after another in each direction.
 
-    ``elapsed``: seconds before each instant of the step, without waits.  A copy that has not ended when its parcel is
-    given up makes the step wait, and so does one back that has not ended when backward asks for the parcel; whatever
-    comes later is delayed by that.
+    ``elapsed`` has the seconds before each instant of the step, without waits.  The step waits for copies out that have
+    not ended when their parcel is given up, and for copies in that have not ended when backward needs the parcel.  Each
+    wait delays all that follows.
     """
     sizes: dict[SentParcel, int] = {}
     for tensor in tensors:
         sizes[tensor.parcel] = sizes.get(tensor.parcel, 0) + tensor.nbytes
-    # At one instant, a parcel is given up before the next copy out begins; a copy back begins before a wait for one.
+    # Instant, kind, parcel, bytes.  The kinds are in the order in which events of one instant happen: 0 give up (wait
+    # for the copy out), 1 begin a copy out, 2 begin a copy in, 3 use (wait for the copy in).
     events: list[tuple[int, int, SentParcel, int]] = [(t.stored, 1, t.parcel, t.nbytes) for t in tensors]
     for parcel, nbytes in sizes.items():
-        assert parcel.gone is not None, "it is given up"
-        events += [(parcel.gone, 0, parcel, 0), (parcel.fetched, 2, parcel, nbytes), (parcel.asked, 3, parcel, 0)]
+        assert parcel.given_up_at is not None, "the last parcel, which stays, has no sent tensors"
+        given_up, fetch = (parcel.given_up_at, 0, parcel, 0), (parcel.fetch_at, 2, parcel, nbytes)
+        events += [given_up, fetch, (parcel.needed_at, 3, parcel, 0)]
     delay_s = 0.0
-    free_s = {True: 0.0, False: 0.0}  # when each way is free: out, in
+    free_s = {True: 0.0, False: 0.0}  # when the link is free, for copies out (True) and in (False)
     done_s: dict[tuple[SentParcel, bool], float] = {}
     for instant, kind, parcel, nbytes in sorted(events, key=lambda event: event[:2]):
         now_s, is_out = elapsed[instant] + delay_s, kind < 2
@@ -93,7 +95,7 @@ def waits_s(
 
 
 def variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
-    """Yield ``plan`` with what it stores sent to ``place``: what segments store, what is saved outside, and both."""
+    """Yield ``plan`` with tensors sent to ``place``: the inputs of segments, saves outside of segments, and both."""
     segments = tuple(_sent(segment, plan, place) for segment in plan.segments)
     if segments != plan.segments:
         yield replace(plan, segments=segments)
@@ -104,7 +106,7 @@ def variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
 
 
 def fewer_sent(plan: Plan) -> Iterator[Plan]:
-    """Yield ``plan`` with what one segment stores, or what is saved outside of segments, kept here."""
+    """Yield ``plan`` with the inputs of one segment, or the saves outside of segments, kept on the device."""
     for at, segment in enumerate(plan.segments):
         if segment.place != "device":
             segments = (*plan.segments[:at], replace(segment, place="device"), *plan.segments[at + 1 :])
@@ -114,6 +116,7 @@ def fewer_sent(plan: Plan) -> Iterator[Plan]:
 
 
 def _sent(segment: SegmentPlan, plan: Plan, place: PlaceName) -> SegmentPlan:
+    """Return ``segment`` of ``plan`` with its inputs sent to ``place``, or unchanged if it cannot send them."""
     is_inner = any(is_within(segment.path, other.path) for other in plan.segments if other is not segment)
     if is_inner or segment.chunks > 1 or segment.through_loss or segment.spatial_split:
         return segment

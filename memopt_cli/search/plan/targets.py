@@ -1,4 +1,4 @@
-"""Modules that may become segments, as the user names them: by class, by path or by object."""
+"""The modules that the user named as segments, by class, path or object; and notes on those that cannot be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
 
 
 def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
-    """Return the outermost modules that ``options`` name; ``None`` where memopt may choose any."""
+    """Return the outermost modules that ``options`` name; ``None`` if they name none, so that memopt may choose any."""
     if options.targets:
         return matching_targets(modules, options.targets)
     if options.modules is not None:
@@ -39,24 +39,24 @@ def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[Mo
 
 
 def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
-    """Describe the choice that ``plan`` makes among the candidates, and why modules asked for cannot be candidates."""
+    """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
     asked = asked_for(modules, options)
     candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
     segments = outermost([by_path[segment.path] for segment in plan.segments])
-    found = chosen(candidates, segments, options, by_goal=by_goal)
-    return replace(found, asked=tuple(asked or ()), refused=refused(modules, options))
+    selection = chosen(candidates, segments, options, by_goal=by_goal)
+    return replace(selection, asked=tuple(asked or ()), refused=refused(modules, options))
 
 
 def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
-    """Return path -> why the module, asked for by path, cannot be a candidate; those that can are left out."""
+    """Return path -> why the module there, which the user named, cannot be a candidate; others are left out."""
     known = {m.path: m.refusal for m in modules}
     reasons = {path: known.get(path, _NEVER_CALLED) for path in options.modules or ()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
 def left_out(refusals: Mapping[str, str]) -> list[str]:
-    """Write a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
+    """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
     named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
     return [f"Not candidates: {format_some(named)}."] if named else []
 
@@ -64,10 +64,7 @@ def left_out(refusals: Mapping[str, str]) -> list[str]:
 def without_segment(
     classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
 ) -> list[str]:
-    """Write a note for each of ``classes``, with the paths of its modules, where none became a segment.
-
-    ``dropped``: the plan that would be applied but for its reason.
-    """
+    """Return a note for each of ``classes`` of which no module became a segment, by name and paths of its modules."""
     return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
 
 
@@ -99,8 +96,8 @@ def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> 
         matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
         usable = [m for m in matches if not m.refusal]
         if not usable:
-            said = _no_match(modules, target, matches)
-            raise PlanError(said, hint="Name a class or a path glob: `--target Bottleneck`.")
+            message = _no_match(modules, target, matches)
+            raise PlanError(message, hint="Name a class or a path glob: `--target Bottleneck`.")
         chosen += [m for m in usable if m not in chosen]
     return outermost(chosen)
 

@@ -1,1 +1,1 @@
-"""A model spread over many ranks: of a real group, or of one in which this process is the only rank that there is."""
+"""A model spread over many ranks: those of a real process group, or one rank of a fake group in this process."""

@@ -1,4 +1,8 @@
-"""Agreement among the ranks of a real group: on results, and on whether any rank failed."""
+"""Exchange among the ranks of a real group, so that all have the same results, and all stop if one fails.
+
+A rank that raises while others wait in a collective would leave them waiting until the time limit.  So each job ends
+with an exchange of results or errors (:meth:`Ranks.each`).
+"""
 
 from __future__ import annotations
 
@@ -25,27 +29,27 @@ from memopt_cli.records import to_data
 from memopt_cli.runtime.private_torch import is_of_lost_rank
 from memopt_cli.training.step import is_out_of_memory
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Ranks:
-    """The ranks of a group.  All of its methods but :meth:`alone` are collectives, which every rank must call."""
+    """The ranks of a group.  All methods but :meth:`alone` are collectives, which every rank must call."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank: int = dist.get_rank(group)
         self.count: int = dist.get_world_size(group)
 
-    def each(self, do: Callable[[], Found]) -> Found:
-        """Call ``do`` on all ranks, and return its result here; ``do`` itself must not wait for other ranks.
+    def each(self, do: Callable[[], Result]) -> Result:
+        """Call ``do`` on all ranks, and return this rank's result; ``do`` itself must not wait for other ranks.
 
         If it fails on any rank, all ranks raise.  The first rank that failed raises its own exception; the others raise
         a :class:`MemoptError` of the same class, or a :class:`MeasurementError` for an exception of another kind.
         """
         error: BaseException | None = None
         try:
-            found = do()
-        except BaseException as err:  # also an interrupt: the other ranks would wait for this one
+            result = do()
+        except BaseException as err:  # also Ctrl-C: the other ranks would wait for this one
             error = err
         failures = {rank: sent for rank, sent in enumerate(self._gathered(_as_sent(error))) if sent is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
@@ -54,13 +58,14 @@ class Ranks:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
             raise failure if alike else _named(failure, first, self.count)
-        return found
+        return result
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Name this rank in errors of the block, in which it waits for others; they only notice that it is gone.
+        """Name this rank in errors of the block, in which ranks wait for each other and so cannot exchange errors.
 
-        An error becomes a :class:`MemoptError` that says which rank it was; an out-of-memory error stays as it is.
+        Any error becomes a :class:`MemoptError` that names the rank, except an out-of-memory error.  Other ranks only
+        notice that this one is gone.
         """
         try:
             yield
@@ -73,18 +78,18 @@ class Ranks:
                 raise
             raise _named(StepError(first_line(err)), self.rank, self.count) from err
 
-    def all(self, do: Callable[[], Found]) -> list[Found]:
-        """Return the results of ``do`` on all ranks, which must be picklable.  Raises as :meth:`each`."""
+    def all(self, do: Callable[[], Result]) -> list[Result]:
+        """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
         return self._gathered(self.each(do))
 
-    def _gathered(self, mine: Found) -> list[Found]:
+    def _gathered(self, mine: Result) -> list[Result]:
         results: list[Any] = [None] * self.count
         with reporting_lost_ranks():
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
-    def first(self, do: Callable[[], Found]) -> Found:
-        """Call ``do`` on the first rank alone, and return its result on all.  Raises as :meth:`each`."""
+    def first(self, do: Callable[[], Result]) -> Result:
+        """Call ``do`` on rank 0 alone, and return its result on all ranks.  Raises like :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def require_same(self, what: str, value: Any) -> str:
@@ -102,10 +107,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Ranks]:
-    """Yield the ranks of ``group``; ``None`` stands for all.
+    """Yield the ranks of ``group``, or all ranks for ``None``.
 
-    All ranks talk through a gloo group made for this, in which they wait for one another up to ``limit``.  A smaller
-    group is used itself, with the limit of its backend.
+    All ranks exchange through a gloo group made for this, whose collectives time out after ``limit``.  A smaller group
+    is used itself, with the time limit of its backend.
     """
     if group is not None and group is not dist.group.WORLD:
         yield Ranks(group)
@@ -121,7 +126,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 @contextlib.contextmanager
 def reporting_lost_ranks() -> Iterator[None]:
-    """Turn an error that a backend raises in the block because another rank is gone into a :class:`RankLostError`."""
+    """Raise a :class:`RankLostError` in place of a backend's error in the block that means that a rank is gone."""
     try:
         yield
     except Exception as error:
@@ -143,12 +148,12 @@ def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of ``value``, a record or plain values, that is the same in every process."""
+    """Return a digest of ``value``, a record or plain values; equal values have equal digests in all processes."""
     return hashlib.sha256(json.dumps(to_data(value), sort_keys=True).encode()).hexdigest()
 
 
 def _is_of_lost_rank(error: BaseException) -> bool:
-    """Return whether ``error``, or one that it follows from, says that a rank is gone."""
+    """Return whether ``error``, or an error that caused it, means that a rank is gone."""
     chain: BaseException | None = error
     while chain is not None:
         if is_of_lost_rank(chain):
@@ -158,7 +163,7 @@ def _is_of_lost_rank(error: BaseException) -> bool:
 
 
 def _as_sent(error: BaseException | None) -> MemoptError | None:
-    """Return ``error`` as the other ranks are sent it, since they may not have its class."""
+    """Return ``error`` as a :class:`MemoptError` for other ranks, which may not be able to unpickle its own class."""
     if error is None or isinstance(error, MemoptError):
         return error and type(error)(error.message, hint=error.hint)
     if isinstance(error, KeyboardInterrupt):

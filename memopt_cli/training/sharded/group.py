@@ -1,6 +1,6 @@
-"""Groups of ranks: a real one that a launcher started, or PyTorch's fake one in this process alone.
+"""Process groups: a real one, of ranks that a launcher started, or PyTorch's fake one in this process alone.
 
-The collectives of a fake group send nothing, and return their own inputs.
+With a fake group one process can predict one rank of many.  Its collectives send nothing, and return their own inputs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from memopt_cli.training.sharded.agreement import reporting_lost_ranks
 def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
     """Make this process ``rank`` of a fake group for the block, and yield the mesh of all ranks.
 
-    The mesh is on the CPU: tensors without data on another device cannot train on a machine that has none.
-    Raises :class:`UsageError` in a process that has a group of its own, and :class:`StepError` without
-    ``torch.distributed``.
+    The mesh is on the CPU, since a machine without a GPU cannot train on tensors of a GPU, even without data.  Raises
+    :class:`UsageError` in a process that has a group of its own, and :class:`StepError` without ``torch.distributed``.
     """
     _require_distributed()
     if dist.is_initialized():
@@ -65,5 +64,5 @@ def _mesh(device_type: str, layout: Layout) -> DeviceMesh:
 def _require_distributed() -> None:
     if not dist.is_available():
         raise StepError(
-            "this PyTorch comes without torch.distributed", hint="Take one that has it: torch.__config__ says."
+            "this PyTorch comes without torch.distributed", hint="Install a PyTorch that was built with it."
         )

@@ -1,4 +1,4 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients, on a real rank."""
+"""The buckets in which ``DistributedDataParallel`` reduces gradients, which only a communication hook is given."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from memopt_cli.training.step import Step
 
 
 def buckets_seen(step: Step) -> tuple[Tensor, ...]:
-    """Return the buckets of all replicas in ``step``, which is taken once: only a communication hook is given them.
+    """Take ``step`` once, and return the buckets of all its DDP modules, which only a communication hook gets to see.
 
-    The hook stays, and reduces as DDP does without one.  Raises :class:`StepError` where there is another hook.
+    The hook stays on the modules, and reduces as DDP does without one.  Raises :class:`StepError` if a module has
+    another hook.
     """
     replicas = [part for part in step.model.modules() if isinstance(part, DistributedDataParallel)]
     found: list[Tensor] = []
@@ -29,10 +30,10 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
     for replica in replicas:
         try:
             replica.register_comm_hook(replica.process_group, reduce)
-        except RuntimeError as err:  # there may be another hook
+        except RuntimeError as err:  # PyTorch allows one hook only
             raise StepError(
                 f"DistributedDataParallel with a communication hook cannot be measured: {first_line(err)}",
-                hint="Measure it without.",
+                hint="Measure it without the hook.",
             ) from err
     if replicas:
         step.take()

@@ -1,10 +1,10 @@
-"""``DistributedDataParallel`` with a reducer in Python, since its own is C++ and reads data.
+"""``DistributedDataParallel`` on tensors without data: its reducer, which is C++ and reads data, rewritten in Python.
 
-Buckets hold a copy of every gradient throughout training; with ``gradient_as_bucket_view``, gradients are views of
-them. A bucket is filled as backward makes its gradients.  When it is full it is reduced, and the means are copied back.
-After the first step, buckets are made anew in the order of gradients seen in it.  The real reducer does so at the start
-of the second step, and has twice as many buckets for a moment, which is not counted.  All the rest is PyTorch's own
-Python.
+A dry run of one rank uses it; the rest of DDP is PyTorch's own Python.  The reducer's buckets hold a copy of every
+gradient throughout training; with ``gradient_as_bucket_view``, gradients are views of them.  A bucket is filled as
+backward makes its gradients; when it is full it is reduced, and the means are copied back.  After the first step the
+buckets are made anew, in the order in which gradients came.  The real reducer does so at the start of the second step,
+and for a moment has the old and the new buckets, which is not counted here.
 """
 
 from __future__ import annotations
@@ -28,45 +28,47 @@ from memopt_cli.runtime.leaves import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
-"""Arguments by which gradients are cast, or do not go through buckets of one size."""
+"""Arguments of DDP that are refused, as this reducer does not do what they ask for: casts, and other buckets."""
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
-"""Arguments that name a device of the user's script; here, tensors are on the CPU."""
+"""Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
 
 
 @contextlib.contextmanager
 def without_reducer() -> Iterator[list[Tensor]]:
-    """Give every ``DistributedDataParallel`` made in the block a :class:`Reducer`; yield the buckets of all of them.
+    """Give every ``DistributedDataParallel`` made in the block a :class:`Reducer`; yield a list of all their buckets.
 
     The list changes after the first step.  Raises :class:`StepError` for features that are not counted.
     """
-    buckets, made = list[Tensor](), list[list[Tensor]]()
+    buckets, noted = list[Tensor](), list[list[Tensor]]()
     signature = inspect.signature(DistributedDataParallel.__init__)
 
-    def making(plain: Any) -> Any:
-        def make(*given: Any, **named: Any) -> None:
-            arguments = signature.bind(*given, **named).arguments
+    # DDP's constructor calls the method that makes the C++ reducer; that is replaced, and notes the parameters.  Then
+    # the replaced constructor makes the reducer in Python from them.
+    def with_python_reducer(plain: Any) -> Any:
+        def construct(*args: Any, **kwargs: Any) -> None:
+            arguments = signature.bind(*args, **kwargs).arguments
             uncounted = next((name for name in _UNCOUNTED if arguments.get(name)), None)
             if uncounted is not None:
                 raise _not_predicted(uncounted)
-            is_static = bool(arguments.get("static_graph"))  # which changes nothing after the first step
+            is_static = bool(arguments.get("static_graph"))  # not passed on: after the first step it changes no memory
             finds_unused = bool(arguments.get("find_unused_parameters")) and not is_static
             plain(
                 **{name: value for name, value in arguments.items() if name not in _ELSEWHERE}
                 | {"static_graph": False, "find_unused_parameters": finds_unused, "init_sync": False}
             )
             wrapper = arguments["self"]
-            wrapper.reducer = wrapper.logger = _Handle(Reducer(wrapper, made.pop(), buckets, is_static=is_static))
+            wrapper.reducer = wrapper.logger = _Handle(Reducer(wrapper, noted.pop(), buckets, is_static=is_static))
 
-        return make
+        return construct
 
-    def reducing(_: object) -> Any:
-        def make(wrapper: object, parameters: list[Tensor], sparse: list[bool], *_: object) -> None:
+    def without_cpp_reducer(_: object) -> Any:
+        def note_parameters(wrapper: object, parameters: list[Tensor], sparse: list[bool], *_: object) -> None:
             if any(sparse):
                 raise _not_predicted("sparse gradients")
-            made.append(parameters)
+            noted.append(parameters)
 
-        return make
+        return note_parameters
 
     def refusing(name: str) -> Callable[[object], Any]:
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -75,8 +77,8 @@ def without_reducer() -> Iterator[list[Tensor]]:
         return lambda _: refuse
 
     with contextlib.ExitStack() as changed:
-        changed.enter_context(replaced(DistributedDataParallel, "__init__", making))
-        changed.enter_context(replaced(DistributedDataParallel, MAKES_REDUCER, reducing))
+        changed.enter_context(replaced(DistributedDataParallel, "__init__", with_python_reducer))
+        changed.enter_context(replaced(DistributedDataParallel, MAKES_REDUCER, without_cpp_reducer))
         for name in SETS_HOOKS:
             changed.enter_context(replaced(DistributedDataParallel, name, refusing(name)))
         yield buckets
@@ -90,7 +92,7 @@ def _not_predicted(what: str) -> StepError:
 
 
 class _Handle:
-    """A reference to a reducer that keeps its state: attributes of a module are put back before every counted step."""
+    """A reference to a reducer by number, since a module's attributes, unlike a reducer, are reset before each step."""
 
     __slots__ = ("_number",)
 
@@ -105,10 +107,10 @@ class _Handle:
 
 
 class Reducer:
-    """The reducer of one wrapper, and its logger; hooks of parameters hold it.
+    """The reducer of one DDP module, also in the place of its logger; the hooks on parameters keep it alive.
 
-    It adds its buckets to ``of_all``.  Raises :class:`StepError` where the real reducer would end the training: a
-    parameter has no gradient, and ``find_unused_parameters`` is not set.
+    Raises :class:`StepError` where the real reducer would end the training: a parameter has no gradient, and
+    ``find_unused_parameters`` is not set.
     """
 
     def __init__(self, wrapper: Any, parameters: list[Tensor], of_all: list[Tensor], *, is_static: bool) -> None:
@@ -120,13 +122,15 @@ class Reducer:
         cap: int = wrapper.bucket_bytes_cap
         self._limits = [FIRST_BUCKET_BYTES, cap] if wrapper.bucket_bytes_cap_default else [cap]
         self._seen: list[int] | None = None if self._finds_unused else []
-        """Parameters in the order of their gradients in the first step; ``None`` once buckets were made anew."""
+        """Parameters in the order in which their gradients came in the first step; ``None`` after that step, and where
+        unused parameters are looked for, as buckets then stay."""
         self._unused: set[int] = set()
+        """Parameters that the present step does not use."""
         self._is_reducing = self._has_begun = False
         self._buckets: list[_Bucket] = []
         self._make_buckets(range(len(parameters)), self._limits if self._finds_unused else [sys.maxsize])
         self._used = parameters[0].detach().new_zeros(len(parameters), dtype=torch.int32)
-        """For each parameter, whether any rank has its gradient."""
+        """Tensor that tells of each parameter whether any rank used it; only its memory matters here."""
         if self._finds_unused:
             of_all.append(self._used)
         for number, parameter in enumerate(parameters):
@@ -150,7 +154,7 @@ class Reducer:
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect gradients; only of parameters that ``outputs`` depend on, if unused ones are looked for."""
+        """Expect the gradients of all parameters; if it finds unused ones, of those that ``outputs`` depend on."""
         if self._has_begun and self._is_static and self._seen is not None:
             self._finish()
         if self._has_begun:
@@ -168,6 +172,7 @@ class Reducer:
     # ------------------------------------------------------------------------------------------ buckets
 
     def _make_buckets(self, order: Sequence[int], limits: list[int]) -> None:
+        """Make buckets for the parameters in ``order``; ``limits`` are the bytes of the first bucket and of others."""
         known = {id(bucket.flat) for bucket in self._buckets}
         self._of_all[:] = [flat for flat in self._of_all if id(flat) not in known]
         self._buckets = []
@@ -183,13 +188,14 @@ class Reducer:
         return _Bucket(flat=flat, parts=views)
 
     def _arrived(self, number: int, parameter: Tensor) -> None:
+        """Copy the gradient of ``parameter`` to its bucket, and reduce the bucket if it is full; called by a hook."""
         if not self._is_reducing:
             return
         if not self._has_begun:
             self._has_begun = True
-            for ready in self._buckets:  # those whose parameters are all unused
-                if not ready.missing:
-                    self._reduce(ready)
+            for bucket in self._buckets:
+                if not bucket.missing:  # all of its parameters are unused
+                    self._reduce(bucket)
         if self._seen is not None:
             self._seen.append(number)
         bucket = next(bucket for bucket in self._buckets if number in bucket.parts)
@@ -205,6 +211,7 @@ class Reducer:
             self._finish()
 
     def _reduce(self, bucket: _Bucket) -> None:
+        """Sum ``bucket`` over the ranks, and copy the result to the gradients, unless those are views of it."""
         dist.all_reduce(bucket.flat, group=self._group)
         for number, view in bucket.parts.items():
             gradient = self._parameters[number].grad
@@ -212,6 +219,7 @@ class Reducer:
                 gradient.copy_(view)
 
     def _finish(self) -> None:
+        """End the backward of a step; after the first, make the buckets anew in the order of its gradients."""
         self._is_reducing = self._has_begun = False
         if self._finds_unused:
             dist.all_reduce(self._used, group=self._group)
@@ -228,6 +236,7 @@ _REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictiona
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Bucket:
     flat: Tensor
+    """Tensor that holds the gradients of several parameters one after another."""
     parts: dict[int, Tensor]
-    """Number of a parameter -> where its gradient lies."""
+    """Number of a parameter -> the view of :attr:`flat` for its gradient."""
     missing: set[int] = field(default_factory=set)

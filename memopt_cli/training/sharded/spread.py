@@ -1,4 +1,8 @@
-"""A model as one rank of many holds it: spread by the user's function, or by FSDP2 or DDP."""
+"""A model as one rank of many holds it: sharded or replicated by the user's function, or by FSDP2 or DDP.
+
+A rank is predicted in a fake group without data (:func:`spread`), or measured in a real one (:func:`spread_really`).
+Both refuse what memopt cannot count.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replac
 from memopt_cli.training.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
-"""The user's function."""
+"""The user's function, which spreads a model over a mesh and returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +37,18 @@ class Spread:
 
 
 def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
-    """Spread ``model`` over ``mesh`` by ``function``, or by FSDP2 or DDP as in ``layout``; often in place.
+    """Spread ``model`` over ``mesh`` to predict a rank: by ``function``, or for ``None`` by FSDP2 or DDP (``layout``).
 
-    Raises :class:`UsageError` for a function that fails, returns no module or another model, spreads nothing or changes
-    the default group, and :class:`StepError` for a model whose step cannot be predicted.
+    Most functions change ``model`` in place.  Raises :class:`UsageError` for a function that fails, returns no module
+    or another model, spreads nothing or changes the default group, and :class:`StepError` for a model whose step cannot
+    be predicted.
     """
     with without_reducer() as buckets, sharded_without_the_others():
         return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 
 def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
-    """Spread ``model`` like :func:`spread` on a rank of a real group.  Raises :class:`StepError` if not countable."""
+    """Spread ``model`` like :func:`spread`, on a real rank.  Raises :class:`StepError` if it cannot be measured."""
     return _spread(model, mesh, layout, function, "measured")
 
 
@@ -75,7 +80,7 @@ _COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are 
 
 
 def data_ranks(model: nn.Module) -> int:
-    """Count the ranks that have samples of their own: those over which ``fully_shard`` or DDP reduces a gradient.
+    """Return the number of ranks that have samples of their own: over which ``fully_shard`` or DDP reduces gradients.
 
     Ranks that divide the work in another way, such as tensor parallel ones, are given the same samples.
     """
@@ -148,7 +153,7 @@ def _is_spread(model: nn.Module) -> bool:
 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard every repeated block of ``model``, then the rest, by FSDP2; over two axes it replicates along the first."""
+    """Shard every repeated block of ``model``, then the rest, by FSDP2 (HSDP on a mesh of two axes)."""
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -159,7 +164,11 @@ _BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": lambda model, mesh
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters that a list or sequence in ``model`` has several of, of the same class."""
+    """Return the blocks of ``model`` to shard one by one, such as the layers of a transformer.
+
+    They are modules with parameters, several of the same class in an ``nn.ModuleList`` or ``nn.Sequential``.  Of a
+    sequence, only classes with modules inside count: a row of linear layers has no blocks.
+    """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [child for child in model.children() if next(child.parameters(), None) is not None]
         alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
@@ -172,5 +181,5 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:
-    """Return, for each child of class ``kind``, whether it has modules below: plain layers are no blocks."""
+    """Return, for each of ``children`` of class ``kind``, whether it has modules below it."""
     return [any(True for _ in child.children()) for child in children if type(child) is kind]

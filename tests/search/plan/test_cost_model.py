@@ -299,7 +299,7 @@ def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     relu = 2  # convolution, norm, relu, convolution, norm
     elapsed = [0.0, 50.0, 60.0, 61.0, 81.0, 91.0]
     both = functools.partial(
-        statistics_passes, elapsed, [BatchNorm(1, source=0), BatchNorm(4, source=3, nbytes=8)], given_bytes=8
+        statistics_passes, elapsed, [BatchNorm(1, source=0), BatchNorm(4, source=3, nbytes=8)], trained_bytes=8
     )
     norm_s, saved_s = 4.0, 6.0  # of ten seconds each
     first_s = 2 * 50.0 - 50.0 + norm_s

@@ -48,14 +48,14 @@ def planner(subject: Subject, rate: float, level: int = 2) -> Planner:
 def test_a_parcel_is_given_up_by_the_next_and_fetched_by_the_one_that_backward_asks_for_before() -> None:
     first, empty, last = SentParcel(1, 20), SentParcel(3, NEVER), SentParcel(5, 12)
     follow_each_other([last, first, empty])
-    assert (first.gone, first.fetched) == (3, 12)
-    assert empty.gone == 5
-    assert last.gone is None
+    assert (first.given_up_at, first.fetch_at) == (3, 12)
+    assert empty.given_up_at == 5
+    assert last.given_up_at is None
 
 
 def test_copies_that_compute_covers_cost_the_step_no_wait_and_late_ones_what_is_missing() -> None:
     elapsed = [float(second) for second in range(30)]
-    parcel = SentParcel(complete=2, asked=20, gone=4, fetched=18)
+    parcel = SentParcel(complete_at=2, needed_at=20, given_up_at=4, fetch_at=18)
     sent = [SentTensor(parcel, 1, 6)]
     assert waits_s(sent, elapsed, 6.0, 6.0) == 0.0
     assert waits_s(sent, elapsed, 1.0, 6.0) == pytest.approx(3)  # 6 s out, of which 3 are covered
@@ -64,8 +64,8 @@ def test_copies_that_compute_covers_cost_the_step_no_wait_and_late_ones_what_is_
 
 def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> None:
     elapsed = [float(second) for second in range(30)]
-    first = SentParcel(complete=2, asked=20, gone=4, fetched=18)
-    second = SentParcel(complete=4, asked=18, gone=6, fetched=16)
+    first = SentParcel(complete_at=2, needed_at=20, given_up_at=4, fetch_at=18)
+    second = SentParcel(complete_at=4, needed_at=18, given_up_at=6, fetch_at=16)
     sent = [SentTensor(first, 1, 6), SentTensor(second, 3, 4)]
     # Out: the first ends at 7 and makes the step wait 3 s; the second ends at 11, and by then the step is at 9.
     assert waits_s(sent, elapsed, 1.0, 100.0) == pytest.approx(3 + 2)
