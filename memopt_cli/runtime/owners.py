@@ -66,7 +66,10 @@ def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
 
 
 class Attributes(Owner):
-    """The attributes of a module, which is held weakly: what is learned of it must not keep it alive."""
+    """The attributes of a module, which is held weakly: what is learned of it must not keep it alive.
+
+    A module that is gone has none: forward has put another one in its place.
+    """
 
     __slots__ = ("_module",)
 
@@ -75,8 +78,7 @@ class Attributes(Owner):
 
     def _attributes(self) -> dict[str, Any]:
         module = self._module()
-        assert module is not None, "whoever reads it holds the module"
-        return vars(module)
+        return {} if module is None else vars(module)
 
     def mapping(self) -> dict[Any, Any] | None:
         attributes = self._attributes()

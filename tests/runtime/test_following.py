@@ -560,9 +560,12 @@ class Making(Parts, first=lambda: nn.Linear(4, 4)):
 def test_a_layer_made_in_forward_stays_the_one_that_ran() -> None:
     model = Making()
     install_segment(model, PLAIN)
-    for _ in range(2):
-        y = model(torch.randn(2, 4))
+    for _ in range(3):
+        y = model.train()(torch.randn(2, 4))
         made = model.made
+        model(torch.randn(2, 4))
+        model.made = made
+        model.eval()
         y.sum().backward()
         assert model.made is made
         assert made.weight.grad is not None
