@@ -400,7 +400,7 @@ def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("in_process")
 def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_MOST", 1)
-    monkeypatch.setattr(optimization, "without_beaten", lambda points: (points, ""))  # it makes no step faster
+    monkeypatch.setattr(optimization, "without_beaten", lambda points: (points, ""))  # of steps so short, any may be
     asked = requested(tmp_path, 1.0, backend="eager")
     asked = replace(asked, goal=SearchGoal(frontier=True), search=resolve({"level": 1}))
     plain = Plan(compile=CompilePlan(backend="eager"))
