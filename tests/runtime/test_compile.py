@@ -263,7 +263,9 @@ def test_functions_that_autograd_calls_within_a_compiled_part_are_not_compiled()
     graphs: list[list[Any]] = [[], []]
     for planned, found in enumerate(graphs):
         torch.compiler.reset()
-        plain, optimized = pair(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), SegmentConfig())
+        plain, optimized = pair(
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), SegmentConfig()
+        )
         model = optimized if planned else plain
 
         def backend(graph: Any, _: Any, found: list[Any] = found) -> Any:
