@@ -83,7 +83,7 @@ class NumbersKnown(TorchDispatchMode):
                 values = args[0].clone()
             self.tell(result, values)
             return result
-        if not self._made and not _is_source(func):
+        if not self._made and not _is_source(func):  # nothing is known yet, so nothing follows from it
             return result
         if _writes(func):  # its arguments have other values from now on, which are not tracked
             for tensor in filter(_has_storage, tensors_of((args, kwargs))):

@@ -77,7 +77,7 @@ class RememberingDryRun(DryRun):
             return self._made(self._notes[key], args)
         before = calls_without_notes()
         made = super().dispatch(func, types, args, kwargs)
-        if calls_without_notes() == before or func in _ALIASES:
+        if calls_without_notes() == before or func in _ALIASES:  # PyTorch cached it, or it is one of ours
             note = _note(args, made)
             if note is not ...:
                 if len(self._notes) >= _MOST_NOTES:

@@ -68,7 +68,7 @@ class Step:
             roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
         if self.scaler is not None:
             roots, cotangents = _scaled(self.scaler, roots, cotangents)
-        torch.autograd.backward(roots, cotangents)
+        torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
 
     def clip(self) -> None:
         """Unscale the gradients if the step scales its loss, then clip them if it clips."""

@@ -209,7 +209,7 @@ class _SteppingCopy:
                 self.at_start = True
                 raise
             self.at_start = True
-        return self.take(variation)
+        return self.take(variation)  # once more, now from the original state
 
     def _take(self, variation: Variation) -> dict[str, Tensor]:
         (self._start if self.at_start else self._reached).enter()

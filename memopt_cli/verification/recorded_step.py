@@ -107,9 +107,9 @@ def _compare(
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
-        again, again_s = _timed_effects(step, start)
+        again, again_s = _timed_effects(step, start)  # a second run shows how exactly the original repeats
         noise, plain_s = _noise(reference, again, step.settings.device), min(plain_s, again_s)
-        del again
+        del again  # frees its memory before the step with the plan
     install(step.model)
     try:
         optimized = _effects(step, start)

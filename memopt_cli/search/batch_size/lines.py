@@ -51,7 +51,7 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, kno
 def _is_settled(known: dict[int, float], low: int, bound: float) -> bool:
     """Return whether ``low`` is the answer: on a line through its nearest points that exceeds ``bound`` right after."""
     others = sorted((n for n in known if n != low and math.isfinite(known[n])), key=lambda n: abs(n - low))[:2]
-    if low not in known or len(others) < 2:
+    if low not in known or len(others) < 2:  # low may still be 0, which was never evaluated
         return False
     intercept, slope = fit_line([(n, known[n]) for n in others])
     is_on_line = abs(intercept + slope * low - known[low]) <= _STRAIGHT * bound

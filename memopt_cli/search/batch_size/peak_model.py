@@ -49,7 +49,7 @@ class PeakModel:
             return predicted * self.measured_ratio()
         near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
         known = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
-        if known[0][0] == known[1][0] or math.isinf(predicted):
+        if known[0][0] == known[1][0] or math.isinf(predicted):  # both predicted alike: shift by the nearest's error
             return predicted + known[0][1] - known[0][0]
         intercept, slope = fit_line(known)
         return intercept + slope * predicted

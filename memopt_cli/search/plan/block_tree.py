@@ -126,7 +126,7 @@ def _round(parts: list[_Node], stop: int) -> _Node:
     """Make a round of ``parts``; the block after it begins at the operator ``stop``."""
     backward = [c for c in (part.call for part in parts) if c.backward]
     start, end = parts[0].call.start, parts[-1].call.end
-    first = min((c.backward_start for c in backward), default=stop)
+    first = min((c.backward_start for c in backward), default=stop)  # the forward of a round lasts until here
     around = ModuleCall(
         path="",
         start=start,
@@ -218,7 +218,7 @@ class _Builder:
         calls = [part.call for part in parts]
         edges = [call.start, *(edge for c in calls for edge in (c.start, c.end)), call.end]
         backward = _backward_edges(call, calls)
-        gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+        gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]  # before, between and after the parts
         for index, gap in enumerate(gaps):
             span = self._span("", gap, backward[index], gap.stop)
             if span.kept_bytes or gap:

@@ -100,5 +100,5 @@ class Improvements:
         length = self._modules[segment.path].input_shape[segment.axis]
         fewer = (replace(segment, chunks=n) for n in chunk_counts(length, 1) if n < segment.chunks)
         cheaper = [replace(plan, segments=(*before, less, *after)) for less in (whole, *fewer)]
-        first = bisect.bisect_left(cheaper, True, key=fits)
+        first = bisect.bisect_left(cheaper, True, key=fits)  # chunks ascend: where one fits, those after it do
         return cheaper[first] if first < len(cheaper) else plan

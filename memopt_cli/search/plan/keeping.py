@@ -69,7 +69,7 @@ def keep_names(calls: Sequence[Costly], kept: Collection[int], within: Collectio
 
 
 def _names(own: Sequence[Costly], kept: Collection[int]) -> Iterator[str]:
-    whole = {c.name for c in own} - {c.name for c in own if c.op not in kept}
+    whole = {c.name for c in own} - {c.name for c in own if c.op not in kept}  # operators of which all calls are kept
     made: Counter[str] = Counter()
     for call in own:
         made[call.name] += 1

@@ -135,7 +135,7 @@ class Proposals:
 
     def slowdown(self, plan: Plan) -> float:
         """Predict the step time of ``plan``, divided by that of the original."""
-        recorded = self._heads_slowdown if plan.segments else 1.0
+        recorded = self._heads_slowdown if plan.segments else 1.0  # the empty plan is the original, without heads
         return recorded * self.model.predict(plan).step_s / self.model.step_s
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:

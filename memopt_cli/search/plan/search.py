@@ -216,12 +216,12 @@ class Solver:
             return block is not self._root
         return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
 
-    def _schedules(self, block: Block, around: Context) -> list[Schedule]:
-        """Return the Pareto set of ``block`` in the context ``around``; equal blocks are solved once."""
-        around = around.of(block)
-        key = self._allowed.means, self._chosen.kinds[block], around
+    def _schedules(self, block: Block, context: Context) -> list[Schedule]:
+        """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
+        context = context.of(block)
+        key = self._allowed.means, self._chosen.kinds[block], context
         if key not in self._solved.schedules:
-            self._solved.schedules[key] = block, self._solve(block, around)
+            self._solved.schedules[key] = block, self._solve(block, context)
         solved, schedules = self._solved.schedules[key]
         if solved is block:
             return schedules
@@ -230,49 +230,49 @@ class Solver:
         moved = (solved.path, block.path)
         return [schedule.moved_to(moved, more_bytes) for schedule in schedules]
 
-    def _solve(self, block: Block, around: Context) -> list[Schedule]:
+    def _solve(self, block: Block, context: Context) -> list[Schedule]:
         self._tick()
         if block.is_round:
-            return thinned([schedule.finished() for schedule in self._inside(block, around)], MOST_INNER_SCHEDULES)
-        segments = self._as_segment(block, around)
+            return thinned([schedule.finished() for schedule in self._inside(block, context)], MOST_INNER_SCHEDULES)
+        segments = self._as_segment(block, context)
         if block.path in self._chosen.segmented:
             return segments
-        return thinned([*self._inside(block, around), *segments], MOST_INNER_SCHEDULES)
+        return thinned([*self._inside(block, context), *segments], MOST_INNER_SCHEDULES)
 
-    def _inside(self, block: Block, around: Context) -> list[Schedule]:
+    def _inside(self, block: Block, context: Context) -> list[Schedule]:
         """Return the schedules of ``block`` without a segment on it, from those of its parts."""
         if not block.children:
-            kept = block.packed_bytes if around.packed else block.kept_bytes
-            held = [c for c in block.costly if c.op in around.kept]
+            kept = block.packed_bytes if context.packed else block.kept_bytes
+            held = [c for c in block.costly if c.op in context.kept]
             saved_s = sum(c.seconds for c in held)
-            own = block.packed_peak_bytes if around.packed else block.peak_bytes
-            peak = kept + (max(own, block.recompute_peak_bytes) if around.recomputed else own)
+            own = block.packed_peak_bytes if context.packed else block.peak_bytes
+            peak = kept + (max(own, block.recompute_peak_bytes) if context.recomputed else own)
             return [Schedule(kept, peak, -saved_s, sum(c.nbytes for c in held))]
         schedules = [Schedule()]
         for child in block.children:
             schedules = thinned(
-                [schedule.then(own) for schedule in schedules for own in self._schedules(child, around)],
+                [schedule.then(own) for schedule in schedules for own in self._schedules(child, context)],
                 MOST_INNER_SCHEDULES,
             )
         return schedules
 
-    def _as_segment(self, block: Block, around: Context) -> list[Schedule]:
+    def _as_segment(self, block: Block, context: Context) -> list[Schedule]:
         """Return the schedules of ``block`` with a segment on it; none if it may have no segment there."""
         may_be = self._candidates.may_be_segment(block, self._chosen.segmented)
-        if not may_be or (around.recomputed and not self._allowed.nested):
+        if not may_be or (context.recomputed and not self._allowed.nested):
             return []
-        key = self._allowed.means, block, self._chosen.kinds[block], around.recomputed
+        key = self._allowed.means, block, self._chosen.kinds[block], context.recomputed
         if key not in self._solved.segments:
-            choices = [frozenset[int](), *self._segments.keeps(block, around)]
-            schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, around)]
+            choices = [frozenset[int](), *self._segments.keeps(block, context)]
+            schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, context)]
             self._solved.segments[key] = thinned(schedules, MOST_INNER_SCHEDULES)
         return self._solved.segments[key]
 
-    def _keeping(self, block: Block, kept: frozenset[int], around: Context) -> Iterator[Schedule]:
+    def _keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
         """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
-        counts = not around.recomputed and block.path not in self._chosen.segmented
+        counts = not context.recomputed and block.path not in self._chosen.segmented
         for inside in self._inside(block, Context(recomputed=True, kept=kept)):
-            yield from self._segments.around(block, inside, kept, around, counts=counts)
+            yield from self._segments.on(block, inside, kept, context, counts=counts)
 
 
 def _step(peak_bytes: int) -> int:

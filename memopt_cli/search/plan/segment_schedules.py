@@ -67,20 +67,20 @@ class Segments:
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
 
-    def keeps(self, block: Block, around: Context) -> list[frozenset[int]]:
+    def keeps(self, block: Block, context: Context) -> list[frozenset[int]]:
         """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
         An inner segment keeps none: the recomputation of the outer one would run those calls again all the same.
         """
-        may_keep = self._allowed.keep and not around.recomputed
+        may_keep = self._allowed.keep and not context.recomputed
         return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
 
-    def around(
-        self, block: Block, inside: Schedule, kept: frozenset[int], around: Context, *, counts: bool
+    def on(
+        self, block: Block, inside: Schedule, kept: frozenset[int], context: Context, *, counts: bool
     ) -> Iterator[Schedule]:
         """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
-        ``kept`` are the costly calls whose outputs the segment keeps, ``around`` is the context of the block, and
+        ``kept`` are the costly calls whose outputs the segment keeps, ``context`` tells what is around the block, and
         ``counts`` tells whether the segment counts towards :attr:`Limits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
@@ -89,7 +89,7 @@ class Segments:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
         unpacked = replace(plain, compressor="null") if plain.compressor == "parts" else plain
-        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, around)
+        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, context)
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
                 # A norm in an inner segment cannot take part in the statistics of all chunks, and each of several
@@ -123,7 +123,7 @@ class Segments:
         own = int(counts), int(inside.has_segments), cuts(segment.chunks, self._allowed.chunk_factor)
         return together(own, inside.spent) if any(own) else inside.spent
 
-    def _in_chunks(self, block: Block, plain: SegmentPlan, around: Context) -> Iterator[SegmentPlan]:
+    def _in_chunks(self, block: Block, plain: SegmentPlan, context: Context) -> Iterator[SegmentPlan]:
         """Yield the segment ``plain`` on ``block`` in every number of chunks worth a try; none if it may not be cut."""
         if block.path not in self._allowed.chunks:
             return
@@ -131,7 +131,7 @@ class Segments:
         for chunks in chunk_counts(length, self._allowed.chunk_factor):
             segment = cut_by(rule, plain, chunks, block.input_shape)
             yield segment
-            if block.state_bytes and not around.recomputed:
+            if block.state_bytes and not context.recomputed:
                 yield replace(segment, recompute_states=True)
 
     def _peak_in_chunks(self, block: Block, segment: SegmentPlan, peak_bytes: int) -> int:

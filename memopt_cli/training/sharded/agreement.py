@@ -57,7 +57,7 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else _named(failure, first, self.count)
+            raise failure if alike else _named(failure, first, self.count)  # alike on all ranks: no rank is to blame
         return result
 
     @contextlib.contextmanager

@@ -308,7 +308,7 @@ def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     assert both(start=relu, stop=5) == Passes(norms=1, ops=3, seconds=2 * 21.0 - 20.0 + norm_s - 2 * saved_s)
     assert both(start=relu, stop=4) == Passes()
     larger = 4 * 21.0 + norm_s - 2 * saved_s  # what the norm is given than what the segment is
-    assert both(start=relu, stop=5, given_bytes=7) == Passes(norms=1, ops=3, seconds=larger)
+    assert both(start=relu, stop=5, trained_bytes=7) == Passes(norms=1, ops=3, seconds=larger)
 
 
 @pytest.mark.parametrize("norms", [1, 2, 3])
