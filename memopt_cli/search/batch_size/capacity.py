@@ -25,7 +25,7 @@ class Capacity:
 
     device_bytes: int
     limited_by: str
-    """What sets this limit, in words: ``the machine's memory``."""
+    """Source of this limit, in words: ``the machine's memory``."""
 
 
 def device_capacity(device: str) -> Capacity:
