@@ -572,7 +572,8 @@ def test_a_file_system_that_cannot_do_everything(
     monkeypatch.setattr(os, "open", opened)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(gradients(planned(OUTSIDE)), gradients(planned(Plan())))
+        found = gradients(planned(OUTSIDE))
+    assert same(found, gradients(planned(Plan())))
     assert list(own_folder.iterdir()) == []
 
 
