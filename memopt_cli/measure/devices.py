@@ -1,4 +1,8 @@
-"""Which device a step runs on; PyTorch is asked only where there can be another than the CPU."""
+"""Choosing the device that a step runs on, as ``--device`` names it.
+
+Importing PyTorch takes seconds, so it is asked only where a GPU is possible: PyTorch was built for GPUs, and the
+driver's library is installed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Final
 from memopt_cli.errors import UsageError
 
 _DRIVER: Final = "libcuda.so.1"
-"""NVIDIA's, which PyTorch opens as well."""
+"""The library of NVIDIA's driver, which PyTorch opens as well."""
 
 
 def resolve_device(text: str) -> str:
@@ -33,7 +37,7 @@ def resolve_device(text: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Return whether only PyTorch itself can tell: it is built for GPUs, and the driver that it would ask is there."""
+    """Return whether there may be a GPU: PyTorch is built for GPUs, and the driver's library can be opened."""
     if "torch" in sys.modules:
         return True
     built_for = _built_for()
@@ -47,7 +51,7 @@ def _may_have_gpu() -> bool:
 
 
 def _built_for() -> set[str]:
-    """Return ``cuda``, ``hip`` or both, as PyTorch's ``version.py`` says; both where there is none to read."""
+    """Return the kinds of GPUs that PyTorch's ``version.py`` names, ``cuda`` or ``hip``; both if it cannot be read."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():

@@ -1,4 +1,8 @@
-"""The answers of a profiling subprocess, which may be made up: they are read as the job says, or not at all."""
+"""Reading the answers of a profiling subprocess, which a hostile model may have made up.
+
+An answer becomes a record only if it has the type that the job names and its numbers are possible: no negative bytes,
+no index of an operator that does not exist.  Everything else is refused.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,7 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
 
 
 def _check_amounts(value: Any, name: str = "") -> None:
-    """Raise :class:`ValueError` for impossible bytes and seconds, told by names of fields: sums and ratios use them."""
+    """Raise :class:`ValueError` for impossible bytes and seconds in ``value``, recognized by the names of fields."""
     if is_dataclass(value):
         for f in fields(value):
             _check_amounts(getattr(value, f.name), f.name)
@@ -77,7 +81,10 @@ _MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "wa
 
 
 def _check_trace(trace: StepTrace) -> None:
-    """Raise :class:`ValueError` for indices of operators and storages that do not exist: readers use them unchecked."""
+    """Raise :class:`ValueError` if ``trace`` has indices of operators or storages that do not exist.
+
+    The search and the replay use these indices without checks of their own.
+    """
     count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
     places, instants = range(count), range(-1, count + 1)
     spans, storages = list[tuple[int, ...]](), list[int]()
@@ -101,7 +108,10 @@ def _require(holds: bool) -> None:
 
 
 def _with_named_inputs(found: InputSpec, given: InputSpec | None) -> InputSpec:
-    """Return ``found`` with the files that the user named: a subprocess must not name others, which would be run."""
+    """Return ``found`` with the files that the user named.
+
+    A subprocess must not name files of its own: the next subprocess would read its data, or run its script.
+    """
     named = (given.data_file, given.script) if given is not None else (None, None)
     if found.tensors and any(named):
         raise ValueError(named)

@@ -1,14 +1,15 @@
-"""A filter of system calls, which refuses what Landlock leaves open to a confined process, without any privilege.
+"""A seccomp filter, which refuses the system calls that Landlock leaves open to a confined process.
 
 Landlock does not cover sockets with a path, memory and queues with a key, limits and priorities of other processes, nor
 modes, times and attributes of files.
 
-A call that is refused fails with ``EACCES``, as under Landlock.  Calls newer than this table, and calls with arguments
-in memory for which there is an older one, fail as if they did not exist: libraries then take the older ones.  A filter
-sees numbers alone; it cannot tell whose thread a number names.
+A refused call fails with ``EACCES``, as under Landlock.  Two kinds of calls fail as if the kernel did not have them, so
+that libraries fall back to an older call: those newer than the tables below, and those that pass their arguments in
+memory (``clone3``), where a filter cannot look.  A filter sees only the numbers in registers: it cannot tell whether a
+thread id belongs to this process.
 
 The kernel runs the filter before every call, as a program of a small machine with one register: load a word (the number
-of the call, or an argument), compare it, skip instructions, return a verdict.
+of the call, or an argument), compare it, skip instructions, return a verdict.  Installing it needs no privilege.
 
 Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux 6.18, in
 ``arch/x86/entry/syscalls/syscall_64.tbl`` and, for aarch64, ``include/uapi/asm-generic/unistd.h``; the constants are in
@@ -61,9 +62,10 @@ _REFUSED: Final = """
 """
 """Names of calls that are refused, with their numbers on x86_64 and aarch64, ``-`` if there is none."""
 _MISSING: Final = "clone3 435 435  openat2 437 437"
+"""Calls with arguments in memory, which fail as if they did not exist: libraries then call ``clone`` and ``openat``."""
 _CONNECTING: Final = "connect 42 203"
-"""The one call that makes a connection.  With a GPU, it fails as if nobody listened, for its driver looks for NVIDIA's
-Multi-Process Service."""
+"""The one call that makes a connection.  With a GPU, it fails as if nobody listened: NVIDIA's driver looks for a
+Multi-Process Service, and works without one."""
 _SOCKETS: Final = "socket 41 198  socketpair 53 199"
 _LISTENING: Final = "bind 49 200  listen 50 201"
 _SIGNALS: Final = "kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240"
@@ -77,7 +79,8 @@ _ALL: Final = 0xFFFFFFFF
 _NAMESPACES: Final = 0x7E020000
 _TRUNCATE: Final = 0x200
 _UNIX, _STREAM_BITS, _STREAM = 1, 0b1011, 0b0001
-"""Types 1 and 5 of sockets, whose messages go only to the socket that they are connected with."""
+"""The family of local sockets; and a mask with the value that the types 1 (stream) and 5 (packets in sequence) have
+under it.  Their messages go only to the socket that they are connected with, and ``connect`` is refused."""
 _IOCTLS: Final = (0x5401, 0x802C542A, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452)
 """Requests for the settings of a terminal, the bytes to read, blocking, and inheritance by a new program."""
 _GPU: Final = (0x0000, 0x4600, 0x4B00, 0x6400)
@@ -101,9 +104,10 @@ class _Only:
 
 
 def install(*, gpu: bool, signals: bool) -> str:
-    """Filter the system calls of this process and its children, for good; say why that cannot be, empty if it can.
+    """Filter the system calls of this process and its children, for good; return the reason if that fails, else "".
 
-    With ``gpu``, the calls of its drivers are allowed; with ``signals``, this process may signal only itself.
+    ``gpu``: allow the calls that drivers of GPUs make.  ``signals``: let this process signal only itself, for kernels
+    whose Landlock cannot see to that.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
@@ -114,7 +118,7 @@ def install(*, gpu: bool, signals: bool) -> str:
     set_filter, for_all_threads, no_mitigations = 1, 1, 4  # before Linux 5.16, mitigations would slow down the step
     call = (317, 277)[machine == "aarch64"]
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(38, 1, 0, 0, 0)  # no new privileges: a process that can gain none may install a filter
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: only then may a process without privileges install a filter
     if libc.syscall(call, set_filter, for_all_threads | no_mitigations, header):
         return f"the kernel accepts no filter of system calls ({os.strerror(ctypes.get_errno())})"
     return ""
@@ -155,7 +159,8 @@ def _numbers(table: str, machine: str) -> Iterator[int]:
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 _ERROR, _ALLOW = 0x00050000, 0x7FFF0000
 _NUMBER, _ARCHITECTURE = 0, 4
-"""Positions of the numbers of the call and the architecture; arguments are from 16 on, lower half first."""
+"""Offsets in the data that the filter sees: the number of the call, and the architecture.  Arguments of 8 bytes begin
+at offset 16, lower half first."""
 
 
 def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
@@ -181,6 +186,10 @@ def _program(machine: str, rules: Iterable[_Only], *, gpu: bool) -> Iterator[byt
 
 
 def _checked(number: int, rule: _Only) -> Iterator[bytes]:
+    """Yield instructions that refuse the call ``number`` unless an argument has a value that ``rule`` allows.
+
+    They are three for each allowed value (load, mask, compare) and a return; a value that matches skips the rest.
+    """
     size = 3 * len(rule.allowed) + 1
     yield from (_do(_LOAD, _NUMBER), _do(_EQUAL, number, 0, size))
     for left, (mask, value) in zip(range(size, 0, -3), rule.allowed, strict=False):

@@ -18,7 +18,8 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory
 
 _COMPILING = 2
-"""Steps until nothing is compiled any more: the second finds gradients, as every later one does."""
+"""Steps until nothing is compiled any more: the first starts without gradients, the second and all later ones with
+them, which PyTorch may compile anew."""
 
 
 def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
@@ -48,7 +49,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
 
 
 def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:
-    """Divide ``peak_bytes`` of a compiled ``step`` into what stays through it, which is known, and the rest."""
+    """Divide ``peak_bytes`` of a compiled ``step``: tensors that live through the step by kind, and activations."""
     parameters = list(step.model.parameters())
     known = {
         "parameters_bytes": unique_bytes(parameters),

@@ -1,4 +1,4 @@
-"""Verification of a plan against the original, and the least sizes at which all chunks of the plan run."""
+"""Answers to the jobs that verify a plan against the original, and that find small sizes to verify it at."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
-    """Find the least sizes at which all chunks of the plan of ``job`` run, by forwards under the plan."""
+    """Find, by forwards under the plan of ``job``, the least sizes at which every segment runs in all its chunks."""
     spec = bench.subject.spec
     asked = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
@@ -43,14 +43,14 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
         return found
 
-    # Without a symbol for the batch, dimension 0 is taken for it, and may be time.
+    # Inputs without the symbol ``B`` have their dimension 0 taken for the batch; it may be time, which is unlike it.
     sizes = least_sizes(asked, observe, alike=BATCH if BATCH in spec.dims else "")
     others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
     return Sizes(batch=sizes[BATCH], dims=others)
 
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
-    """Verify the plan of ``job`` at its sizes; last of all an optimizer in backward, in a few updates."""
+    """Verify the plan of ``job`` at its sizes; a plan with an optimizer in backward also in a few updates."""
     trained = bench.resized(job.batch, job.dims)
     bench.settle(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model

@@ -1,4 +1,8 @@
-"""The workspaces that kernels allocate for themselves: steps on data show them, steps without data do not."""
+"""Workspaces: the memory that kernels take for themselves while they run, such as cuDNN's buffers.
+
+A dry run does not show them, so they are measured in a step on data.  If the full step must not run or does not fit,
+they are estimated from a step of three samples and one of two, which show how each operator's workspace grows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
-    """Return the workspaces for steps under ``plan``: the original's at full size, or estimates from a small batch."""
+    """Return the workspaces for steps under ``plan``: those of the original at full size, or estimates."""
     found = bench.known(full_workspaces)
     if found is None:
         return bench.known(_estimated)
@@ -24,7 +28,7 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
-    """Return the workspaces of the original at full size; ``None`` if it must not run, or does not fit."""
+    """Return the workspaces of the original at full size; ``None`` if that step must not run, or does not fit."""
     return bench.at_full_size(functools.partial(_workspaces_by, bench))
 
 
@@ -37,13 +41,13 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 
 
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
-    """Return the workspaces that ``meter`` saw, with what libraries keep; without a meter, those of the profiler."""
+    """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
     found = allocated.workspaces
     return found if meter is None else replace(meter.found, kept_bytes=found.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
-    """Return the workspaces of the full step, with their growth from a small step."""
+    """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
     found = bench.known(full_workspaces)
     assert found is not None
     return found.compared(_of_small_step(bench))
@@ -56,7 +60,7 @@ def _of_small_step(bench: Bench) -> Workspaces:
 
 
 def _estimated(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step, with their growth from a step of one sample less if that runs."""
+    """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
     found = _of_small_step(bench)
     if found == Workspaces() or bench.batch < SMALL_BATCH:
         return found
