@@ -1,4 +1,8 @@
-"""Bounds on the memory and time that a library takes to build a model: settings can ask for any number of layers."""
+"""Bounds on the memory and time that a library takes to build a model from settings.
+
+The settings are a stranger's, and can ask for any number of layers.  The weights beside them cannot be faked: the
+modules and bytes that a model may have grow with its weights.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,13 @@ from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters
 
 _MODULES, _MODULES_PER_TENSOR = 10_000, 100
 _BYTES, _TIMES = 256 << 20, 8
-"""Bytes that any model may register, and a multiple of its weights: they may be tied, converted, kept beside masks."""
+"""Bytes that any model may register, and how many more for each byte of weights: weights may be tied or converted to
+wider types, and a model has buffers besides."""
 _MEMORY, _SECONDS, _BYTES_PER_SECOND = 2 << 30, 30, 50_000_000
-"""Bytes and seconds that any build may take, and the bytes of weights that allow it one more second."""
+"""Bytes and seconds that building any model may take, and the bytes of weights that allow one more second."""
 
 limits_process = False
-"""Whether this process only loads and runs a model, so that it may be limited as a whole while it builds one."""
+"""Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
 
 
 class TooLarge(Exception):
@@ -30,7 +35,7 @@ class TooLarge(Exception):
 
 
 class _TooLong(BaseException):
-    """A build that takes far too long; raised anew each second, for a library may catch it."""
+    """Building the model takes far too long; raised again each second, since a library may catch it."""
 
 
 def check_paths(model: nn.Module, path: str) -> None:
@@ -93,8 +98,8 @@ def bounded(tensors: int, nbytes: int) -> Iterator[None]:
 def limited(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
 
-    This finds what :func:`bounded` does not see: long lists that no module holds.  It acts only in a process that
-    ``limits_process``, since its limits are those of the whole process.
+    This catches what :func:`bounded` does not see: memory and work outside of modules, such as long lists.  It does
+    nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:
         yield

@@ -1,4 +1,4 @@
-"""Files of safetensors: tensors by name, without any code; the header is checked before a byte of data is used.
+"""Reading safetensors files: tensors by name, without any code; the header is checked before the data is used.
 
 The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtype, shape, data_offsets}``; the data.
 """
@@ -45,13 +45,13 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Position of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
     end: int
-    """Position behind its last byte."""
+    """Position behind the tensor's last byte."""
 
 
 class SafeTensors:
-    """A format without models; see :class:`memopt_cli.loading.interface.Format`."""
+    """The format of safetensors, which holds weights and never a model; loading one raises an error that says so."""
 
     name = "safetensors"
 
@@ -78,7 +78,7 @@ def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
 
 
 def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the entries of the header by name, in the order of their bytes, and its ``__metadata__``.
+    """Return the entries of the header by name, in the order of their bytes, and the header's ``__metadata__``.
 
     Raises :class:`FileFormatError` unless the header is complete and each byte of data belongs to exactly one tensor.
     """

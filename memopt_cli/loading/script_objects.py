@@ -1,8 +1,8 @@
-"""Objects in the pickles of a TorchScript archive, compared with the declarations in its code.
+"""Comparing the objects in the pickles of a TorchScript archive with the classes that its code declares.
 
-PyTorch does not compare them: its interpreter looks for an attribute at the place where the declared class has it, and
-trusts the declared length of a tuple.  An archive that declares ``Tuple[int, Tensor]`` and pickles ``(7,)`` would make
-it read beyond the tuple, and take the bytes there for a pointer.
+PyTorch does not compare them.  Its interpreter finds an attribute by its position in the declared class, and trusts
+the declared length of a tuple: an archive that declares ``Tuple[int, Tensor]`` and pickles ``(7,)`` would make it read
+beyond the tuple, and take the bytes there for a pointer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
-"""Bytes of a source, at most: it is put together from lines, each of which is stored once and may be used often."""
+"""Most bytes of one source: it is put together from lines, and a line that is stored once may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -47,7 +47,7 @@ class _Class:
     base: str
     attributes: Mapping[str, ast.expr]
     restores: bool
-    """Whether it has code that takes its state."""
+    """Whether the class has ``__getstate__`` or ``__setstate__``, whose code takes the state of an object."""
 
 
 class ScriptObjects:
@@ -56,8 +56,8 @@ class ScriptObjects:
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
 
-        Raises :class:`UnsafeScript` for a class that is there twice, and :class:`ValueError` for names that are far
-        too long.
+        Raises :class:`UnsafeScript` for a class that is declared twice, and :class:`ValueError` for an attribute whose
+        name is too long.
         """
         self._classes: dict[str, _Class] = {}
         self._kinds: dict[int, str] = {}
@@ -80,7 +80,7 @@ class ScriptObjects:
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
     def check(self, node: Any) -> None:
-        """Raise :class:`ValueError` if ``node`` is an object of no declared class, or not as its class declares."""
+        """Raise :class:`ValueError` if the class of ``node`` is not declared, or declares something else."""
         if not isinstance(node, Built):
             return
         name = str(node.callee)
@@ -98,7 +98,7 @@ class ScriptObjects:
             raise ValueError("a container is not of the type that it is given")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
-        """Return whether ``node`` copies the tensors of its state, as packed weights and classes that pack them do."""
+        """Return whether making ``node`` copies the tensors of its state, as packed weights of quantized layers do."""
         if not isinstance(node, Built) or node.how != "created":
             return False
         known = self._classes.get(str(node.callee))
@@ -143,10 +143,11 @@ class ScriptObjects:
         return False
 
     def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
-        # One container may be reached from two attributes.
+        # Two attributes may hold the same container.  If they declare different types, code could fill it as one type
+        # and read it as the other.
         kind = f"{name} {ast.dump(inner)}"
         if self._kinds.setdefault(id(value), kind) != kind:
-            return False  # under two types it could be filled as one of them, and read as the other
+            return False
         kinds = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if name == "List" and len(kinds) == 1:
             return _is_plain(value, LIST) and all(self._fits(item, kinds[0]) for item in value.items)
@@ -172,7 +173,7 @@ def _is_plain(value: Any, kind: Global) -> bool:
 
 
 def _untagged(value: Any) -> Any:
-    """Return the container that ``value`` gives a type, or ``value`` itself."""
+    """Return the container inside ``value`` if that is a call which gives a container its type, else ``value``."""
     match value:
         case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.given():
             return value.given()[0]

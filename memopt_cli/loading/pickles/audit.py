@@ -1,4 +1,4 @@
-"""The audit of a file's objects, as a whole and before any of them is made.
+"""The audit of a pickled file: all of its objects are checked together, before any of them is made.
 
 Every object that the model reaches must be of a known kind, and be made of what that kind allows.  Only objects that
 were audited are made.
@@ -27,13 +27,13 @@ from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
-"""Modules, and plain containers, nested in each other, at most: Python walks them by recursion."""
+"""Most modules, and most plain containers, nested in each other: Python walks them by recursion."""
 _DEEPEST: Final = 400
-"""Objects nested in each other, at most, dicts and tuples between them counted: ``copy.deepcopy`` takes two calls for
-each."""
+"""Most objects nested in each other, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
+each, of the thousand that Python allows."""
 _MOST_ITEMS: Final = 4_000_000
-"""Items of a container, or modules in one, at most, each counted as often as it is reached: printing or copying the
-container, or asking a module for its state dict, visits them all."""
+"""Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
+container, or making a state dict, visits all of them."""
 
 
 def uses_in(root: Any) -> list[Use]:
@@ -48,14 +48,14 @@ def uses_in(root: Any) -> list[Use]:
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list those that none claims."""
     known, unknown = [], []
-    found: dict[object, Kind | None] = {}
+    cache: dict[object, Kind | None] = {}
     for use in uses:
-        # Everything that ``Kind.claims`` looks at: ``list[int]`` is a call, and claimed by its argument ``list``, too.
+        # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
         given = use.node.given() if use.node and use.how == "called" else ()
-        looks = use.name, use.how, given[0] if given and isinstance(given[0], Global) else None, len(given)
-        if looks not in found:
-            found[looks] = next((kind for kind in kinds if kind.claims(use)), None)
-        kind = found[looks]
+        key = use.name, use.how, given[0] if given and isinstance(given[0], Global) else None, len(given)
+        if key not in cache:
+            cache[key] = next((kind for kind in kinds if kind.claims(use)), None)
+        kind = cache[key]
         if kind is None:
             unknown.append(use)
         else:
@@ -64,24 +64,24 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
 
 
 class Audit:
-    """The objects that a root reaches; for kinds it is a :class:`~.kinds.interface.Graph`."""
+    """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
     def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
         """Import the names in ``known``, the uses from :func:`claimed`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
-        """Every object, and every name that is held -> its recipe."""
+        """Object, or name that is held as a value -> its recipe."""
         self.refused: list[tuple[Global, Denied | Missing]] = []
-        """Names whose kinds refuse them once they are imported."""
+        """Names that were refused by their kind after they were imported."""
         self._root = root
         self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
-        found: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
+        cache: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
         for use, kind in known:
-            named = use.name, use.how
-            if named not in found:
-                found[named] = kind.recipe(use)
-            recipe = found[named]
+            key = use.name, use.how
+            if key not in cache:
+                cache[key] = kind.recipe(use)
+            recipe = cache[key]
             if isinstance(recipe, Recipe):
                 self.recipes[use.node or use.name] = recipe
             else:
@@ -97,13 +97,13 @@ class Audit:
         return recipe.role if isinstance(recipe.role, str) else recipe.role(value, self)
 
     def class_of(self, value: Any) -> type | None:
-        """Return the class of ``value``, or the class that it is, if it is a library's, memopt's or the user's."""
+        """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
         recipe = self._recipe(value)
         kind = recipe.kind if recipe else None
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
     def _fixed_role(self, value: Any) -> Role | None:
-        """Return the role of ``value``, ``None`` if it depends on its parts: this never recurses."""
+        """Return the role of ``value`` without recursion; ``None`` if the role depends on the object's parts."""
         recipe = self._recipe(value)
         role = recipe.role if recipe else "data"
         return role if isinstance(role, str) else None
@@ -114,7 +114,7 @@ class Audit:
     # ------------------------------------------------------------------------------------------ as a whole
 
     def objections(self) -> Iterator[tuple[Global, str]]:
-        """Yield the name of each object that must not be made, and why; if no name is denied or missing."""
+        """Yield the name of each object that must not be made, and the reason; call it if no name was refused."""
         yield from self._shared()
         yield from self._compared()
         for use in self._uses:
@@ -139,7 +139,7 @@ class Audit:
         return ""
 
     def _misplaced(self) -> Iterator[tuple[Global, str]]:
-        """Object to classes of whole models that are held for anything but a segment of theirs."""
+        """Yield the classes of whole models that are held as values, unless a segment of theirs needs the class."""
         built = (node for node in self._nodes if isinstance(node, Built))
         segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
         for node in self._nodes:
@@ -149,7 +149,7 @@ class Audit:
                         yield part, "is not a layer, but is stored as something to call"
 
     def _compared(self) -> Iterator[tuple[Global, str]]:
-        """Object to keys whose class computes the hash from attributes, each time and in any time."""
+        """Yield the keys of dicts and sets whose class computes a hash from attributes, which may take forever."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
         while pending:
@@ -163,7 +163,7 @@ class Audit:
             pending.extend(key.items if isinstance(key, Tuple) else key.given())
 
     def _shared(self) -> Iterator[tuple[Global, str]]:
-        """Object to attributes that two objects share: a change to the one would change the other."""
+        """Yield the objects that share attributes: a change to one object would change the other."""
         held = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
             if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
@@ -189,7 +189,10 @@ class Audit:
                     yield from (child for _, child in part.entries)
 
     def _items(self, value: Any) -> Sequence[Any]:
-        """Return the items of containers, settings and callables; attributes of others may lead back to the object."""
+        """Return the items of containers, settings and callables.
+
+        Other objects are not entered: their attributes may lead back to them, as a child does that knows its parent.
+        """
         role = self._fixed_role(value)
         is_created = isinstance(value, Built) and value.how == "created"
         return held_in(value) if role == "data" or (role not in ("module", "trusted") and not is_created) else ()
@@ -210,7 +213,7 @@ def _has_plain_hash(kind: type) -> bool:
 
 
 def _misfilled(node: Built, recipe: Recipe) -> str:
-    """Say what ``node`` is given that it cannot hold."""
+    """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled as something else is"
     if node.has_state and recipe.fill is None:

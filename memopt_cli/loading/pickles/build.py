@@ -1,4 +1,4 @@
-"""The making of a file's objects, in the order of its opcodes: only those that were audited, and only by recipes."""
+"""Making the objects of a pickled file in the order of its opcodes: only audited ones, and only by their recipes."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class _Builder:
             return
         target, values = self._made[id(node)], [self.value(value) for value in step.values]
         if step.action == "extend":
-            assert recipe.extend is not None, "the audit saw it"
+            assert recipe.extend is not None, "the audit refuses items of an object that takes none"
             recipe.extend(target, values)
         elif step.action == "set":
-            assert recipe.set is not None, "the audit saw it"
+            assert recipe.set is not None, "the audit refuses entries of an object that takes none"
             for key, value in zip(values[::2], values[1::2], strict=True):
                 recipe.set(target, key, value)
         else:
-            assert recipe.fill is not None, "the audit saw it"
+            assert recipe.fill is not None, "the audit refuses the state of an object that takes none"
             recipe.fill(target, self.value(node.state))
 
     def value(self, value: Any) -> Any:

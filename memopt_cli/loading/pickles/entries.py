@@ -1,4 +1,8 @@
-"""The model, or the state dicts, among the entries of a pickle, found before any object is made."""
+"""Finding the model, or the state dicts, among the entries of a pickle, before any object is made.
+
+A checkpoint such as ``{"model": net, "epoch": 3}`` holds one model, which is found by itself; ``--key`` names an entry
+of a file that holds several.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
 _SHOWN, _LONGEST_NAME = 8, 200
-"""Names in a message, and characters of one, at most."""
+"""Most names in a message, and most characters of a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -27,7 +31,7 @@ Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
 def is_module(value: Any) -> bool:
-    """Return whether ``value`` stands for a module, by its state."""
+    """Return whether ``value`` stands for a module: its state has ``_modules``, or it is one of memopt's own."""
     if not isinstance(value, Built):
         return False
     if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
@@ -40,18 +44,18 @@ class FoundModule:
     """The model in a file, before it is made."""
 
     root: Any
-    """Its stand-in."""
+    """The stand-in of the model."""
     notes: Notes = ()
-    """Sentences for the user on where it was found."""
+    """Sentences for the user on where the model was found."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Wrappers around it in the file, outermost first, down to the last that cannot leave its process."""
+    """Wrappers around the model that are left out, outermost first, down to the last that needs its own process."""
 
 
 def module_in(root: Any, key: str | None, path: str) -> FoundModule:
     """Find the stand-in of the model in ``root``.
 
-    It is the entry ``key``, keys joined by dots; without one, the only model in the file's containers.
-    Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
+    ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
+    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
@@ -64,7 +68,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             holds = ("collections", "argparse", "types")
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
-                return FoundModule(root=root)  # only making it, if it is allowed, can tell whether it is a model
+                return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
             raise _without_model(root, path)
         ((within, root),) = found.items()
         where = (*where, *within)
@@ -86,10 +90,10 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, left, within = root, key, entries or _entries
+    value, left, entries_in = root, key, entries or _entries
     where: list[str] = []
     while left:
-        held = dict(within(value))
+        held = dict(entries_in(value))
         name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
         if name is None:
             known = listed({(name,): None for name in held}) or "none"
@@ -100,9 +104,10 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
-    """Say which entry ``what`` is (``The model is``, ``The weights are``), and which others are not written with it.
+    """Say at which entry of the file a model was found, and which other entries will not be written with it.
 
-    ``where`` is its path in ``root``; nothing is said if it is the whole file.  ``entries``: as of :func:`place_of`.
+    ``what``: the start of the sentence, ``The model is`` or ``The weights are``; ``where``: the path in ``root``, empty
+    for the whole file, of which nothing is said; ``entries``: see :func:`place_of`.
     """
     if not where:
         return ()
@@ -116,7 +121,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
-    """Map paths to the stand-ins of dicts whose values are all tensors; those in modules are left out."""
+    """Map paths to the stand-ins of dicts whose values are all tensors; dicts inside modules are left out."""
     return dict(found_in(root, _is_state_dict))
 
 
@@ -130,14 +135,14 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
-    """Return the wrappers of ``root`` down to the last that cannot leave its process, and the module in that one."""
+    """Return the wrappers of ``root`` down to the last that needs its own process, and the module inside that one."""
     wrappers: list[Wrapper] = []
-    within, left_out = root, 0
-    while _is_wrapper(within) and len(wrappers) < _DEEPEST:
-        wrappers.append(WRAPPERS[str(within.name)])
-        within = _wrapped_in(within, wrappers[-1].attribute, path)
+    inner, left_out = root, 0
+    while _is_wrapper(inner) and len(wrappers) < _DEEPEST:
+        wrappers.append(WRAPPERS[str(inner.name)])
+        inner = _wrapped_in(inner, wrappers[-1].attribute, path)
         if not wrappers[-1].stands_alone:
-            root, left_out = within, len(wrappers)
+            root, left_out = inner, len(wrappers)
     return tuple(wrappers[:left_out]), root
 
 

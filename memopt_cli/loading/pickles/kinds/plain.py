@@ -1,6 +1,6 @@
-"""Containers and values of the standard library, which hold data and run nothing.
+"""The kind of containers and values of the standard library, which hold data and run nothing.
 
-A pickle makes them by calls; here their arguments are checked, and the object is made from them.
+A pickle makes such an object by a call.  Here the arguments are checked first, and then the call is made.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Characters of a path, of the name of a logger (Python makes a logger for each part of it), and of a pattern."""
+"""Most characters of a path, of a logger's name (Python makes a logger for each part of it), and of a pattern."""
 
 
 def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check of its arguments: of the types ``given`` only, and ``most`` of them."""
+    """Return ``make`` with a check that its arguments are of the types ``given``, and at most ``most``."""
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):
@@ -50,7 +50,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Make bytes as protocol 2 does, which has none: it encodes a text with one character for each byte."""
+    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
     if encoding not in ("latin1", "latin-1"):
         raise Broken(f"bytes are encoded as {quoted(encoding)}")
     return text.encode("latin1")
@@ -103,7 +103,7 @@ def _decimal(text: Any) -> decimal.Decimal:
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a maker of ``datetime`` and its like, from their bytes and a time zone."""
+    """Return a maker of ``datetime`` and related classes, which pickles make from bytes and a time zone."""
 
     def make(*arguments: Any) -> Any:
         return kind(*(_bytes(argument) if type(argument) is str else argument for argument in arguments))
@@ -112,7 +112,7 @@ def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_random(generator: random.Random, state: Any) -> None:
-    """Set the state of ``generator``, unless it is another version's: Python would compute with any values in that."""
+    """Set the state of ``generator`` if it is of version 3; of older ones, Python computes with unchecked values."""
     match state:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
@@ -121,7 +121,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
 
 
 def _type_of(value: Any) -> type:
-    """Return the type of a singleton, which Python stores as ``type(None)``."""
+    """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
         raise Broken("it asks for the type of something")
     return type(value)
@@ -136,7 +136,7 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 
 def _check_partial(node: Built, graph: Graph) -> str:
-    """Refuse a partial unless its function only computes, and its state names the same function."""
+    """Refuse a partial whose function may do more than compute, or whose state names another function."""
     given = node.given()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls something that is not a function that only computes"
