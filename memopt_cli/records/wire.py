@@ -1,7 +1,6 @@
-"""Records as plain JSON and YAML values, and back.
+"""Turning records into plain JSON and YAML values (:func:`to_data`), and reading them back (:func:`from_data`).
 
-:func:`to_data` turns any record into plain values and :func:`from_data` reads them back, checking every field; plans,
-summaries and the messages of profiling subprocesses all use this one pair.
+Reading checks every field.  Plans, summaries and the messages of profiling subprocesses all use this pair.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ _TAGGED = (
     *(RanksMeasured, RankLost),
     *(TooSlow, SavesTooLittle, Differs, NotRun),
 )
-"""Records that are members of a union, which plain data must tell apart by their ``kind``."""
+"""Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
+``kind``."""
 
 
 def to_data(value: Any) -> Any:
@@ -75,7 +75,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 
 
 def _named(key: Any) -> str:
-    """Format ``key`` as part of a place in a file."""
+    """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
 
 
