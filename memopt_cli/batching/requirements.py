@@ -50,7 +50,7 @@ class ShapeRequirements:
             issues.append(f"the batch has {len(shape)} dimensions; the model takes {allowed}")
         for field_name, (holds, demand) in _CONDITIONS.items():
             for axis, wanted in getattr(self, field_name).items():
-                issues += _unless(shape, axis, holds, demand, wanted)
+                issues += _issues_of_axis(shape, axis, holds, demand, wanted)
         if self.dtype is not None and dtype not in (None, self.dtype):
             issues.append(f"the dtype is {dtype}; the model takes {self.dtype}")
         return issues
@@ -125,7 +125,9 @@ def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _unless(shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int) -> list[str]:
+def _issues_of_axis(
+    shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int
+) -> list[str]:
     if not -len(shape) <= axis < len(shape):
         return [f"the batch has no axis {axis} (shape {tuple(shape)}), which must be {demand}{wanted}"]
     return [] if holds(shape[axis], wanted) else [f"axis {axis} has size {shape[axis]}; it must be {demand}{wanted}"]

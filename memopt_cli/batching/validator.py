@@ -18,7 +18,7 @@ _LANES = 8
 """Matrix units work on multiples of this size (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
 _LONG = 1024
 """Sequence length from which attention's squared term is worth a warning."""
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

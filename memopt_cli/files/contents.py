@@ -70,23 +70,23 @@ def plan_yaml(
     plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
     Applying the plan needs none of these.
     """
-    described = {"level": level, **_short(plan)}
+    described = {"level": level, **_without_defaults(plan)}
     if plan.ranges:
-        described["ranges"] = [{**_short(part), **_segments(part.segments)} for part in plan.ranges]
+        described["ranges"] = [{**_without_defaults(part), **_segments(part.segments)} for part in plan.ranges]
     else:
-        described["segments"] = [_named(segment) for segment in plan.segments]
+        described["segments"] = [_segment_data(segment) for segment in plan.segments]
     more = {_PREDICTED: predicted, _PARALLEL: layout}
     more = {name: to_data(value) for name, value in more.items() if value is not None}
     off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**_header(header), **off, **described, **more}).encode()
+    return yaml_text({**_header_data(header), **off, **described, **more}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
-    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+    return {"segments": [_segment_data(segment) for segment in segments]} if segments else {}
 
 
-def _named(segment: SegmentPlan) -> dict[str, Any]:
-    return {"path": segment.path, **_short(segment)}
+def _segment_data(segment: SegmentPlan) -> dict[str, Any]:
+    return {"path": segment.path, **_without_defaults(segment)}
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
@@ -307,7 +307,7 @@ def _upgraded(data: Any) -> Any:
 
 
 _Record = TypeVar("_Record")
-_MOST_LEVELS = 200
+_MOST_LEVELS = 200  # of nested modules in a baseline
 _RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
@@ -344,7 +344,9 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
 
 def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
     """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` says why."""
-    return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
+    return yaml_text(
+        {**_header_data(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}
+    ).encode()
 
 
 def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
@@ -373,7 +375,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
-        "probes": _short(advice.probes),
+        "probes": _without_defaults(advice.probes),
     }
 
 
@@ -405,23 +407,23 @@ def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
         "replicas": advice.fastest,
         "route": route,
         "replicas_limited_by": on_command_line(advice.limited_by),
-        "replica_probes": _short(advice.probes),
+        "replica_probes": _without_defaults(advice.probes),
     }
 
 
-def _header(header: FileHeader) -> dict[str, Any]:
-    return {**to_data(header), "spec": _short(header.spec)}
+def _header_data(header: FileHeader) -> dict[str, Any]:
+    return {**to_data(header), "spec": _without_defaults(header.spec)}
 
 
-def _short(record: Any) -> Any:
+def _without_defaults(record: Any) -> Any:
     """Convert ``record`` like :func:`to_data`, but leave out fields with their default, for files that people read."""
     if isinstance(record, list | tuple):
-        return [_short(item) for item in record]
+        return [_without_defaults(item) for item in record]
     if not is_dataclass(record):
         return to_data(record)
     values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
     return {
-        name: _short(value)
+        name: _without_defaults(value)
         for name, (value, f) in values.items()
         if value != (f.default if f.default_factory is MISSING else f.default_factory())
     }

@@ -17,7 +17,7 @@ from memopt_cli.files.write import content, write_all
 from memopt_cli.records import Trust, from_data, to_data
 from memopt_cli.text.documents import json_text, read_bytes, read_json
 
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 16  # of a remembered trust
 _FOR_OTHERS = 0o022
 """Permission bits with which group and others may write."""
 

@@ -307,6 +307,7 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
 
 
 MOST_INPUTS = 1000
+"""Most inputs of a step."""
 
 
 def _check_tensor(tensor: TensorSpec) -> None:
@@ -319,7 +320,7 @@ def _check_tensor(tensor: TensorSpec) -> None:
     parse_values(tensor.values, parse_dtype(tensor.dtype))
 
 
-_MOST_ITEMS = 10**18
+_MOST_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
 _NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
 
 
@@ -405,10 +406,10 @@ def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
         raise UsageError(f"the mesh {text} has an axis of a length below 1", hint=_MESH)
     if len(rest) > 1:
         raise UsageError(f"the mesh {text} has {len(rest)} axes of length -1", hint="Give all but one a length.")
-    others = math.prod(length for name, length in mesh.items() if name not in rest)
-    if rest and ranks % others:
-        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
-    return {name: ranks // others if name in rest else length for name, length in mesh.items()}
+    fixed = math.prod(length for name, length in mesh.items() if name not in rest)
+    if rest and ranks % fixed:
+        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {fixed} ranks.")
+    return {name: ranks // fixed if name in rest else length for name, length in mesh.items()}
 
 
 def check_layout(layout: Layout) -> None:
@@ -425,6 +426,7 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 MOST_RANKS = 2**20
+"""Most ranks of a layout."""
 
 
 def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG, _LONGEST_NAME = 1000, 80
+"""Bytes from which a record is no short text, and most characters of a record's name in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def record_names(data: bytes) -> frozenset[str]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             return frozenset(name.partition("/")[2] for name in file.namelist())
-    except Exception:  # no archive, or one whose directory is whatever the file says
+    except Exception:  # no archive, or a damaged or hostile one
         return frozenset()
 
 
@@ -122,7 +123,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
         return _records(data, limit)
     except _HostileArchive as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
-    except Exception as err:  # the directory is whatever the file says
+    except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
 

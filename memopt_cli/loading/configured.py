@@ -14,7 +14,7 @@ from torch import nn
 
 from memopt_cli.records import GUESS, InputSpec, TensorSpec
 
-_BATCH: Final = 2
+_BATCH: Final = 2  # batch norms need more than one sample
 _LONGEST: Final = 1024
 """Most tokens of a guessed input: some models take a hundred thousand, and nobody begins with as many."""
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")

@@ -55,24 +55,24 @@ def describe(file: ModelFile) -> Inspection:
     """
     try:
         with uncollected():
-            found = _READERS[format_of(file).name](file)
-        contents = found.contents
+            findings = _READERS[format_of(file).name](file)
+        contents = findings.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
     except (ValueError, RecursionError) as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged or truncated.") from err
     counted = ("parameter",) if contents.modules else ("parameter", "tensor")
     return Inspection(
         path=file.path,
-        format=found.format,
+        format=findings.format,
         size_bytes=len(file.data),
         sha256=hashlib.sha256(file.data).hexdigest(),
-        versions={printable(what)[:_LONG]: printable(text)[:_LONG] for what, text in found.versions.items()},
+        versions={printable(what)[:_LONG]: printable(text)[:_LONG] for what, text in findings.versions.items()},
         modules=contents.counted_modules(),
         tensors=tuple(contents.tensors),
         tied=contents.tied(),
-        globals=found.globals,
-        inputs=found.inputs,
-        notes=found.notes,
+        globals=findings.globals,
+        inputs=findings.inputs,
+        notes=findings.notes,
         parameters=sum(items for kind, items, _ in kinds if kind in counted),
         parameter_bytes=sum(size for kind, _, size in kinds if kind in counted),
         buffer_bytes=sum(size for kind, _, size in kinds if kind == "buffer"),
@@ -177,8 +177,8 @@ def _exported(file: ModelFile) -> _Found:
 def _versions(archive: Archive) -> dict[str, str]:
     """Return the versions that ``archive`` carries: kind of version -> text."""
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
-    found = {what: archive.text(record) for what, record in records.items()}
-    return {what: text for what, text in found.items() if text}
+    versions = {what: archive.text(record) for what, record in records.items()}
+    return {what: text for what, text in versions.items() if text}
 
 
 _READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {

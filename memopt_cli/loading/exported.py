@@ -54,7 +54,7 @@ _RECORDS: Final = re.compile(
     re.ASCII,
 )
 """Names of the records of a program, as PyTorch writes them since 2.8 and before; none holds compiled code."""
-_LONGEST_NAME: Final = 80
+_LONGEST_NAME: Final = 80  # of a record, in a message
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
@@ -98,7 +98,7 @@ class Exported:
             raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
         except MemoptError:
             raise
-        except Exception as err:  # the program is whatever the file says
+        except Exception as err:  # a damaged or hostile program may raise anything
             raise FileFormatError(
                 f"{file.path} holds no exported program that can be read ({type(err).__name__}: {err})",
                 hint="Export the model again: torch.export.save(torch.export.export(model, inputs), path).",
@@ -223,8 +223,8 @@ class _Program:
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():
             if kind != "tensor_constant":
-                others = [other for other in shared[id(self._tensors[target])] if other != target]
-                places[name] = tuple(tuple(n.split(".")) for n in (target, *others))
+                other_names = [other for other in shared[id(self._tensors[target])] if other != target]
+                places[name] = tuple(tuple(n.split(".")) for n in (target, *other_names))
         return places
 
     # ------------------------------------------------------------------------------------------ modules
@@ -365,7 +365,7 @@ def _root_method(
     parameters: list[tuple[Any, ...]] = []
     optional = False
     for argument in arguments:
-        optional = optional or argument.is_constant()
+        optional = optional or argument.is_constant()  # as in Python, all arguments after one with a default need one
         whole = argument.leaves[0] if argument.tree.kind is None else argument
         value = method.value(whole if type(whole) is str else f"*{argument.name}", argument.name)
         constant = argument.leaves[0] if argument.tree.kind is None and argument.is_constant() else (None,)
@@ -468,15 +468,15 @@ def _values(dtype: str, example: Tensor | None) -> str:
 
 def _hints(meta: Any) -> list[tuple[str, int]]:
     """Return for each dimension its symbol, empty if its size is fixed, and its size in the example."""
-    found = []
+    sizes = []
     for size in meta["sizes"]:
         if "as_int" in size:
-            found.append(("", size["as_int"]))
+            sizes.append(("", size["as_int"]))
         else:
             symbol = _SYMBOL.fullmatch(size["as_expr"]["expr_str"])
-            found.append((symbol[1] if symbol else "", size["as_expr"]["hint"]["as_int"]))
-    items_in(hint for _, hint in found)
-    return found
+            sizes.append((symbol[1] if symbol else "", size["as_expr"]["hint"]["as_int"]))
+    items_in(hint for _, hint in sizes)
+    return sizes
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:

@@ -131,13 +131,13 @@ def _classes(nodes: Any) -> dict[str, str]:
 
     Every operator names the modules that it ran in, as ``key,path,class;key,path,class``, outermost first.
     """
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for node in nodes:
         for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
             _, path, class_name = entry.split(",", 2)
             if path != NO_MODULE:
-                found.setdefault(checked_path(path), class_name)
-    return found
+                classes.setdefault(checked_path(path), class_name)
+    return classes
 
 
 def checked_path(path: str) -> str:
@@ -148,12 +148,12 @@ def checked_path(path: str) -> str:
 
 
 def _with_parents(paths: Any) -> set[str]:
-    found = {""}
+    complete = {""}
     for path in paths:
-        while path and path not in found:
-            found.add(path)
+        while path and path not in complete:
+            complete.add(path)
             path = path.rpartition(".")[0]
-    return found
+    return complete
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

@@ -75,7 +75,7 @@ class Op:
     operands: tuple[Operand, ...]
     outputs: tuple[str, ...] = ()
     stack: tuple[Call, ...] = ()
-    """Calls of modules that it ran in, outermost first, without the root's."""
+    """Calls of modules in which the operator ran, outermost first, without the root's."""
     blocks: tuple[tuple[tuple[Op, ...], tuple[Operand, ...]], ...] = ()
     """Operators and results of each inner graph."""
 
@@ -125,7 +125,7 @@ class GraphReader:
         if function:
             self.functions.add(function)
         arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
-        outputs, made = self._outputs(node, prefix)
+        outputs, is_collection = self._outputs(node, prefix)
         if target in _NUMBERS:
             ops.append(Op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
@@ -138,7 +138,7 @@ class GraphReader:
         if (same := _written(operator)) is not None and len(outputs) == 1:
             self._same[outputs[0]] = operands[same]
             outputs = ()
-        if made:
+        if is_collection:
             whole = f"*{next(self._fresh)}"
             ops += [Op("operator", key, operands, (whole,), stack), Op("unpack", None, (whole,), outputs, stack)]
         else:
@@ -160,7 +160,7 @@ class GraphReader:
         if kind == "wrap_with_set_grad_enabled":
             whole = Op("grad", bool(rest[0][0]), ())
             bound = rest[1:]
-        elif kind == "cond":
+        elif kind == "cond":  # its operands come as one list, whose items the branches take one by one
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
@@ -267,8 +267,8 @@ def _written(operator: Any) -> int | None:
 
 
 def _where(node: Any) -> str:
-    found = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
-    return f"{found[-1][0]} line {found[-1][1]}" if found else "no source line"
+    lines = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
+    return f"{lines[-1][0]} line {lines[-1][1]}" if lines else "no source line"
 
 
 def _stack(metadata: Any) -> tuple[Call, ...]:

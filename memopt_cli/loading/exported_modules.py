@@ -151,11 +151,11 @@ class Method:
         # inside the child instead, so that the child can be called with tensors of other sizes.
         tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
         derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
-        given = [name for name in wanted if name not in derived]
+        arguments = [name for name in wanted if name not in derived]
         results = [name for op in ops for name in op.outputs if name in after]
         method = Method(builder, call.path, builder.scope(call.path, call.class_name))
-        name = method.build(ops, depth + 1, given, derived, results)
-        operands = tuple(map(self.operand, given))
+        name = method.build(ops, depth + 1, arguments, derived, results)
+        operands = tuple(map(self.operand, arguments))
         detail = (call.path[len(self._path) :], name)
         outputs = tuple(self.value(result, call.path[-1]) for result in results)
         if len(outputs) < 2:

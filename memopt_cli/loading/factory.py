@@ -42,8 +42,8 @@ def build(location: str) -> nn.Module:
         factory = user_function(location, "MODEL")
     else:
         factory = _imported(location)
-    made = _made(factory, location)
-    return made if isinstance(made, nn.Module) else StepModels(made, functools.partial(step_made, factory, location))
+    built = _made(factory, location)
+    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(step_made, factory, location))
 
 
 def _imported(location: str) -> Callable[[], Any]:
@@ -66,10 +66,10 @@ def _imported(location: str) -> Callable[[], Any]:
 
 def step_made(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
-    made = _made(factory, location)
-    if not isinstance(made, Step):
-        raise FileFormatError(f"{location}() returned an instance of {type(made).__name__}, not a memopt_cli.Step")
-    return made
+    built = _made(factory, location)
+    if not isinstance(built, Step):
+        raise FileFormatError(f"{location}() returned an instance of {type(built).__name__}, not a memopt_cli.Step")
+    return built
 
 
 def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
@@ -125,28 +125,28 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     refuse_attacks(file, pickled.scan, UserCode(()))
     whole = pickled.pickle.root
     outer, root = ((), whole) if file.key is None else place_of(whole, file.key, file.path)
-    found = state_dicts_in(root)
+    state_dicts = state_dicts_in(root)
     own = model.state_dict().keys()
     fitting = [
-        where for where, stored in found.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
+        where for where, stored in state_dicts.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
     ]
-    if not found:
+    if not state_dicts:
         raise FileFormatError(
             f"{file.path} holds no state dict", hint="Save one with torch.save(model.state_dict(), path)."
         )
-    where = next(iter(fitting or found))
-    if len(fitting) > 1 or (len(found) > 1 and not fitting):
-        names = listed(dict.fromkeys(fitting or found))
+    where = next(iter(fitting or state_dicts))
+    if len(fitting) > 1 or (len(state_dicts) > 1 and not fitting):
+        names = listed(dict.fromkeys(fitting or state_dicts))
         if not fitting:
             raise FileFormatError(
-                f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
+                f"{file.path} holds {len(state_dicts)} state dicts, none of which fits: {names}",
                 hint=f"Name one to see what differs: `{quoted_flag('--key', '.'.join(where))}`",
             )
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    made: Mapping[str, Tensor] = made_of(file, pickled, found[where])
-    return made
+    weights: Mapping[str, Tensor] = made_of(file, pickled, state_dicts[where])
+    return weights
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:

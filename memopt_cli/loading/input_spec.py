@@ -68,7 +68,7 @@ def find_spec(
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
     6. a guess from the layers of ``module``.
 
-    Dimensions in ``given`` replace those of the description that was found.
+    Dimensions in ``given`` replace those of the description from another source.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and given.has_inputs:
@@ -78,13 +78,13 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        found = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
-        if found is None:
+        described = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
+        if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
                 hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`",
             )
-        spec = found
+        spec = described
         if given is not None:
             require_used([name for name in given.dims if name not in given.optional_dims], spec.tensors, spec.source)
             spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)

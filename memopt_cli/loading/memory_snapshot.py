@@ -34,6 +34,7 @@ _PLAIN: Final = frozenset(
 """Opcodes that make plain containers, numbers and texts, and call nothing."""
 _MOST_HOLDERS: Final = 200
 _MOST_BYTES: Final = 1 << 30
+"""Most source lines that are reported, and most bytes of a snapshot that is read."""
 _MOST_OPCODES, _LEAST_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
 """Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
 
@@ -41,7 +42,7 @@ Each opcode takes some 70 bytes of memory and some microseconds; a history of 10
 ``pickle`` writes 3 to 5 bytes for each."""
 _LARGEST_STACK: Final = 100_000
 """Most values on the unpickler's stack: ``pickle`` moves them into containers a thousand at a time."""
-_LONGEST_NAME: Final = 4096
+_LONGEST_NAME: Final = 4096  # of a source file
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
@@ -154,26 +155,26 @@ class _Reading:
                         device = segment.get("device", failure.device)
                         blocks[(device, _amount(block["address"])) if "address" in block else len(blocks)] = block
         reserved_bytes += self._rewound(failure, blocks)
-        held: Counter[str] = Counter()
+        held_bytes: Counter[str] = Counter()
         for block in blocks.values():
-            held[self._line_of(block)] += _amount(block["size"])
+            held_bytes[self._line_of(block)] += _amount(block["size"])
         return SnapshotFacts(
-            allocated_bytes=_amount(held.total()),
+            allocated_bytes=_amount(held_bytes.total()),
             reserved_bytes=_amount(reserved_bytes),
             asked_bytes=failure.asked_bytes,
             free_bytes=failure.free_bytes,
-            lines=tuple(Holder(name=name, nbytes=size) for name, size in held.most_common(_MOST_HOLDERS)),
+            lines=tuple(Holder(name=name, nbytes=size) for name, size in held_bytes.most_common(_MOST_HOLDERS)),
         )
 
     def _failure(self, data: Mapping[str, Any]) -> _Failure:
         """Find the last time that memory ran out."""
-        found = _Failure()
+        latest = _Failure()
         for device, trace in enumerate(self._each(data.get("device_traces", ()))):
             events = [*self._each(trace)]
             last = next((n for n in reversed(range(len(events))) if events[n].get("action") == "oom"), None)
-            if last is None or (moment := _amount(events[last].get("time_us", 0))) < found.moment:
+            if last is None or (moment := _amount(events[last].get("time_us", 0))) < latest.moment:
                 continue
-            found = _Failure(
+            latest = _Failure(
                 device=device,
                 moment=moment,
                 asked_bytes=_amount(events[last]["size"]),
@@ -181,10 +182,11 @@ class _Reading:
                 before=events[:last],
                 after=events[last + 1 :],
             )
-        return found
+        return latest
 
     def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
+        # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
         made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):

@@ -116,7 +116,9 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
-    if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # loading would import nothing then
+    if not any(
+        isinstance(verdict, Denied) for verdict in refused.values()
+    ):  # after a refusal, loading would import nothing
         audit = Audit(root, known, nobody.vouches)
         refused |= dict(audit.refused)
         if not refused:
@@ -146,10 +148,10 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     if file.key is not None:
         where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
-        found = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
-        if len(found) > 1:
-            raise several_models(found, file.path)
-        within, loaded = next(iter(found.items()), ((), loaded))
+        modules = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
+        if len(modules) > 1:
+            raise several_models(modules, file.path)
+        within, loaded = next(iter(modules.items()), ((), loaded))
         where = (*where, *within)
     if not isinstance(loaded, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
@@ -162,7 +164,9 @@ def _unpickled(file: ModelFile) -> Any:
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(file.data)  # a file of ``pickle.dump``
+        return pickle.loads(
+            file.data
+        )  # ``torch.load`` reads only its own formats; this is for a file of ``pickle.dump``
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:
@@ -244,7 +248,7 @@ def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> Non
         )
 
 
-_MOST_NAMES, _MOST_IMPORTS = 2000, 100
+_MOST_NAMES, _MOST_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
 _BY_HAND: Final = "The file is damaged, or made by hand."
 _DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
@@ -254,17 +258,17 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 
     Another reader of the file, such as ``torch.load``, would run them.
     """
-    found = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
-    if found and (saver := stores_code(scan.wanted)):
+    attacks = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
+    if attacks and (saver := stores_code(scan.wanted)):
         raise Unvouched(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + UNCHECKED,
             remedy=Trust(),
-            denied={name: attack(name) for name in found},
+            denied={name: attack(name) for name in attacks},
         )
-    if found:
-        names, reasons = ", ".join(map(str, found[:_SHOWN])), {name: attack(name) for name in found}
-        is_run = any(name in scan.called for name in found)
+    if attacks:
+        names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
+        is_run = any(name in scan.called for name in attacks)
         raise Unvouched(
             f"{file.path} was not loaded: {listed(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
@@ -277,11 +281,11 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 
 def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]) -> None:
     """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied."""
-    found = sorted(verdicts, key=lambda verdict: str(verdict[0]))
-    denied = {name: verdict for name, verdict in found if isinstance(verdict, Denied)}
+    refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
+    denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}
     if denied:
         raise _refusal(file, denied)
-    for name, verdict in found:
+    for name, verdict in refusals:
         if isinstance(verdict, Missing):
             raise FileFormatError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}",

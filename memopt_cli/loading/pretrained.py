@@ -163,7 +163,7 @@ _COUNT: Final = re.compile(
     r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
 )
 """Names of settings that count things: ``num_hidden_layers``, ``depths``."""
-_MOST_COUNTED: Final = 10_000
+_MOST_COUNTED: Final = 10_000  # that a setting may ask for, even beside few weights
 
 
 @contextmanager
@@ -199,18 +199,18 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
-        found = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
-        if found:
-            more = ", …" if len(found) > _SHOWN else ""
-            raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)
+        keys = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
+        if keys:
+            more = ", …" if len(keys) > _SHOWN else ""
+            raise FileFormatError(f"{folder} {what} {name}: {', '.join(keys[:_SHOWN])}{more}", hint=_SAVE)
 
 
 def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Load an adapter and its base model, which may be in any folder of this machine: a note names the folder."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
-    found = base_of(str(folder), named)
-    if found is None:
+    base_folder = base_of(str(folder), named)
+    if base_folder is None:
         raise FileFormatError(
             f"{folder} is an adapter of {shortened(named)}, which is not a folder here",
             hint="Save the base with save_pretrained, and put its folder into "
@@ -219,7 +219,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
     _refuse_adapter(folder, settings)
-    base = Path(found)
+    base = Path(base_folder)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
@@ -299,9 +299,9 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
     rounds = _ROUNDS.search(str(settings.get("init_lora_weights")))
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
     numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
-    for key, found in numbers.items():
-        if any(not number <= max(_MOST_COUNTED, largest) for number in found):
-            what = f"its {key[:_LONGEST_NAME]}, {max(found):.15g}"
+    for key, sizes in numbers.items():
+        if any(not number <= max(_MOST_COUNTED, largest) for number in sizes):
+            what = f"its {key[:_LONGEST_NAME]}, {max(sizes):.15g}"
             raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
 
 
@@ -386,7 +386,7 @@ def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
         if most <= 1:
             gaps, ways = _freedom(repeated)
             return gaps, 1 + ways
-        is_simple = [str(part) for part, _ in repeated] in [[one] for one in _ONE_CHARACTER]
+        is_simple = [str(part) for part, _ in repeated] in [[single] for single in _ONE_CHARACTER]
         return (1, 1) if is_simple else (0, math.inf)
     return 0, math.inf
 
@@ -406,7 +406,7 @@ def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
 
 
 _ONE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
-_LONGEST_PATTERN: Final = 4000
+_LONGEST_PATTERN: Final = 4000  # characters of a regular expression that is analysed
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -524,7 +524,7 @@ def _shards(index: Path) -> list[str]:
     return list(names)
 
 
-_LONGEST_FILE: Final = 255
+_LONGEST_FILE: Final = 255  # characters of a file's name, as file systems allow
 
 
 def _library(name: str, folder: Path) -> Any:

@@ -111,6 +111,8 @@ def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool
             continue
         named = use.name, use.how
         recipe = recipes[named] = recipes.get(named) or kind.recipe(use)
-        found = recipe.kind if isinstance(recipe, Recipe) else None
-        name = f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else str(use.name)
+        known_class = recipe.kind if isinstance(recipe, Recipe) else None
+        name = (
+            f"{known_class.__module__}.{known_class.__qualname__}" if isinstance(known_class, type) else str(use.name)
+        )
         yield name, use.how == "called"

@@ -35,7 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_LENGTH, _LONGEST_HEADER = 8, 100_000_000
+_LENGTH, _LONGEST_HEADER = 8, 100_000_000  # bytes of the number before the header, and most bytes of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,14 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         remarks = header.pop("__metadata__", {})
         named = ((str(name), _entry(item, start)) for name, item in header.items())
         entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
-        for entry in entries.values():
+        for entry in entries.values():  # in the order of their bytes, so each must begin where the last one ended
             if entry.start != start:
                 raise ValueError("its tensors overlap, or leave a gap")
             start = entry.end
         if start != len(data):
             raise ValueError(f"it holds {len(data)} bytes, its tensors end at {start}")
         return entries, {str(key): str(value) for key, value in remarks.items()}
-    except Exception as err:  # the header is whatever the file says, and may be deeply nested
+    except Exception as err:  # a damaged or hostile header may raise anything
         reason = str(err) if type(err) is ValueError else "its header is broken"
         raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=TRUNCATED) from err
 

@@ -150,15 +150,15 @@ def _check_known(node: Any) -> None:
 
 def _check_channels(node: Built, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is quantized by channel without one scale and one zero point for each channel."""
-    match node.given():
+    match node.argument_items():
         case (_, _, _, _, Tuple(items=(Global(name="per_tensor_affine"), *_)), *_):
             return
         case (_, _, _, _, Tuple(items=(Global(), scales, zeros, int(axis))), *_):
-            found = tensor_of(scales), tensor_of(zeros)
-            each = all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in found)
+            scale_and_zero = tensor_of(scales), tensor_of(zeros)
+            has_each = all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in scale_and_zero)
             # Only embeddings have zero points that are not whole numbers; they are packed by rows, axis 0.
-            whole = found[1] is not None and not is_floating(found[1].dtype)
-            if 0 <= axis < len(shape) and each and (whole or axis == 0):
+            is_whole = scale_and_zero[1] is not None and not is_floating(scale_and_zero[1].dtype)
+            if 0 <= axis < len(shape) and has_each and (is_whole or axis == 0):
                 return
         case _ if str(node.callee) != TENSORS[1]:
             return

@@ -155,11 +155,11 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     key = node.schema().partition("(")[0] if "(" in node.schema() else node.kind()
     key = key if "::" in key else node.kind()
     if key in EXPRESSIONS:
-        made = graph.plain("operator", node, key)
-        if EXPRESSIONS[key].alias and made[0][3]:
-            graph.operands[node.output().debugName()] = made[0][2][0]
-            made[0] = (*made[0][:3], (), ())
-        return made
+        stored = graph.plain("operator", node, key)
+        if EXPRESSIONS[key].alias and stored[0][3]:
+            graph.operands[node.output().debugName()] = stored[0][2][0]
+            stored[0] = (*stored[0][:3], (), ())
+        return stored
     operator = find_operator(key)
     if operator is None:
         raise Unliftable(f"the operator {key} ({_where(node)})")
@@ -299,14 +299,14 @@ def _constant(value: Any, node: Any) -> Any:
 def _where(node: Any) -> str:
     """Return the source line of ``node``, or of a neighbour if it has none, as ``file line 12``."""
     lines = (re.search(r'File "([^"]*)", line (\d+)', n.sourceRange()) for n in (node, *node.owningBlock().nodes()))
-    found = next(filter(None, lines), None)
-    return f"{found[1]} line {found[2]}" if found else "no source line"
+    source = next(filter(None, lines), None)
+    return f"{source[1]} line {source[2]}" if source else "no source line"
 
 
 _Lift = Callable[[LiftedGraph, Any], list[tuple[Any, ...]]]
 
 
-def _as(kind: str) -> _Lift:
+def _of_kind(kind: str) -> _Lift:
     return lambda graph, node: graph.plain(kind, node)
 
 
@@ -324,9 +324,9 @@ _SPECIAL: dict[str, _Lift] = {
     "prim::TupleConstruct": _make_tuple,
     "prim::TupleIndex": _tuple_item,
     "prim::RaiseException": _raise,
-    "prim::ListConstruct": _as("list"),
-    "prim::DictConstruct": _as("dict"),
-    "prim::TupleUnpack": _as("unpack"),
-    "prim::ListUnpack": _as("unpack"),
-    "prim::Uninitialized": _as("none"),
+    "prim::ListConstruct": _of_kind("list"),
+    "prim::DictConstruct": _of_kind("dict"),
+    "prim::TupleUnpack": _of_kind("unpack"),
+    "prim::ListUnpack": _of_kind("unpack"),
+    "prim::Uninitialized": _of_kind("none"),
 }

@@ -92,7 +92,7 @@ class ScriptObjects:
             if name not in self._classes or self._classes[name].base != "Enum":
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == _TYPE_TAG:
-            match node.given():
+            match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
             raise ValueError("a container is not of the type that it is given")
@@ -154,16 +154,16 @@ class ScriptObjects:
         if name == "Dict" and len(kinds) == 2:
             pairs = entries_of(value)
             return _is_plain(value, DICT) and all(self._fits(k, kinds[0]) and self._fits(v, kinds[1]) for k, v in pairs)
-        return name == "Tuple" and self._are(value, kinds)
+        return name == "Tuple" and self._fit_each(value, kinds)
 
-    def _are(self, value: Any, kinds: list[ast.expr]) -> bool:
+    def _fit_each(self, value: Any, kinds: list[ast.expr]) -> bool:
         same = isinstance(value, Tuple) and len(value.items) == len(kinds)
         return same and all(map(self._fits, value.items, kinds))
 
     def _is_object(self, value: Any, name: str) -> bool:
         known = self._classes.get(name)
         if known is not None and known.base == "NamedTuple":
-            return self._are(value, list(known.attributes.values()))
+            return self._fit_each(value, list(known.attributes.values()))
         how = "called" if known is not None and known.base == "Enum" else "created"
         return isinstance(value, Built) and value.how == how and str(value.callee) == name
 
@@ -175,10 +175,12 @@ def _is_plain(value: Any, kind: Global) -> bool:
 def _untagged(value: Any) -> Any:
     """Return the container inside ``value`` if that is a call which gives a container its type, else ``value``."""
     match value:
-        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.given():
-            return value.given()[0]
-        case Built(how="called", callee=Global() as callee) if str(callee) in _LISTS and len(value.given()) == 1:
-            return value.given()[0]
+        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
+            return value.argument_items()[0]
+        case Built(how="called", callee=Global() as callee) if (
+            str(callee) in _LISTS and len(value.argument_items()) == 1
+        ):
+            return value.argument_items()[0]
     return value
 
 
@@ -217,8 +219,8 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
         case None, (str(text), None | str(), int(line)) if line >= 0:
             return len(text.encode("utf-8", "replace"))
         case list(), (lines, int(name), int(line)) if 0 <= name < len(sizes) and line >= 0:
-            found = _untagged(lines)
-            if _is_plain(found, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in found.items):
-                size = sum(sizes[i] for i in found.items)
+            indices = _untagged(lines)
+            if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
+                size = sum(sizes[i] for i in indices.items)
                 return size if size <= _LONGEST_SOURCE else -1
     return -1

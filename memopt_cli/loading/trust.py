@@ -168,8 +168,8 @@ def _defined_as(wanted: Global) -> Definition:
         spec = importlib.util.find_spec(wanted.package)
         for length in range(2, wanted.module.count(".") + 2):
             name = ".".join(wanted.module.split(".")[:length])
-            places = spec.submodule_search_locations if spec else None
-            spec = importlib.machinery.PathFinder.find_spec(name, list(places or ()))
+            folders = spec.submodule_search_locations if spec else None
+            spec = importlib.machinery.PathFinder.find_spec(name, list(folders or ()))
         if spec is None or spec.origin is None:
             return ""
     except (ImportError, OSError, ValueError):

@@ -96,9 +96,9 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            found = file_in(path, module) if path.is_dir() else path if path.stem == module else None
-            if found is not None:
-                return found.resolve()
+            file = file_in(path, module) if path.is_dir() else path if path.stem == module else None
+            if file is not None:
+                return file.resolve()
         return None
 
     def _owns(self, module: ModuleType | None) -> bool:

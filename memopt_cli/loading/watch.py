@@ -61,8 +61,8 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     if not _installed:
         sys.addaudithook(_look)  # Python cannot remove it again
         _installed = True
-    others = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
-    watch = _Watch(path, hint, others)
+    earlier = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
+    watch = _Watch(path, hint, earlier)
     if not _watches:  # importing a module writes a .pyc file, which the watch would refuse
         _kept_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _watches.append(watch)

@@ -102,7 +102,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
     phases: dict[Phase, int] = {}
     latest: Phase | None = None
-    for start_ns, change in [*allocations, (sys.maxsize, 0)]:
+    for start_ns, change in [*allocations, (sys.maxsize, 0)]:  # the last entry lets all marks pass that are left
         while marks and marks[0][0] <= start_ns:
             latest = marks.pop(0)[1]
             phases[latest] = max(live, phases.get(latest, 0))

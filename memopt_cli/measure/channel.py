@@ -21,12 +21,12 @@ from memopt_cli.measure import processes
 from memopt_cli.records import Crashed, OutOfMemory, TimedOut
 from memopt_cli.text.documents import printable
 
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 4000  # of the subprocess's output, which the error of a crash shows
 _PATIENCE_S = 5.0
 """Seconds that a subprocess has to end by itself before it is killed."""
 _LOOK_S = 1.0
 """Seconds after which memopt looks again whether a silent subprocess is alive."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # most bytes of one read
 _LEAST_BYTES_A_SECOND = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 
@@ -90,22 +90,16 @@ class Channel:
         self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:
-        """Send ``message`` as a line of JSON, at most until the deadline.
-
-        A message that could not be sent is no error here: waiting for its answer gives the reason.
-        """
-        left = memoryview(json.dumps(message).encode() + b"\n")
+        """Send ``message`` as a line of JSON until the deadline; a failure shows when the answer is awaited."""
+        unsent = memoryview(json.dumps(message).encode() + b"\n")
         # A broken pipe means that the subprocess has ended: the missing reply gives the reason.
         with contextlib.suppress(BrokenPipeError), selectors.DefaultSelector() as selector:
             selector.register(self._jobs, selectors.EVENT_WRITE)
-            while left and selector.select(max(0.0, self._deadline - time.monotonic())):
-                left = left[self._jobs.write(left) or 0 :]
+            while unsent and selector.select(max(0.0, self._deadline - time.monotonic())):
+                unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or the reason why there is none.
-
-        A subprocess whose line is longer than ``most_bytes`` is killed.
-        """
+        """Return the next line with its newline, or why there is none; a line beyond ``most_bytes`` makes no sense."""
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)

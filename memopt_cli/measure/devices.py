@@ -23,7 +23,7 @@ def resolve_device(text: str) -> str:
     """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.  Raises :class:`UsageError`."""
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
-    import torch  # which takes seconds
+    import torch  # here, since it takes seconds
 
     if text == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -56,5 +56,5 @@ def _built_for() -> set[str]:
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         return {"cuda", "hip"}
-    said = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
-    return {kind for kind in ("cuda", "hip") if said.get(kind, "") != "None"}
+    versions = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    return {kind for kind in ("cuda", "hip") if versions.get(kind, "") != "None"}

@@ -69,6 +69,6 @@ def _first_folder(here: int) -> str | None:
 
 
 def _move(here: int, name: str) -> int:
-    there = os.open(name, _ONLY_FOLDERS, dir_fd=here)
+    entered = os.open(name, _ONLY_FOLDERS, dir_fd=here)
     os.close(here)
-    return there
+    return entered

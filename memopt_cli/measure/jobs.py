@@ -72,8 +72,8 @@ class Subject:
     """Whether segments in chunks test that no row of the batch changes the result of another.  The test takes as long
     as a few forwards, and is needless where all results of a plan are compared with the original's."""
     layout: Layout | None = None
-    """The layout of the model over ranks, if the subprocess is one rank of many, whose steps run without data;
-    ``None`` for a single device."""
+    """The layout of the model over ranks, if the subprocess is one rank of many: of a predicted group, whose steps run
+    without data, or of a real one.  ``None`` for a single device."""
     rank: int = 0
     """Index of the subprocess's rank."""
     compiler_cache: str | None = None
@@ -94,7 +94,7 @@ class Job(Generic[Answer]):
 
     __slots__ = ()
     answered_by: ClassVar[str]
-    """The function that answers it in the subprocess, ``module:function``, from the :class:`Subject` and the job."""
+    """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
     most_bytes: ClassVar[int] = 16 << 20
     """Bytes of memory that reading the answer may take: its sender is not trusted."""
 
@@ -141,15 +141,15 @@ class DescribeJob(Job[ModelFacts]):
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
     most_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
-    """Whether to find the inputs of its step."""
+    """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
     """The description of the inputs that the user gave; ``None`` if they gave none."""
     remembered: InputSpec | None = None
     """The description that the user gave for an earlier command; ``None`` if none is known."""
     plan: Plan = ORIGINAL
-    """A plan that must suit the model."""
+    """A plan that must suit the model, or the answer is a failure."""
     replicas: bool = False
-    """Whether it must be possible to train copies of the model as one."""
+    """Whether copies of the model must be trainable as one, or the answer is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +171,7 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The answer that a model was sent to the end of its file, or that a saved file needs nothing more than its
-    original."""
+    """The answer that a model was sent completely, or that a saved file needs no more than its original."""
 
     size_bytes: int
 
@@ -191,9 +190,8 @@ class SaveJob(Job[Saved]):
 class CompareJob(Job[Saved]):
     """A request to compare the saved file at ``path`` with its original.
 
-    A subprocess that has run a stranger's model wrote the file, and cannot be trusted.  Another subprocess, which runs
-    nothing of either file, compares them.  The answer is a failure if the saved one could do anything that the original
-    could not.
+    A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
+    compares them; the answer is a failure if the saved one could do anything that the original could not.
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
@@ -217,7 +215,7 @@ class Traced:
 
     trace: StepTrace
     fake: bool
-    """Whether it was recorded on fake tensors."""
+    """Whether the step was recorded on fake tensors."""
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors; ``None`` if the model does not run on them."""
     note: str = ""
@@ -265,7 +263,7 @@ class CountJob(StepJob[Counted]):
     """Batch size; ``None`` for the size in the description of the inputs.  Workspaces are not known at other sizes, so
     a dry run gives the tensor peak alone."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +357,7 @@ class ProbeJob(StepJob[BatchProbe]):
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
@@ -375,7 +373,7 @@ class ReplicasJob(StepJob[BatchProbe]):
     replicas: int
     """Number of copies, at least 2."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
@@ -437,7 +435,7 @@ class Sizes:
 
     batch: int
     dims: dict[str, int] = field(default_factory=dict)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,7 +454,7 @@ class VerifyJob(StepJob[Verification]):
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     further: bool = False
     """Whether to compare the steps after the first, too."""
     asked_s: float = 0.0

@@ -77,8 +77,8 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
             f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
             hint=f"Name one of them: memopt inspect {quoted_path(str(folder / first))}",
         )
-    found = description.describe(read_file(str(folder / first)))
-    return replace(found, notes=(*found.notes, f"The weights of {job.path}; its settings are beside it."))
+    inspection = description.describe(read_file(str(folder / first)))
+    return replace(inspection, notes=(*inspection.notes, f"The weights of {job.path}; its settings are beside it."))
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:

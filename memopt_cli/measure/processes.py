@@ -68,10 +68,7 @@ class Subprocess:
         return self._code
 
     def end(self) -> None:
-        """Kill the process and all that it has started, and wait until they are gone.
-
-        A process that the server has not started yet is never started.
-        """
+        """Kill the process and all that it has started, and wait for that; a process not started yet never starts."""
         with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
             self._await_pid(0.0)
             self._status.shutdown(socket.SHUT_WR)
@@ -132,11 +129,11 @@ class ForkServer:
 
     def import_libraries(self, names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
         """Let the server import the modules ``names``, found on ``path``, for all later subprocesses."""
-        wanted = json.dumps({"names": names, "path": path, "timeout_s": timeout_s}).encode()
+        request = json.dumps({"names": names, "path": path, "timeout_s": timeout_s}).encode()
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb") as inlet, os.fdopen(writing, "wb", buffering=0) as outlet:
             os.set_blocking(writing, False)
-            if outlet.write(wanted) != len(wanted):  # more than a pipe holds: each subprocess imports by itself
+            if outlet.write(request) != len(request):  # more than a pipe holds: each subprocess imports by itself
                 return
             with contextlib.suppress(OSError):  # the server has just ended
                 socket.send_fds(self._control, [LIBRARIES_FOLLOW], [inlet.fileno()])
@@ -162,7 +159,9 @@ def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: 
 class _Servers(threading.local):
     def __init__(self) -> None:
         self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
+        """Role -> the running server, as long as a subprocess or :attr:`kept` refers to it."""
         self.kept: dict[Role, ForkServer] | None = None
+        """Servers that :func:`kept` keeps alive inside its block; ``None`` outside of one."""
 
 
 _servers = _Servers()

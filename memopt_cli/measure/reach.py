@@ -27,7 +27,7 @@ class UserFunction:
     function: Callable[..., Any] | None = None
     """The function in memory; ``None`` if it is loaded by its reference."""
     obstacle: str = ""
-    """The reason why a subprocess cannot import it; empty if it can."""
+    """The reason why a subprocess cannot import the function; empty if it can."""
 
 
 def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:

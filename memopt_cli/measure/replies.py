@@ -46,9 +46,9 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
         if isinstance(failure, StepFailed) and failure.exit_code not in _EXIT_CODES:
             raise ValueError(failure.exit_code)
         return failure
-    found = from_data(answer_of(type(job)), reply["answer"])
-    _check_amounts(found)
-    match found:
+    answer = from_data(answer_of(type(job)), reply["answer"])
+    _check_amounts(answer)
+    match answer:
         case Measured(measurement=measurement):
             _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
         case TimedInTurns(original_times_s=times, planned_times_s=others):
@@ -59,8 +59,8 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
             _check_trace(trace)
         case ModelFacts(spec=spec) if isinstance(job, DescribeJob):
             _require((spec is not None) == job.inputs)
-            return found if spec is None else replace(found, spec=_with_named_inputs(spec, job.spec))
-    return found
+            return answer if spec is None else replace(answer, spec=_with_named_inputs(spec, job.spec))
+    return answer
 
 
 def _check_amounts(value: Any, name: str = "") -> None:

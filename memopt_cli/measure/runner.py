@@ -90,12 +90,12 @@ class Session:
             failure = channel.wait_for(SIZE.size)
             if failure is not None:
                 return failure
-            (left,) = SIZE.unpack(channel.take(SIZE.size))
-            if left == 0:
+            (piece_bytes,) = SIZE.unpack(channel.take(SIZE.size))
+            if piece_bytes == 0:
                 saved = self._answer(job, channel)
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
                 return saved if is_whole else channel.nonsense()
-            received_bytes += left
+            received_bytes += piece_bytes
             if received_bytes > most_bytes:
                 channel.end()
                 return StepFailed(
@@ -103,13 +103,13 @@ class Session:
                     "was loaded from holds far less",
                     hint="With `--plan-only` no model is written.",
                 )
-            while left:
+            while piece_bytes:
                 failure = channel.wait_for(1)
                 if failure is not None:
                     return failure
-                written = file.write(channel.take(left))
+                written = file.write(channel.take(piece_bytes))
                 channel.time_for(written)
-                left -= written
+                piece_bytes -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
         """Send ``job``, and return the channel for its answer; ``None`` if the subprocess has ended."""
@@ -125,12 +125,12 @@ class Session:
         if not isinstance(line, bytes):
             return line
         try:
-            found = read(line, job)
+            answer = read(line, job)
         except Exception:  # reading an answer that is made up may raise anything
             return channel.nonsense()
-        if isinstance(found, FileChanged):
-            raise ChangedFileError(found.message, hint=found.hint)
-        return found
+        if isinstance(answer, FileChanged):
+            raise ChangedFileError(answer.message, hint=answer.hint)
+        return answer
 
 
 def import_path(source: ModelSource) -> list[str]:

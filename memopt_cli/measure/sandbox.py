@@ -27,14 +27,15 @@ from memopt_cli.measure import seccomp
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 """Numbers of Landlock's system calls, the same on every processor that Linux runs on."""
-_ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38  # LANDLOCK_CREATE_RULESET_VERSION, …_RULE_PATH_BENEATH, prctl's
 
+# Rights on files, LANDLOCK_ACCESS_FS_*.
 _EXECUTE, _WRITE, _READ, _READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_DEVICES: Final = 1 << 6 | 1 << 11
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Version of Landlock -> the number of rights on files that it knows."""
-_TCP: Final = 0b11
+_TCP: Final = 0b11  # to bind, and to connect
 _SCOPES: Final = 0b11
 """Bits for signals, and for sockets without a name in the file system."""
 _NET_FROM, _SCOPES_FROM = 4, 6
@@ -53,7 +54,7 @@ CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CA
 _IN_MEMORY: Final = "/dev/shm"
 _LARGEST_FILE_BYTES: Final = 16 << 30
 """Bytes of a file that a confined process writes, at most; a model that it saves goes to the parent instead."""
-_CAPABILITIES: Final = 0x20080522
+_CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
 
@@ -161,7 +162,7 @@ def is_refusal(error: BaseException) -> bool:
         if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
             path = getattr(seen, "filename", None)
             is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
-            return not is_unreadable  # by its mode, with a sandbox or without
+            return not is_unreadable  # a file that its mode makes unreadable is so without a sandbox, too
         seen = seen.__cause__ or seen.__context__
     return False
 

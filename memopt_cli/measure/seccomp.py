@@ -54,7 +54,7 @@ _REFUSED: Final = """
   # being told of what others do to files
     inotify_init 253 -  inotify_init1 294 26  inotify_add_watch 254 27  inotify_rm_watch 255 28  fanotify_init 300 262
     fanotify_mark 301 263
-  # files: modes, owners, times, attributes; and those that a number, or a path and no opening, gets hold of
+  # files: modes, owners, times, attributes; opening by a handle, and truncating by a path without opening
     chmod 90 -  fchmod 91 52  fchmodat 268 53  fchmodat2 452 452  chown 92 -  fchown 93 55  lchown 94 -
     fchownat 260 54  utime 132 -  utimes 235 -  futimesat 261 -  utimensat 280 88  setxattr 188 5  lsetxattr 189 6
     fsetxattr 190 7  setxattrat 463 463  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
@@ -72,12 +72,12 @@ _SIGNALS: Final = "kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 1
 _SCHEDULING: Final = "sched_setscheduler 144 119  sched_setparam 142 118  sched_setattr 314 274"
 _BINDING: Final = "sched_setaffinity 203 122"
 _BINDING_VARIABLES: Final = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-"""Variables that make OpenMP bind its threads to processors, and fail if it cannot."""
+"""Variables that make OpenMP bind its threads to processors; it would fail if ``sched_setaffinity`` were refused."""
 
 _ALL: Final = 0xFFFFFFFF
 """The bits that the kernel reads of any argument that is checked here."""
-_NAMESPACES: Final = 0x7E020000
-_TRUNCATE: Final = 0x200
+_NAMESPACES: Final = 0x7E020000  # CLONE_NEW*
+_TRUNCATE: Final = 0x200  # O_TRUNC
 _UNIX, _STREAM_BITS, _STREAM = 1, 0b1011, 0b0001
 """The family of local sockets; and a mask with the value that the types 1 (stream) and 5 (packets in sequence) have
 under it.  Their messages go only to the socket that they are connected with, and ``connect`` is refused."""
@@ -90,7 +90,7 @@ _FCNTLS: Final = (*range(8), 9, 11, *range(36, 39), *range(1027, 1041))
 
 
 @dataclass(frozen=True, slots=True)
-class _Only:
+class _Rule:
     """A rule that an argument of some calls may only have certain values."""
 
     calls: str
@@ -124,24 +124,24 @@ def install(*, gpu: bool, signals: bool) -> str:
     return ""
 
 
-def _rules(*, gpu: bool, signals: bool) -> Iterator[_Only]:
+def _rules(*, gpu: bool, signals: bool) -> Iterator[_Rule]:
     this = _values(0, os.getpid())
-    yield _Only("prlimit64 302 261", 0, this)
-    yield _Only("setpriority 141 140", 0, _values(0))
-    yield _Only("setpriority 141 140", 1, this)
-    yield _Only(_SCHEDULING if _BINDING_VARIABLES & os.environ.keys() else f"{_SCHEDULING} {_BINDING}", 0, this)
-    yield _Only("clone 56 220", 0, ((_NAMESPACES, 0),))
+    yield _Rule("prlimit64 302 261", 0, this)
+    yield _Rule("setpriority 141 140", 0, _values(0))
+    yield _Rule("setpriority 141 140", 1, this)
+    yield _Rule(_SCHEDULING if _BINDING_VARIABLES & os.environ.keys() else f"{_SCHEDULING} {_BINDING}", 0, this)
+    yield _Rule("clone 56 220", 0, ((_NAMESPACES, 0),))
     for call, flags in (("open 2 -", 1), ("openat 257 56", 2)):
         # A file can be truncated without being opened for writing, which early versions of Landlock do not refuse.
-        yield _Only(call, flags, ((_TRUNCATE, 0), (_TRUNCATE | 3, _TRUNCATE | 1), (_TRUNCATE | 3, _TRUNCATE | 2)))
+        yield _Rule(call, flags, ((_TRUNCATE, 0), (_TRUNCATE | 3, _TRUNCATE | 1), (_TRUNCATE | 3, _TRUNCATE | 2)))
     devices = tuple((0xFF00, kind) for kind in _GPU) if gpu else ()
-    yield _Only("ioctl 16 29", 1, (*_values(*_IOCTLS), *devices), otherwise=errno.ENOTTY)
-    yield _Only("fcntl 72 25", 1, _values(*_FCNTLS))
+    yield _Rule("ioctl 16 29", 1, (*_values(*_IOCTLS), *devices), otherwise=errno.ENOTTY)
+    yield _Rule("fcntl 72 25", 1, _values(*_FCNTLS))
     if gpu:
-        yield _Only(_SOCKETS, 0, _values(_UNIX))
-        yield _Only(_SOCKETS, 1, ((_STREAM_BITS, _STREAM),))
+        yield _Rule(_SOCKETS, 0, _values(_UNIX))
+        yield _Rule(_SOCKETS, 1, ((_STREAM_BITS, _STREAM),))
     if signals:
-        yield _Only(_SIGNALS, 0, _values(os.getpid()))
+        yield _Rule(_SIGNALS, 0, _values(os.getpid()))
 
 
 def _values(*values: int) -> tuple[tuple[int, int], ...]:
@@ -156,42 +156,42 @@ def _numbers(table: str, machine: str) -> Iterator[int]:
     yield from (int(number) for number in words[column::3] if number != "-")
 
 
-_LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
-_ERROR, _ALLOW = 0x00050000, 0x7FFF0000
+_LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06  # BPF_LD, BPF_ALU | BPF_AND, BPF_JMP …
+_ERROR, _ALLOW = 0x00050000, 0x7FFF0000  # verdicts: fail with the errno in the lower bits, or run the call
 _NUMBER, _ARCHITECTURE = 0, 4
 """Offsets in the data that the filter sees: the number of the call, and the architecture.  Arguments of 8 bytes begin
 at offset 16, lower half first."""
 
 
-def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+def _op(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     """Encode an instruction; one that compares skips ``then`` or ``otherwise`` instructions."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 
-def _program(machine: str, rules: Iterable[_Only], *, gpu: bool) -> Iterator[bytes]:
-    yield from (_do(_LOAD, _ARCHITECTURE), _do(_EQUAL, _ARCHITECTURES[machine], 1))
-    yield _do(_RETURN, _ERROR | errno.EACCES)  # a call of 32-bit code, whose numbers are others
-    yield from (_do(_LOAD, _NUMBER), _do(_GREATER, _NEWEST, 0, 1), _do(_RETURN, _ERROR | errno.ENOSYS))
+def _program(machine: str, rules: Iterable[_Rule], *, gpu: bool) -> Iterator[bytes]:
+    yield from (_op(_LOAD, _ARCHITECTURE), _op(_EQUAL, _ARCHITECTURES[machine], 1))
+    yield _op(_RETURN, _ERROR | errno.EACCES)  # a call of 32-bit code, whose numbers are others
+    yield from (_op(_LOAD, _NUMBER), _op(_GREATER, _NEWEST, 0, 1), _op(_RETURN, _ERROR | errno.ENOSYS))
     for calls, error in (
         (_MISSING, errno.ENOSYS),
         (_CONNECTING, errno.ENOENT if gpu else errno.EACCES),
         (_REFUSED if gpu else f"{_REFUSED} {_SOCKETS} {_LISTENING}", errno.EACCES),
     ):
         for number in _numbers(calls, machine):
-            yield from (_do(_EQUAL, number, 0, 1), _do(_RETURN, _ERROR | error))
+            yield from (_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERROR | error))
     for rule in rules:
         for number in _numbers(rule.calls, machine):
-            yield from _checked(number, rule)
-    yield _do(_RETURN, _ALLOW)
+            yield from _check_of_argument(number, rule)
+    yield _op(_RETURN, _ALLOW)
 
 
-def _checked(number: int, rule: _Only) -> Iterator[bytes]:
+def _check_of_argument(number: int, rule: _Rule) -> Iterator[bytes]:
     """Yield instructions that refuse the call ``number`` unless an argument has a value that ``rule`` allows.
 
     They are three for each allowed value (load, mask, compare) and a return; a value that matches skips the rest.
     """
     size = 3 * len(rule.allowed) + 1
-    yield from (_do(_LOAD, _NUMBER), _do(_EQUAL, number, 0, size))
+    yield from (_op(_LOAD, _NUMBER), _op(_EQUAL, number, 0, size))
     for left, (mask, value) in zip(range(size, 0, -3), rule.allowed, strict=False):
-        yield from (_do(_LOAD, 16 + 8 * rule.argument), _do(_AND, mask), _do(_EQUAL, value, left - 3))
-    yield _do(_RETURN, _ERROR | rule.otherwise)
+        yield from (_op(_LOAD, 16 + 8 * rule.argument), _op(_AND, mask), _op(_EQUAL, value, left - 3))
+    yield _op(_RETURN, _ERROR | rule.otherwise)

@@ -84,9 +84,9 @@ class _Server:
             self._import.join()  # a fork in the middle of an import would inherit its locks
         if message == LIBRARIES_FOLLOW:
             with os.fdopen(files[0], "rb") as file:
-                wanted = json.load(file)
+                request = json.load(file)
             if self._has_imported:
-                _import_libraries(wanted["names"], wanted["path"], wanted["timeout_s"])
+                _import_libraries(request["names"], request["path"], request["timeout_s"])
             return
         if message == STEPS_FOLLOW:
             if self._has_imported and self._import is None:
@@ -98,7 +98,7 @@ class _Server:
         gc.freeze()  # else the child's garbage collections write to the pages of imported modules, and copy them
         try:
             pid = os.fork()
-        except OSError as error:
+        except OSError as error:  # the message goes to the subprocess's output, which an error shows
             os.write(streams[-1], f"no process could be started: {error.strerror}".encode())
             pid = -1
         if pid == 0:
@@ -202,10 +202,7 @@ def _import_early() -> bool:
 
 
 def _import_the_rest() -> None:
-    """Import PyTorch's compiler, which steps without data need.
-
-    This takes as long as importing PyTorch, and would be wasted on a file that is refused, so it is done on request.
-    """
+    """Import PyTorch's compiler for steps without data: it takes as long as PyTorch, so only a request imports it."""
     with contextlib.suppress(Exception):
         from memopt_cli.runtime.private_torch import import_compiler
 

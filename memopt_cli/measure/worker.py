@@ -52,7 +52,9 @@ class Worker:
         self._subject = subject
         self._build = build
         self._functions = functions
-        if subject.offload_folder is not None and not sandbox.is_confined():  # else in the folder that it may write to
+        if (
+            subject.offload_folder is not None and not sandbox.is_confined()
+        ):  # a confined process may write only to its own folder
             wait_in(subject.offload_folder)
 
     @functools.cached_property
@@ -153,10 +155,12 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    is_explained = isinstance(error, FileFormatError) and hint  # such as a script that trains when it is imported
+    is_explained = (
+        isinstance(error, FileFormatError) and hint
+    )  # the hint tells the cause, such as a script that trains when it is imported
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        wanted = error.requests if isinstance(error, Unvouched) else ()
-        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=wanted)
+        requests = error.requests if isinstance(error, Unvouched) else ()
+        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

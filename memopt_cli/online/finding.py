@@ -60,7 +60,7 @@ def _structure(reach: Reach) -> Structure:
     check_tagged(reach)
     edges = {out: reach.edges(out) for out in outs}
     constant = frozenset(use for use in reach.reached if reach.is_constant(use))
-    exposed = frozenset(held for held in reach.held if reach.is_exposed(held))
+    exposed = frozenset(held for held in reach.followed_states if reach.is_exposed(held))
     for held in exposed:
         check_exposed(reach, held, constant)
     attached = frozenset(out for out in outs if reach.is_attached(out, edges[out]))
@@ -84,7 +84,7 @@ def _structure(reach: Reach) -> Structure:
         known={out: reach.known(out) for out in outs},
         not_followed=_not_followed(reach),
         unread=unread,
-        entering=frozenset(reach.held) - unread - exposed,
+        entering=frozenset(reach.followed_states) - unread - exposed,
         weighted=_weighted(reach),
     )
 

@@ -32,8 +32,9 @@ class Reach:
             and PastState(out.cell, names[out.number].name) not in probe.forgotten
         }
         """State -> the cell output that is its new value, by the cell's last call in the step."""
-        self.reached = {use: held for use in self.uses if (held := self._states_reached(use))}
-        self.held: set[PastState] = set().union(*self.reached.values())
+        self.reached = {use: states for use in self.uses if (states := self._states_reached(use))}
+        """Use of a traced weight -> the states that it reaches; a use that reaches none carries no trace."""
+        self.followed_states: set[PastState] = set().union(*self.reached.values())
         needed = self._needed()
         self.cells = {out.cell for out in needed if self.carries(out)}
         self.followed = {out for out in needed if out.cell in self.cells}
@@ -53,12 +54,12 @@ class Reach:
         """Return whether ``source`` depends on traced weights neuron by neuron."""
         if isinstance(source, CellOutput):
             return any(map(self.carries, self.behind[source]))
-        return source in self.held or source in self.reached
+        return source in self.followed_states or source in self.reached
 
     def _needed(self) -> set[CellOutput]:
         """Return the outputs of cells to follow: new states, what leads to them, all outputs beside traced states."""
         needed: set[CellOutput] = set()
-        with_states = {held.cell for held in self.held}
+        with_states = {held.cell for held in self.followed_states}
         for out in reversed(self.outs):
             if out.number < len(self.probe.states[out.cell]) or out.cell in with_states or out in needed:
                 needed |= {out, *(s for s in self.reads[out].direct if isinstance(s, CellOutput))}

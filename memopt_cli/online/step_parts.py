@@ -60,7 +60,7 @@ class StepParts:
         held = {key: self.past_values[key] for key in edges.held if key in self.past_values}
         uses = {key: self.outputs[key] for key in edges.uses if key in self.outputs}
         earlier = {key: self.out[key] for key in edges.out if key in self.out}
-        others = self._others(known)
+        others = self._unknown_parts(known)
         entries = iter(
             jacobian_row(self.gate, q, [*held.values(), *uses.values(), *earlier.values(), *others.values()])
         )
@@ -71,14 +71,14 @@ class StepParts:
     def check_weighted(self, key: CellOutput | PastState, q: Tensor) -> None:
         """Raise :class:`MemoptError` if ``q`` now reads a part directly that it read only through weights."""
         if self.graph is not None and key in self.structure.weighted:
-            for source in self.graph.read_directly(q, self._others(frozenset())) & self.structure.weighted[key]:
+            for source in self.graph.read_directly(q, self._unknown_parts(frozenset())) & self.structure.weighted[key]:
                 raise changed(key.cell, f"reads {name_of(source)} past the weight that it entered")
 
     def check_not_followed(self, cells: Sequence[PastState], values: Sequence[Tensor]) -> None:
         """Raise :class:`MemoptError` if a state that did not depend on traced weights now does."""
         for held, value in zip(cells, values, strict=True):
             self.check_weighted(held, value)
-            others = self._others(self.structure.not_followed[held])
+            others = self._unknown_parts(self.structure.not_followed[held])
             row = jacobian_row(self.gate, value, list(others.values()))
             _refuse_further(held.cell, _entries(others, iter(row)))
 
@@ -90,7 +90,7 @@ class StepParts:
                 raise changed(name_of(held), "is read outside its cell")
         return ()
 
-    def _others(self, known: frozenset[Source]) -> dict[Source, Tensor]:
+    def _unknown_parts(self, known: frozenset[Source]) -> dict[Source, Tensor]:
         """Return the parts of this step so far that are not ``known``."""
         parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.outputs, self.out)
         return {key: tensor for part in parts for key, tensor in part.items() if key not in known}

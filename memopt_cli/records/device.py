@@ -30,6 +30,7 @@ def check_amounts(record: Any, *, least: int) -> None:
 
 
 LONGEST_NAME = 60
+"""Most characters of a device's name, which must fit a line of a report."""
 
 
 def _check_name(key: str, name: str) -> None:
@@ -115,7 +116,7 @@ class DeviceEstimate:
     fits: bool
     """Whether the allocator finds room for every block, after it has given unused segments back if it must."""
     step_s: float
-    """Seconds of a step by a roofline of the profile's figures, a lower bound: kernels do not reach these rates."""
+    """Seconds of a step by a roofline of the profile's figures; most take longer, since kernels do not reach these."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)

@@ -178,7 +178,7 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 _NINE_OF_TEN = 1.28
 """Standard errors above a mean below which nine of ten values lie, where they are normal."""
 _STANDARD_ERROR = 1.2533 * 1.4826
-"""For n normal values, the standard error of the median is 1.2533 σ / √n, and σ is 1.4826 times the median deviation."""
+"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
 
 
 # Each way in which a measurement may fail is a type of its own.

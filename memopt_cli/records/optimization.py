@@ -210,7 +210,7 @@ class OptimizeResult:
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
     use: str = ""
-    """Line of Python that loads what was written; empty if nothing was."""
+    """Line of Python that trains with the written files; empty if there is nothing to use."""
     steps: RecordedSteps | None = None
     """Recorded steps; ``None`` if no report shows them."""
     ended_by: MemoptError | None = None

@@ -50,10 +50,10 @@ class SearchOptions:
     """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
-    """The one that was asked for, or that ``prefer`` stands for."""
+    """Profile that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
     allow_expensive_profiling: bool = True
     checkpoint_budget: Preference | None = None
-    """The one that was asked for, or that ``prefer`` stands for."""
+    """Budget that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
     max_gc_wrapped_modules: int | None = None
     """Most segments that lie in no other; ``None`` for no limit, 0 or less for none."""
     gc_target_budget_ratio: float | None = None
@@ -97,7 +97,7 @@ class SearchOverrides(TypedDict, total=False):
     gc_target_budget_ratio: float | None
     allow_inexact: bool
     max_slowdown: float | None
-    """Infinity stands for no limit."""
+    """Infinity for no limit."""
     offload: str | None
     host_memory: int | None
 

@@ -158,7 +158,7 @@ class MemOptSummary:
     applied_steps: list[str] = field(default_factory=list)
     skipped_steps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Sentences that whoever trains the model should know."""
+    """Sentences that a user who trains the model should know."""
     gc_wrap_count: int = 0
     manual_compressor_count: int = 0
     bit_compressor_count: int = 0

@@ -70,16 +70,18 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(data, Mapping):
             raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
-        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_named(k)}") for k, v in data.items()}
+        return {
+            _read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_key_text(k)}") for k, v in data.items()
+        }
     return data if annotation is Any else _read_scalar(annotation, data, where)
 
 
-def _named(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
 
 
-_LONGEST_KEY = 60
+_LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 @functools.cache
@@ -123,7 +125,7 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
         if not isinstance(kind, str) or kind not in records:
             raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shortened(kind)}")
         return _read(records[kind], data, where)
-    for option in options[:-1]:
+    for option in options[:-1]:  # without records, the first type that fits; if none does, the error is the last one's
         try:
             return _read(option, data, where)
         except UsageError:

@@ -27,7 +27,7 @@ from memopt_cli.text.units import MOST_DIGITS, format_bytes
 
 MOST_BYTES = 64 << 20
 """Most bytes of a document that people read, or that memopt wrote for them."""
-_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_BYTES = 1 << 20  # of a YAML file
 _MOST_YAML_VALUES = 60_000
 """Most separators of a YAML file, enough for a plan of some 6000 segments; PyYAML reads slowly, in Python."""
 _MOST_JSON_VALUES = 2_000_000
@@ -148,7 +148,7 @@ def _refuse_content(descriptor: int, path: str) -> None:
     """Refuse a file that has size 0 and content nevertheless: the kernel's own files, which may block or never end."""
     try:
         is_empty = not os.read(descriptor, 1)
-    except OSError as err:  # nothing to read yet, or not for everybody
+    except OSError as err:  # the kernel has nothing to read yet, or forbids it
         raise OSError(errno.EINVAL, _SPECIAL, str(path)) from err
     if not is_empty:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
@@ -265,7 +265,7 @@ _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
 def _json_escape(character: str) -> str:
     if character.isprintable() and character != "#":
         return character
-    units = character.encode("utf-16-be", "surrogatepass")
+    units = character.encode("utf-16-be", "surrogatepass")  # JSON escapes UTF-16: two units above U+FFFF
     return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
 
 

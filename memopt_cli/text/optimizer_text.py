@@ -101,8 +101,8 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     for known in get_args(Implementation):
         if known == (implementation if colon else "default") and known in implementations:
             return NamedOptimizer(class_name, known)
-    others = ", ".join(f"{name}:{known}" for known in implementations[1:])
+    alternatives = ", ".join(f"{name}:{known}" for known in implementations[1:])
     raise UsageError(
         f"{name} has no implementation {shortened(implementation)}",
-        hint=f"Write {name}{f', {others}' if others else ''}.",
+        hint=f"Write {name}{f', {alternatives}' if alternatives else ''}.",
     )

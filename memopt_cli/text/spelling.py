@@ -123,7 +123,7 @@ def _said_in_python(mark: re.Match[str]) -> str:
     if command == ["file.py:function"]:
         return "a function"
     arguments = [
-        said for flag, value in flags if flag != "--dim" or "=" not in value if (said := _argument(flag, value))
+        spelled for flag, value in flags if flag != "--dim" or "=" not in value if (spelled := _argument(flag, value))
     ]
     if sizes := [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]:
         arguments.append(f"dims={{{', '.join(sizes)}}}")
@@ -132,8 +132,8 @@ def _said_in_python(mark: re.Match[str]) -> str:
     if not command:
         return ", ".join(arguments)
     name = "apply_plan" if command[1] == "apply" else command[1].replace("-", "_")
-    given = ["inputs" if word == "…" else "model" for word in command[2:]]
-    return f"memopt_cli.{name}({', '.join([*given, *arguments])})"
+    positional = ["inputs" if word == "…" else "model" for word in command[2:]]
+    return f"memopt_cli.{name}({', '.join([*positional, *arguments])})"
 
 
 def _size(text: str) -> str:

@@ -45,10 +45,10 @@ class Whole(Kind):
 
     def of(self, given: object) -> int:
         """Return ``given``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
-        found = whole_number(given)
-        if found is None or not self.least <= found <= self.most:
-            raise ValueError(self._words(found or 0))
-        return found
+        number = whole_number(given)
+        if number is None or not self.least <= number <= self.most:
+            raise ValueError(self._words(number or 0))
+        return number
 
     def _words(self, found: int = 0) -> str:
         if found >= 2**63:
@@ -79,12 +79,12 @@ class Real(Kind):
 
     def of(self, given: object) -> float:
         """Return ``given``, a number of any library, as a ``float``; ``True`` is refused."""
-        found = real_number(given)
-        if found is None or not (self.least <= found <= self.most and (self.unlimited or math.isfinite(found))):
+        number = real_number(given)
+        if number is None or not (self.least <= number <= self.most and (self.unlimited or math.isfinite(number))):
             raise ValueError(self._words())
-        if self.above and found == self.least:
+        if self.above and number == self.least:
             raise ValueError(self._words())
-        return found
+        return number
 
     def _words(self) -> str:
         if self.above:
@@ -105,19 +105,19 @@ class Amount(Kind):
 
     def parse(self, text: str) -> int | float:
         """Return the bytes of ``8GiB``, or the share of ``60%``.  Raises :class:`UsageError` for other text."""
-        if not (found := parse_amount(text)):
+        if not (amount := parse_amount(text)):
             raise ValueError("an amount that something fits into: 24GiB, 512MB or 60%")
-        return found
+        return amount
 
     def of(self, given: object) -> int | float:
         """Return the bytes or the share that ``given`` is, or spells."""
         if isinstance(given, str):
             return self.parse(given)
         size = whole_number(given)
-        found = real_number(given) if size is None else size
-        if found is None or not found > 0 or (isinstance(found, float) and found > 1):
+        amount = real_number(given) if size is None else size
+        if amount is None or not amount > 0 or (isinstance(amount, float) and amount > 1):
             raise ValueError('bytes or a share up to 1: "24GiB", "60%" or 0.6')
-        return found
+        return amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,10 @@ class Size(Amount):
 
     def of(self, given: object) -> int:
         """Return the bytes that ``given`` is, or spells."""
-        found = Amount.of(self, given)
-        if isinstance(found, float):
+        amount = Amount.of(self, given)
+        if isinstance(amount, float):
             raise ValueError("a size: 64GiB or 512MB")
-        return found
+        return amount
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,9 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
     cache: dict[object, Kind | None] = {}
     for use in uses:
         # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
-        given = use.node.given() if use.node and use.how == "called" else ()
-        key = use.name, use.how, given[0] if given and isinstance(given[0], Global) else None, len(given)
+        arguments = use.node.argument_items() if use.node and use.how == "called" else ()
+        first = arguments[0] if arguments and isinstance(arguments[0], Global) else None
+        key = use.name, use.how, first, len(arguments)
         if key not in cache:
             cache[key] = next((kind for kind in kinds if kind.claims(use)), None)
         kind = cache[key]
@@ -90,7 +91,7 @@ class Audit:
     # ------------------------------------------------------------------------------------------ questions of kinds
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object that ``value`` stands for."""
+        """Return the role of the object of which ``value`` is the stand-in."""
         recipe = self._recipe(value)
         if recipe is None:
             return "data"
@@ -115,15 +116,15 @@ class Audit:
 
     def objections(self) -> Iterator[tuple[Global, str]]:
         """Yield the name of each object that must not be made, and the reason; call it if no name was refused."""
-        yield from self._shared()
-        yield from self._compared()
+        yield from self._shared_attributes()
+        yield from self._slow_keys()
         for use in self._uses:
             if use.node is not None:
                 recipe = self.recipes[use.node]
                 reason = (recipe.check(use.node, self) if recipe.check else "") or _misfilled(use.node, recipe)
                 if reason:
                     yield use.name, reason
-        yield from self._misplaced()
+        yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
         """Say why walking the objects would never end, or go too deep; empty if it would not."""
@@ -138,7 +139,7 @@ class Audit:
                 return f"its containers {reason}"
         return ""
 
-    def _misplaced(self) -> Iterator[tuple[Global, str]]:
+    def _misplaced_classes(self) -> Iterator[tuple[Global, str]]:
         """Yield the classes of whole models that are held as values, unless a segment of theirs needs the class."""
         built = (node for node in self._nodes if isinstance(node, Built))
         segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
@@ -148,7 +149,7 @@ class Audit:
                     if isinstance(part, Global) and self.role_of(part) == "named":
                         yield part, "is not a layer, but is stored as something to call"
 
-    def _compared(self) -> Iterator[tuple[Global, str]]:
+    def _slow_keys(self) -> Iterator[tuple[Global, str]]:
         """Yield the keys of dicts and sets whose class computes a hash from attributes, which may take forever."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
@@ -160,9 +161,9 @@ class Audit:
             kind = None if isinstance(key, Tuple) or key.callee == GETATTR else self.class_of(key)
             if isinstance(key, Built) and kind is not None and not (_has_plain_hash(kind) or self.trusts(kind)):
                 yield key.name, "is a key, and computes which of its attributes"
-            pending.extend(key.items if isinstance(key, Tuple) else key.given())
+            pending.extend(key.items if isinstance(key, Tuple) else key.argument_items())
 
-    def _shared(self) -> Iterator[tuple[Global, str]]:
+    def _shared_attributes(self) -> Iterator[tuple[Global, str]]:
         """Yield the objects that share attributes: a change to one object would change the other."""
         held = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
@@ -182,7 +183,7 @@ class Audit:
         if not isinstance(value, Built) or self._fixed_role(value) != "module":
             return
         if value.callee in RESTORE_SEGMENTS:
-            yield from (part for part in value.given()[:1] if isinstance(part, Built))
+            yield from (part for part in value.argument_items()[:1] if isinstance(part, Built))
         for attributes in _states_of(value):
             for name, part in plain_entries(attributes) or ():
                 if name == "_modules" and isinstance(part, Built):
@@ -203,7 +204,7 @@ def _keys_of(node: Built) -> Iterator[Any]:
     yield from (key for key, _ in node.entries)
     if node.name.name in HASHING:
         yield from node.items
-        for part in node.given():
+        for part in node.argument_items():
             yield from held_in(part)
 
 
@@ -223,4 +224,4 @@ def _misfilled(node: Built, recipe: Recipe) -> str:
 
 def _states_of(node: Built) -> tuple[Any, ...]:
     """Return the states that give ``node`` its attributes."""
-    return node.given()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)
+    return node.argument_items()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

@@ -21,7 +21,7 @@ from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
-    """Make the object that ``root`` stands for, and the objects that it reaches.
+    """Make the object of which ``root`` is the stand-in, and the objects that this object reaches.
 
     Raises :class:`Broken` if the parts of an object do not fit together, and
     :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
@@ -68,8 +68,8 @@ class _Builder:
     def _act(self, step: Step, node: Built, recipe: Recipe) -> None:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
-            given = (node.arguments,) if node.how == "stored" else node.given()
-            self._made[id(node)] = made = recipe.make(*map(self.value, given), **keywords)
+            arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
+            self._made[id(node)] = made = recipe.make(*map(self.value, arguments), **keywords)
             if recipe.role == "data" and callable(made):
                 raise Broken(f"a {type(made).__name__} can be called")
             if isinstance(made, nn.Module):

@@ -68,10 +68,10 @@ class PickleScan:
                 continue
             seen.add(id(part))
             tensor = tensor_of(part)
-            held = [] if tensor else list(held_in(part))
-            self.spend(1 + len(held))
+            parts = [] if tensor else list(held_in(part))
+            self.spend(1 + len(parts))
             self.take(tensor.size_bytes if tensor else 0)
-            pending += held
+            pending += parts
 
 
 def hashed(value: Any) -> int:
@@ -85,7 +85,7 @@ def hash_of(key: Any) -> int:
         return hash(tuple(map(hash_of, key.items)))
     if isinstance(key, Built):
         # Tensors, and objects that are created without values, are hashed by identity.
-        by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.given()
+        by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
         return hash(key) if by_identity else 0
     return hash(key)
 

@@ -49,7 +49,7 @@ class PickledStorage:
     """A storage beside the pickle."""
 
     key: str
-    """Name of the record that holds its bytes."""
+    """Name of the record that holds the storage's bytes."""
     dtype: str
     size_bytes: int
 
@@ -125,7 +125,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def storage_of(value: Any) -> PickledStorage | None:
-    """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Return the storage of which ``value`` is the stand-in: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
@@ -141,7 +141,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor that ``value`` stands for; ``None`` if it stands for something else."""
+    """Return the tensor of which ``value`` is the stand-in; ``None`` if it is a stand-in for something else."""
     trainable: bool | None = None
     for _ in range(_MOST_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -152,8 +152,8 @@ def tensor_of(value: Any) -> PickledTensor | None:
             case "_rebuild_from_type_v2", (function, _, arguments, *_):
                 value = Built("called", function, arguments)
             case name, items:
-                found = _plain_tensor(name, items)
-                return replace(found, trainable=trainable) if found and trainable is not None else found
+                tensor = _plain_tensor(name, items)
+                return replace(tensor, trainable=trainable) if tensor and trainable is not None else tensor
     return None
 
 

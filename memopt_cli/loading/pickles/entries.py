@@ -22,6 +22,7 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
+"""Most values among which a model is searched, and most containers nested in each other."""
 _SHOWN, _LONGEST_NAME = 8, 200
 """Most names in a message, and most characters of a name."""
 
@@ -61,16 +62,16 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
     if key is not None:
         where, root = place_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
-        found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
-        if len(found) > 1:
-            raise several_models(found, path)
-        if not found:
+        models = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
+        if len(models) > 1:
+            raise several_models(models, path)
+        if not models:
             holds = ("collections", "argparse", "types")
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
                 return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
             raise _without_model(root, path)
-        ((within, root),) = found.items()
+        ((within, root),) = models.items()
         where = (*where, *within)
     wrappers, root = _peeled(root, path)
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
@@ -93,12 +94,14 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     value, left, entries_in = root, key, entries or _entries
     where: list[str] = []
     while left:
-        held = dict(entries_in(value))
-        name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
+        entries_here = dict(entries_in(value))
+        name = max(
+            (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
+        )
         if name is None:
-            known = listed({(name,): None for name in held}) or "none"
+            known = listed({(name,): None for name in entries_here}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
-        value, left = held[name], left[len(name) + 1 :]
+        value, left = entries_here[name], left[len(name) + 1 :]
         where.append(name)
     return tuple(where), value
 
@@ -111,12 +114,14 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
     """
     if not where:
         return ()
-    others, value = list[Path](), root
+    other_paths, value = list[Path](), root
     for depth, name in enumerate(where):
-        held = dict((entries or _entries)(value))
-        others += [(*where[:depth], other) for other in held if other != name]
-        value = held[name]
-    left_out = f" Its other entries are not written with a model: {listed(dict.fromkeys(others))}." if others else ""
+        entries_here = dict((entries or _entries)(value))
+        other_paths += [(*where[:depth], other) for other in entries_here if other != name]
+        value = entries_here[name]
+    left_out = (
+        f" Its other entries are not written with a model: {listed(dict.fromkeys(other_paths))}." if other_paths else ""
+    )
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
@@ -149,7 +154,7 @@ def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
 def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     known = dict(entries_of(modules))
-    inner = known.get(attribute, next(iter(root.given()), None))
+    inner = known.get(attribute, next(iter(root.argument_items()), None))
     if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without the object that it wraps",

@@ -23,7 +23,7 @@ from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
 """The function that rebuilds a tensor subclass; it calls its first argument."""
 
-_DEEPEST_TUPLE = 200
+_DEEPEST_TUPLE = 200  # hashing and printing a tuple recurse into the tuples inside
 _WORK_PER_CHARACTER: Final = 200
 """Units of work to compile a character of a regular expression: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
@@ -77,41 +77,42 @@ class Maker:
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
         """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
-        built.weight += sum(map(hashed, built.given()))
+        built.weight += sum(map(hashed, built.argument_items()))
         return self.make(built)
 
     def call(self, callee: Any, arguments: Any) -> Built:
         """Make the object that a call of ``callee`` returns."""
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
-            kind, *given = arguments.items
-            if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
+            kind, *others = arguments.items
+            if callee == _RECONSTRUCTOR and others != [_OBJECT, None]:
                 raise ValueError("it makes an object of another one's parts")
-            return self.create(kind, self.make_tuple(given if callee == _NEWOBJ else []))
+            return self.create(kind, self.make_tuple(others if callee == _NEWOBJ else []))
         callee = within_class(callee) or callee
         built = Built("called", callee, arguments)
-        built.size = sum(map(size_of, built.given()))
+        built.size = sum(map(size_of, built.argument_items()))
         self._scan.take(built.size)
+        # Constructors of Python's containers and ``torch.Size`` walk their arguments; other calls keep them.
         if called_name(self._scan, callee).module in ("builtins", "collections", "torch"):
             self._charge_items(built)
         else:
             self._charge_bytes(built)
         if callee == TENSOR_SUBCLASS_REBUILD:
-            called_name(self._scan, next(iter(built.given()), None))
+            called_name(self._scan, next(iter(built.argument_items()), None))
         return self.make(built)
 
     def _charge_items(self, built: Built) -> None:
-        """Charge for a call that walks its arguments."""
+        """Charge for a call that walks through the items of its arguments."""
         name = built.callee.name
-        built.weight += sum(map(amount_of, built.given()))
+        built.weight += sum(map(amount_of, built.argument_items()))
         if name not in ("range", "slice"):  # these only keep their arguments
             self._scan.spend(built.weight)
         if name in HASHING:
-            parts = [part for part in built.given() if isinstance(part, Tuple | Built)]
+            parts = [part for part in built.argument_items() if isinstance(part, Tuple | Built)]
             self.charge_keys(built, [_key_of(item, name) for part in parts for item in part.items])
 
     def _charge_bytes(self, built: Built) -> None:
-        """Charge for a call that keeps its arguments, or reads their bytes."""
-        built.weight += sum(map(hashed, built.given()))
+        """Charge for a call that only keeps its arguments, or reads their bytes."""
+        built.weight += sum(map(hashed, built.argument_items()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if built.callee in _COPIED:

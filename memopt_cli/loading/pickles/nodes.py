@@ -89,7 +89,7 @@ class Built:
         """The name of the callable that makes the object; :data:`COMPUTED` if the pickle computes the callable."""
         return self.callee if isinstance(self.callee, Global) else COMPUTED
 
-    def given(self) -> tuple[Any, ...]:
+    def argument_items(self) -> tuple[Any, ...]:
         """Return the arguments one by one."""
         return self.arguments.items if isinstance(self.arguments, Tuple) else ()
 

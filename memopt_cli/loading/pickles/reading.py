@@ -79,8 +79,8 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
     pickle, keys = scan_pickle(stream, scan), scan_pickle(stream, scan).root
     if not isinstance(keys, Built) or not all(isinstance(key, str) for key in keys.items):
         raise ValueError("its storages have no names")
-    found = [storage_of(step.node) for step in pickle.steps if step.action == "make"]
-    sizes = {storage.key: storage.size_bytes for storage in found if storage}
+    stored = [storage_of(step.node) for step in pickle.steps if step.action == "make"]
+    sizes = {storage.key: storage.size_bytes for storage in stored if storage}
     storages = legacy_storages(memoryview(data)[stream.tell() :], keys.items, sizes)
     return PickledFile(form="legacy", pickle=pickle, scan=scan, storages=storages)
 

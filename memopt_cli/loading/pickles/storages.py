@@ -48,7 +48,7 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
     the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
     Raises :class:`Broken` if ``data`` is too short, or the pickle does not name a storage.
     """
-    found: dict[str, memoryview] = {}
+    storages: dict[str, memoryview] = {}
     start = 0
     for key in keys:
         if key not in sizes:
@@ -56,5 +56,5 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
             raise Broken("its storages are cut off")
-        found[key], start = data[start:end], end
-    return Storages(found.get)
+        storages[key], start = data[start:end], end
+    return Storages(storages.get)

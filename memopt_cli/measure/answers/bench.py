@@ -61,8 +61,8 @@ class Holder:
             with contextlib.ExitStack() as entered:
                 made = make(entered)
                 self._open, self._held = entered.pop_all(), (key, made)
-        found: Found = self._held[1]
-        return found
+        value: Found = self._held[1]
+        return value
 
     def close(self) -> None:
         """Drop the value, and leave its contexts."""
@@ -130,8 +130,8 @@ class Bench:
         """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
         if find_out not in self._known:
             self._known[find_out] = find_out(self)
-        found: Knowledge = self._known[find_out]
-        return found
+        fact: Knowledge = self._known[find_out]
+        return fact
 
     def knows(self, find_out: Callable[[Bench], object]) -> bool:
         """Return whether the result of ``find_out`` is known."""
@@ -170,7 +170,7 @@ class Bench:
             remove_segments(model)
 
     def enter_start(self) -> None:
-        """Restore the model's tensors and the random generators as they were when it was loaded."""
+        """Restore the model's tensors and the random generators as they were when the model was loaded."""
         self._start.enter()
 
     def reset(self) -> None:

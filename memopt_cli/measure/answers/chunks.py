@@ -73,11 +73,11 @@ class Trials:
         for module in self._small.recorded.modules:
             lengths = tuple(min(length, SHORT) for length in module.input_shape)
             alike[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
-        found: dict[str, str] = {}
+        tried_for: dict[str, str] = {}
         for modules in alike.values():
             tried = min(modules, key=lambda module: (flops[module.path], module.input_bytes, module.order))
-            found |= dict.fromkeys((module.path for module in modules), tried.path)
-        return found
+            tried_for |= dict.fromkeys((module.path for module in modules), tried.path)
+        return tried_for
 
 
 def _description(module: nn.Module) -> str:

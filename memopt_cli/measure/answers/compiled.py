@@ -42,7 +42,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
             if is_out_of_memory(error) or isinstance(error, MemoptError):
                 raise
             alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
-            is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # which the worker explains
+            is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
             raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
     step.model.zero_grad(set_to_none=True)
     return broken[0] if broken else ""

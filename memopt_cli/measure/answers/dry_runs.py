@@ -42,15 +42,17 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
 
 def _traced(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
-        return _timed(bench, job.plan, record_on_data(bench, job.plan))
+        return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (
-        bench.known(_original) if job.plan == ORIGINAL else _record(bench, job.plan, workspaces_for(bench, job.plan))
+        bench.known(_original_trace)
+        if job.plan == ORIGINAL
+        else _record(bench, job.plan, workspaces_for(bench, job.plan))
     )
-    traced = _timed(bench, job.plan, recorded)
+    traced = _with_seconds(bench, job.plan, recorded)
     if not _wants_data(bench, traced):
         return traced
     try:
-        on_data = _timed(bench, job.plan, record_on_data(bench, job.plan))
+        on_data = _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     except Exception:  # the model's own code, or too little memory
         return traced
     return replace(on_data, dry_run_bytes=traced.dry_run_bytes)
@@ -73,7 +75,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
-    with _planned(bench, job.plan, job.batch, job.dims) as fake:
+    with _step_under(bench, job.plan, job.batch, job.dims) as fake:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
             return counted
@@ -87,7 +89,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
 
     ``to_fit``: the function estimates the least memory in which the step fits, as the search for a batch asks.
     """
-    library = library_blocks(bench.known(_original).trace.ops, card)
+    library = library_blocks(bench.known(_original_trace).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
         held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
@@ -108,11 +110,11 @@ def count_on_data(bench: Bench, job: CountJob) -> Counted:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _original(bench: Bench) -> Traced:
+def _original_trace(bench: Bench) -> Traced:
     return _record(bench, ORIGINAL, workspaces_for(bench, ORIGINAL))
 
 
-def _original_without_workspaces(bench: Bench) -> Traced:
+def _original_trace_without_workspaces(bench: Bench) -> Traced:
     """Record the original without the workspaces of kernels, which would take steps on data."""
     return _record(bench, ORIGINAL, Workspaces())
 
@@ -122,7 +124,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
-        with _planned(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
+        with _step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
@@ -174,7 +176,7 @@ def _codecs(bench: Bench) -> trace.Codecs:
     """Return which tensors codecs can hold in fewer bytes: steps on data show that, and dry runs need to know."""
     if bench.subject.data == "none":
         return trace.Codecs()
-    dry_run = bench.known(_original if bench.knows(_original) else _original_without_workspaces)
+    dry_run = bench.known(_original_trace if bench.knows(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
             return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
@@ -184,7 +186,7 @@ def _codecs(bench: Bench) -> trace.Codecs:
 # ---------------------------------------------------------------------------------------------- their seconds
 
 
-def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
+def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
         times = bench.known(operator_times)
@@ -211,7 +213,7 @@ def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
 
 
 @contextlib.contextmanager
-def _planned(
+def _step_under(
     bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[trace.FakeStep]:
     """Yield a step without data, with ``plan`` applied inside the block; a rank's step if the subject is a rank."""
@@ -219,21 +221,21 @@ def _planned(
         with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
-    fake = bench.known(_described)
+    fake = bench.known(_step_as_described)
     described = batch is None and not dims
     with (
-        contextlib.nullcontext(fake) if described else fake.fed(_sized(bench, batch, dims)),
+        contextlib.nullcontext(fake) if described else fake.fed(_step_at(bench, batch, dims)),
         bench.planned(plan, fake.step),
     ):
         yield fake
 
 
-def _described(bench: Bench) -> trace.FakeStep:
+def _step_as_described(bench: Bench) -> trace.FakeStep:
     """Make a step without data at the sizes that the description of the inputs gives."""
-    return trace.FakeStep(_sized(bench, None, {}), bench.mode)
+    return trace.FakeStep(_step_at(bench, None, {}), bench.mode)
 
 
-def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
+def _step_at(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
     # Inputs from a file or a script are made with data.  Inputs that are described by sizes are not: a search for a
     # batch may try sizes that do not fit into memory.
     is_described = batch is None and not dims
@@ -258,13 +260,13 @@ def _step_of_rank(
 
     def make(entered: contextlib.ExitStack) -> _Rank:
         has = entered.enter_context(bench.rank(layout, plan))
-        step = replace(_sized(bench, batch, dims), buckets=has.buckets)
+        step = replace(_step_at(bench, batch, dims), buckets=has.buckets)
         return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
 
     try:
         rank = bench.held.get(plan, make)
         if rank.sizes != (batch, dims):
-            rank.step.feed(_sized(bench, batch, dims))
+            rank.step.feed(_step_at(bench, batch, dims))
             rank.sizes = (batch, dims)
         yield rank.step
     except Exception as error:  # the model's own code may raise anything on tensors without data

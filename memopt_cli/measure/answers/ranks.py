@@ -77,7 +77,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
         allocated, counted = _allocated_by(step, start), median_count(step, start)
-    found = RankMeasurement(
+    measurement = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -90,7 +90,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         step_times_s=times,
         backend=allocated.backend,
     )
-    return RanksMeasured(ranks=tuple(ranks.all(lambda: found)), spec=spec, plan_digest=digest)
+    return RanksMeasured(ranks=tuple(ranks.all(lambda: measurement)), spec=spec, plan_digest=digest)
 
 
 def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
@@ -144,11 +144,11 @@ def with_buckets(step: Step, start: StartingState) -> Step:
 
 def median_count(step: Step, start: StartingState) -> Counted:
     """Count the tensor peak of ``step`` a few times, and return the median."""
-    found = []
+    counts = []
     for _ in range(_COUNTS):
         begin(step, start)
-        found.append(trace.count(step))
-    return sorted(found, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
+        counts.append(trace.count(step))
+    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
 
 
 def _allocated_by(step: Step, start: StartingState) -> Allocated:

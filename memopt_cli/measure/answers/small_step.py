@@ -23,7 +23,7 @@ class SmallStep:
     recorded: StepTrace
     """The trace of the step, with the contents of its tensors."""
     workspaces: Workspaces
-    """Workspaces of its operators; empty if it is the full step."""
+    """Workspaces of the step's operators; empty if the small step is the full one."""
 
 
 def small_step(bench: Bench) -> SmallStep | None:
@@ -33,12 +33,12 @@ def small_step(bench: Bench) -> SmallStep | None:
     bench.enter_start()
     try:
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
-        found: list[StepTrace] = []
+        traces: list[StepTrace] = []
         allocated = measure_allocated(
-            lambda _: found.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
+            lambda _: traces.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
         )
-        return SmallStep(step, found[0], allocated.workspaces)
-    except Exception as error:  # inputs, or a model, with a fixed batch size
+        return SmallStep(step, traces[0], allocated.workspaces)
+    except Exception as error:  # the inputs or the model may have a fixed batch size
         if is_out_of_memory(error):
             raise
     finally:

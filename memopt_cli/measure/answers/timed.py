@@ -60,8 +60,8 @@ gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
 _MOST_PAIRS, _MOST_LONG_PAIRS = 12, 3
 """Most pairs of short steps, and of long ones, while the error leaves open on which side of the limit a plan is."""
 _LONG_S = 1.0
-"""Seconds from which a step is long: it is timed once, after a warm-up.  The step in which memory is recorded is never
-timed, since recording slows plans down by 20 to 45 %."""
+"""Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
+which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
 
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
@@ -75,12 +75,12 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
-    cold = () if job.warm_up else (first_s,)
+    cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
     since = _clocks()
     timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
     waited = _waited(since, bench.settings.device)
     bench.enter_start()
-    # The operators of a short step are timed in several steps of their own.
+    # The operators of a long step are timed in the step that is counted anyway, those of a short one in further steps.
     clock = trace.Clock(bench.settings.device) if is_long else None
     meter = trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -94,6 +94,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         bench.remember(full_workspaces, metered(meter, allocated))
         if clock is not None and clock.times:
             bench.remember(operator_times, clock.times)
+    # Gradients stay allocated after a step.  If a step under a plan leaves more, a segment may keep tensors forever.
     gradient_bytes = sum(tensor.grad.nbytes for tensor in bench.model.parameters() if tensor.grad is not None)
     if job.plan != ORIGINAL and allocated.left_bytes > gradient_bytes:
         _refuse_growth(bench, step)
@@ -136,8 +137,8 @@ def _measurement(
         resident_bytes=counted.resident_bytes,
         reserved_peak_bytes=allocated.reserved_bytes,
         process_peak_bytes=_process_peak_bytes(),
-        step_times_s=tuple(found.step_s for found in timed),
-        update_s=statistics.median([found.update_s for found in timed] or [0.0]),
+        step_times_s=tuple(step.step_s for step in timed),
+        update_s=statistics.median([step.update_s for step in timed] or [0.0]),
         breakdown=counted.breakdown,
         holders=counted.holders[:HOLDERS],
         backend=allocated.backend,
@@ -254,7 +255,7 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_S:
         return allocated.peak_bytes, allocated.step_s
-    return allocated.peak_bytes, statistics.median(found.step_s for found in _timed_steps(bench, step, 1))
+    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _timed_steps(bench, step, 1))
 
 
 @contextlib.contextmanager

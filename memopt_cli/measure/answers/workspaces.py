@@ -21,10 +21,10 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
     """Return the workspaces for steps under ``plan``: those of the original at full size, or estimates."""
-    found = bench.known(full_workspaces)
-    if found is None:
+    workspaces = bench.known(full_workspaces)
+    if workspaces is None:
         return bench.known(_estimated)
-    return bench.known(_growing) if plan.has_chunks else found
+    return bench.known(_growing) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
@@ -42,15 +42,15 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
     """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
-    found = allocated.workspaces
-    return found if meter is None else replace(meter.found, kept_bytes=found.kept_bytes)
+    workspaces = allocated.workspaces
+    return workspaces if meter is None else replace(meter.found, kept_bytes=workspaces.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
-    found = bench.known(full_workspaces)
-    assert found is not None
-    return found.compared(_of_small_step(bench))
+    workspaces = bench.known(full_workspaces)
+    assert workspaces is not None
+    return workspaces.compared(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
@@ -61,15 +61,15 @@ def _of_small_step(bench: Bench) -> Workspaces:
 
 def _estimated(bench: Bench) -> Workspaces:
     """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
-    found = _of_small_step(bench)
-    if found == Workspaces() or bench.batch < SMALL_BATCH:
-        return found
+    workspaces = _of_small_step(bench)
+    if workspaces == Workspaces() or bench.batch < SMALL_BATCH:
+        return workspaces
     try:
         smaller = replace(bench.step(SMALL_BATCH - 1), optimizer=None)
-        return found.compared(allocated_by(bench, smaller).workspaces)
-    except Exception as error:  # inputs, or a model, that take only some batch sizes
+        return workspaces.compared(allocated_by(bench, smaller).workspaces)
+    except Exception as error:  # the inputs or the model may not allow this batch size
         if is_out_of_memory(error):
             raise
-        return found
+        return workspaces
     finally:
         bench.reset()

@@ -38,14 +38,16 @@ class Annotations:
             return use.name.module == "typing" and use.name.name in _FORMS
         if use.how != "called" or use.node is None:
             return False
-        given = use.node.given()
-        if not given or not isinstance(given[0], Global):
+        arguments = use.node.argument_items()
+        if not arguments or not isinstance(arguments[0], Global):
             return False
         if use.name in _SUBSCRIPT:  # typing.List[int]
-            return given[0].module == "typing" and given[0].name in _FORMS
+            return arguments[0].module == "typing" and arguments[0].name in _FORMS
         if use.name == _ALTERNATIVES:  # int | None
-            return len(given) == 2 and str(given[0]) in _OR
-        return str(use.name) == "types.GenericAlias" and given[0].name in _GENERIC.get(given[0].module, ())  # list[int]
+            return len(arguments) == 2 and str(arguments[0]) in _OR
+        return str(use.name) == "types.GenericAlias" and arguments[0].name in _GENERIC.get(
+            arguments[0].module, ()
+        )  # list[int]
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for the type of ``use``."""
@@ -68,7 +70,7 @@ _MOST_PARTS: Final = 200
 
 def _check_parts(node: Built, graph: Graph) -> str:
     """Refuse a type with parts that are not known types, texts or numbers: joining parts runs code of their classes."""
-    pending, seen = list(node.given()), 0
+    pending, seen = list(node.argument_items()), 0
     while pending:
         part = pending.pop()
         seen += 1

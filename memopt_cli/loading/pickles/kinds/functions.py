@@ -77,13 +77,13 @@ class Functions:
         """Return the recipe for the function; a class of operators is held as a text, its name."""
         if str(use.name) in _OPERATOR_OWNERS:
             return Recipe(make=lambda: str(use.name))
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
+        function = resolve(use.name)
+        if isinstance(function, Denied | Missing):
+            return function
         python = _in_function_module(use.name.module)
-        if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
+        if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
             return Denied("is not a function that memopt knows to do nothing but compute")
-        return Recipe(make=lambda: found, role="callable")
+        return Recipe(make=lambda: function, role="callable")
 
 
 def _in_function_module(module: str) -> bool:
@@ -105,7 +105,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    match node.given():
+    match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             allowed, of = is_allowed(f"aten::{name}"), owner.name
         case owner, str(name):
@@ -129,8 +129,8 @@ def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
 
 def _defined(kind: type, name: str) -> Any:
     """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
-    found = inspect.getattr_static(kind, name, None)
-    return found.__func__ if isinstance(found, staticmethod) else found
+    attribute = inspect.getattr_static(kind, name, None)
+    return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
 def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
@@ -152,14 +152,14 @@ def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:
     """Return the nested class that ``node``, a call of ``getattr``, gets from another class; ``None`` for others."""
-    owner, name = node.given()
+    owner, name = node.argument_items()
     kind = graph.class_of(owner)
     inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None
     return inner if isinstance(inner, type) else None
 
 
 def _role(node: Built, graph: Graph) -> Role:
-    owner, name = node.given()
+    owner, name = node.argument_items()
     kind = graph.class_of(owner)
     if kind is None:
         return "callable"

@@ -68,7 +68,7 @@ class Graph(Protocol):
     """The objects of a file, before any of them is made."""
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object that ``value`` stands for."""
+        """Return the role of the object of which ``value`` is the stand-in."""
 
     def class_of(self, value: Any) -> type | None:
         """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
@@ -185,7 +185,7 @@ def _is_dict(value: Any) -> bool:
     """Return whether ``value`` is a dict that shows all its entries, unlike one that is made by a call on another."""
     if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
         return False
-    return not (value.given() or value.keywords is not None or value.items or value.has_state)
+    return not (value.argument_items() or value.keywords is not None or value.items or value.has_state)
 
 
 def set_attributes(target: Any, state: Any) -> None:
@@ -212,9 +212,9 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
             return f"has {name} among its attributes"
         if name == _BECOMES and not graph.trusts(kind):
             return f"has {name} among its attributes, a class that would take the place of its own"
-        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        hides = runs and found is not None
-        if (hides or (_is_method(found) and not graph.trusts(kind))) and not _is_own_method(value, name):
+        own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        hides = runs and own is not None
+        if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"has something else in the place of its method {name}"
     return ""
 
@@ -235,7 +235,7 @@ def _is_method(found: Any) -> bool:
 
 def _is_own_method(value: Any, name: str) -> bool:
     """Return whether ``value`` is the method ``name`` of an object, as ``model.forward = model.forward`` keeps it."""
-    return isinstance(value, Built) and value.name == GETATTR and value.given()[1:] == (name,)
+    return isinstance(value, Built) and value.name == GETATTR and value.argument_items()[1:] == (name,)
 
 
 Table = Mapping[str, Recipe]

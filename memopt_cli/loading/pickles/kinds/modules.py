@@ -127,8 +127,8 @@ class Libraries:
             return Denied("is a function", remedy)
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
-        made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
-        return made or Denied(_REASONS[use.how], remedy)
+        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](found)
+        return recipe or Denied(_REASONS[use.how], remedy)
 
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
@@ -319,7 +319,7 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
 
     def check(name: str, value: Any, graph: Graph) -> str:
         is_dict = isinstance(value, Built) and str(value.callee) in ("builtins.dict", "collections.OrderedDict")
-        if not is_dict or value.items or value.given():
+        if not is_dict or value.items or value.argument_items():
             return f"has {name} that are none"
         pairs = value.entries
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
@@ -357,10 +357,10 @@ def _only(*allowed: Any, reason: str) -> Check:
 
 
 def _check_names(name: str, value: Any, graph: Graph) -> str:
-    given = value.given() if isinstance(value, Built) else ()
+    given = value.argument_items() if isinstance(value, Built) else ()
     parts = [part for part in (value, *given) if isinstance(part, Built | Tuple)]
     are_names = all(_is_name(item) for part in parts for item in part.items)
-    are_seen = not any(isinstance(part, Built) and part.given() for part in given)
+    are_seen = not any(isinstance(part, Built) and part.argument_items() for part in given)
     return "" if are_names and are_seen else f"has {name} that are none"
 
 

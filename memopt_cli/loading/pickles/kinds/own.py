@@ -65,7 +65,9 @@ class Own:
             return Recipe(
                 make=restore,
                 role="module",
-                kind=lambda node, graph: graph.class_of(next(iter(node.given()), None)),  # the class that it had before
+                kind=lambda node, graph: graph.class_of(
+                    next(iter(node.argument_items()), None)
+                ),  # the class that the module had before
                 fill=fill,
                 check=_check_segment,
             )
@@ -114,7 +116,7 @@ def check_segment(module: nn.Module) -> None:
 def _check_segment(node: Built, graph: Graph) -> str:
     """Refuse a segment that is made neither of a module's class and a state, nor of a lifted module."""
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
-    match node.given():
+    match node.argument_items():
         case (original, Built() as settings) if is_plain(settings):
             kind, entries = graph.class_of(original), plain_entries(node.state)
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
@@ -133,7 +135,7 @@ def _is_plain(settings: Built) -> bool:
 
 def is_segment(value: Built) -> bool:
     """Return whether ``value`` makes a segment; in a plan by length, whether it is one in some range at least."""
-    match value.callee, value.given():
+    match value.callee, value.argument_items():
         case callee, (_, Built() as settings) if callee == RESTORE_BY_LENGTH:
             configs = dict(plain_entries(settings) or ()).get("configs")
             return not isinstance(configs, Tuple) or any(config is not None for config in configs.items)
@@ -154,8 +156,8 @@ def _is_by_length(settings: Built) -> bool:
 def _is_length(value: Any) -> bool:
     if value is None:
         return True
-    found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
-    return found.keys() == _LENGTH_FIELDS and all(map(_is_setting, found.values()))
+    entries = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
+    return entries.keys() == _LENGTH_FIELDS and all(map(_is_setting, entries.values()))
 
 
 def _is_setting(value: Any) -> bool:
@@ -166,7 +168,7 @@ def _is_setting(value: Any) -> bool:
 
 def _check_lifted(node: Built, graph: Graph) -> str:
     """Refuse a lifted module whose state is not a module's; whether it suits the program is checked once it is made."""
-    match node.given():
+    match node.argument_items():
         case (Tuple(), Built() as state):
             entries = plain_entries(state)
             return (

@@ -222,7 +222,7 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
 
 
 def _check_state_of_parameter(node: Built, graph: Graph) -> str:
-    return _check_attributes(node.given()[3:], graph)
+    return _check_attributes(node.argument_items()[3:], graph)
 
 
 def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
@@ -257,7 +257,7 @@ def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Te
 
 
 def _check_subclass(node: Built, graph: Graph) -> str:
-    match node.given():
+    match node.argument_items():
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)
             if own is None or not issubclass(own, Tensor):
@@ -308,8 +308,8 @@ def _itself(value: Any) -> Any:
 
 def _constants() -> dict[str, Recipe]:
     """Return the recipes for names held as values; functions and storage classes are held as texts, never called."""
-    dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
-    schemes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.qscheme)}
+    dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    schemes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.qscheme)}
     formats = {
         f"torch._utils.torch.{name}": getattr(torch, name)
         for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")

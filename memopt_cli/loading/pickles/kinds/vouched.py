@@ -99,8 +99,8 @@ class Vouched:
 
 def needs_script(wanted: Global) -> Denied:
     """Refuse ``wanted``, a name of ``__main__``, and suggest the script in this folder whose source defines it."""
-    found = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
-    source = found[0] if len(found) == 1 else Path(_SCRIPT)
+    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
+    source = sources[0] if len(sources) == 1 else Path(_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
     if source.name != script:
         exported = f"jupyter nbconvert --to script {shlex.quote(source.name)}"
@@ -128,8 +128,8 @@ def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
     """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
     if size > _LONGEST_SCRIPT or not path.is_file():
         return {}
-    found = _DEFINITION.findall(path.read_bytes())
-    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in found}
+    definitions = _DEFINITION.findall(path.read_bytes())
+    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in definitions}
 
 
 def _extend(target: Any, items: list[Any]) -> None:
