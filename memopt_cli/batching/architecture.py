@@ -1,4 +1,4 @@
-"""Kinds of networks, and the batch shapes that suit them."""
+"""Recognizing kinds of networks (convolutional, attention, recurrent, spiking), and the batch shapes that suit them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ArchitectureRule:
     """Advice on the shape of batches of one architecture."""
 
     batch_factors: tuple[float, ...]
-    """Factors of the batch in question that are worth trying."""
+    """Factors of the given batch that are worth trying."""
     shortens: Literal["seq", "time"] | None
-    """Axis whose half is worth trying, too; ``None``: none."""
+    """Axis that is worth halving, too; ``None`` if there is none."""
     advice: str
 
 
@@ -61,12 +61,12 @@ RULES: dict[Architecture, ArchitectureRule] = {
 
 
 def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
-    """Return the architectures that ``model`` has modules of, in the order of :data:`RULES`.
+    """Return the architectures of which ``model`` has modules, in the order of :data:`RULES`.
 
-    Layers of PyTorch are known by class; others by their class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
+    PyTorch's layers are recognized by class, others by class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
     """
-    found = {kind for module in model.modules() for kind in _kinds(module)}
-    return tuple(kind for kind in RULES if kind in found)
+    kinds = {kind for module in model.modules() for kind in _kinds(module)}
+    return tuple(kind for kind in RULES if kind in kinds)
 
 
 def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -76,13 +76,13 @@ def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple
     """
     shape = tuple(input_shape)
     rules = [RULES[kind] for kind in architectures_of(model)] or [RULES["convolutional"]]
-    found = [_resized(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
+    shapes = [_resized(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
     for rule in rules:
         axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.shortens]
         if axis is not None and shape[axis] > 1:
             half = _resized(shape, axis, 0.5)
-            found += [half, _resized(half, 0, 2)]
-    return list(dict.fromkeys(found))
+            shapes += [half, _resized(half, 0, 2)]
+    return list(dict.fromkeys(shapes))
 
 
 def _resized(shape: tuple[int, ...], axis: int, factor: float) -> tuple[int, ...]:

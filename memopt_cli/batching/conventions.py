@@ -1,7 +1,7 @@
 """The canonical shape ``(batch, time, seq, dim)``, and an adapter for layers that take one time step.
 
-Time lies between batch and seq, so ``x.reshape(batch * seq, dim)`` is right for the one step ``x[:, t]`` only.  All
-steps together are ``(time, batch * seq, dim)`` after a permutation.
+Time lies between batch and seq, so reshaping to ``(batch * seq, dim)`` is right only for a single step ``x[:, t]``.  To
+get ``(time, batch * seq, dim)`` for all steps, the axes must be permuted first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt_cli.errors import BatchShapeError
 from memopt_cli.runtime.module_state import reset_hidden_state
 
 State = tuple[Any, ...]
-"""Values that a layer returned after its output, to be passed in again at the next time step."""
+"""Values that a layer returned after its output, which it takes again at the next time step."""
 
 
 def flatten_sequences(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
     x:
         Tensor ``(time, batch * seq, dim)``; a layer may have changed ``dim``.
     batch:
-        Samples in it.
+        Number of samples in ``x``.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
     Raises
     ------
     BatchShapeError
-        If the rows are no multiple of ``batch``.
+        If the number of rows is not a multiple of ``batch``.
     """
     if x.dim() != 3 or batch < 1 or x.shape[1] % batch:
         raise BatchShapeError(
@@ -69,18 +69,18 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
 
 
 class StatefulAdapter(nn.Module):
-    """A module that steps a layer through the time of ``(batch, time, seq, dim)``.
+    """A module that runs a layer of one time step over all steps of ``(batch, time, seq, dim)``.
 
-    The layer takes ``(batch * seq, dim)``, each sequence position of each sample a row, and returns the same with its
-    own ``dim``.  Its state may be
+    The layer takes ``(batch * seq, dim)``, a row for each sequence position of each sample, and returns the same with
+    its own ``dim``.  Its state may be
 
-    - kept inside (snnTorch with ``init_hidden=True``, SpikingJelly): it is called with the input alone;
-    - returned: ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), passed in again at the next step if
+    - kept inside the layer (snnTorch with ``init_hidden=True``, SpikingJelly), which is called with the input alone;
+    - returned, ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), and passed in again at the next step if
       ``forward`` takes it;
-    - that of PyTorch's cells (``LSTMCell``, ``GRUCell``, ``RNNCell``);
+    - the state of PyTorch's cells (``LSTMCell``, ``GRUCell``, ``RNNCell``);
     - none.
 
-    Call :meth:`reset` before each run through time; without it the state continues from the last one, for the same
+    Call :meth:`reset` before each run through time; otherwise the state continues from the last run, for the same
     number of rows.
     """
 
@@ -92,7 +92,7 @@ class StatefulAdapter(nn.Module):
         self._state: State = ()
 
     def reset(self, batch_size: int) -> None:
-        """Forget the state, inside the layer as well; the next input must have ``batch_size`` samples."""
+        """Reset the state, also that inside the layer; the next input must have ``batch_size`` samples."""
         if batch_size < 1:
             raise BatchShapeError(f"batch_size is {batch_size}; it must be at least 1")
         self._batch_size, self._state = batch_size, ()
@@ -119,7 +119,7 @@ class StatefulAdapter(nn.Module):
 
 
 def reset_layer(layer: nn.Module, batch_size: int) -> None:
-    """Forget the hidden state of ``layer``: by its own ``reset(batch_size)`` or ``reset()``, else by its library's."""
+    """Reset the hidden state of ``layer``: by its own ``reset(batch_size)`` or ``reset()``, or its library's."""
     for module in layer.modules():
         own: Callable[..., Any] | None = getattr(type(module), "reset", None)
         if callable(own):
@@ -129,7 +129,7 @@ def reset_layer(layer: nn.Module, batch_size: int) -> None:
 
 
 def _takes_state(layer: nn.Module) -> bool:
-    """Return whether the forward of ``layer`` takes state beside the input, and does not keep it inside."""
+    """Return whether the forward of ``layer`` takes its state as an argument, besides the input."""
     if getattr(layer, "init_hidden", False):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,4 +1,4 @@
-"""Inference over a dataset in batches whose size follows memory: every sample once, in order."""
+"""Running a model over a dataset for inference, in batches whose size follows memory: every sample once, in order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from memopt_cli.training.step import synchronize
 
 Strategy = Literal["memory_adaptive", "fixed", "throughput"]
 Collate = Callable[[Sequence[Any]], Any]
-"""Function of samples that returns one batch of tensors that the model takes."""
+"""Function of samples that returns them as one batch, a structure of tensors that the model takes."""
 
 STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
 _WORTH_DOUBLING = 1.05
-"""Factor by which a size twice as large must be faster per sample to be kept."""
+"""Factor by which throughput must rise for a doubled size to be kept."""
 _TIMED = 2
-"""Batches at each size, of which the fastest counts: the first one warms up."""
+"""Number of batches that are timed at each size, of which the fastest counts: the first warms up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class DatasetRun:
     memory: MemoryMeter
     strategy: Strategy
     max_resident: int
-    """Batches of inputs in memory at a time: the one in the model and those made ahead by a thread."""
+    """Most batches of inputs in memory at a time: that in the model, and those that a thread makes ahead."""
     target: float
-    """Share of capacity that doubling (``throughput``) stays below."""
+    """Share of capacity below which the strategy ``throughput`` stays when it doubles."""
     collate: Collate
     _rates: list[float] = field(default_factory=list)
     _best: tuple[int, float] | None = None
@@ -62,13 +62,13 @@ class DatasetRun:
         with evaluating(self.model), torch.no_grad():
             for batch in prefetched(dataset, self.collate, lambda: self.sizer.batch_size, self.max_resident):
                 outputs += self._process(batch)
-                del batch  # before the next one is made
+                del batch  # else two batches would be alive while the next one is made
         if not outputs:
             raise UsageError("the dataset is empty: there is nothing to process")
         return concatenate(outputs)
 
     def _process(self, batch: Any) -> list[Any]:
-        """Return the outputs of ``batch``, in pieces that fit."""
+        """Return the outputs for ``batch``, one for each piece that fits into memory."""
         outputs: list[Any] = []
         start, rows = 0, rows_of(batch)
         while start < rows:
@@ -116,7 +116,7 @@ class DatasetRun:
             self._climb(rate)
 
     def _climb(self, rate: float) -> None:
-        """Note ``rate``, and double the size as long as that is faster per sample and fits; then stay with the best."""
+        """Record ``rate``; double the size as long as that raises throughput and fits, then stay with the best size."""
         self._rates.append(rate)
         if len(self._rates) < _TIMED:
             return

@@ -1,4 +1,8 @@
-"""Sizer, shaper, monitor and validator together: batches whose size follows memory while a model trains or infers."""
+"""Sizer, shaper, monitor and validator in one: the batch size follows the memory in use while a model trains or infers.
+
+Example: a loader yields 64 samples at a time, and 40 fit.  The manager gives out 40, keeps 24 for the next call, and
+gives out 40 of the 88 that it has then.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +38,10 @@ class ManagerStatus(TypedDict):
     """Share of the device's capacity that the last recorded batch used; the present share if there is none."""
     performance_trend: Trend
     pending_samples: int
-    """Rows that were taken in and are still to be given out."""
+    """Rows that the manager has taken in and not yet given out."""
     accumulation_steps: int
     reason: str
-    """Reason of the last change of the batch size."""
+    """Reason for the last change of the batch size."""
 
 
 class ShapedBatch(TypedDict):
@@ -52,12 +56,13 @@ class BatchShapeManager:
 
     Each row is given out exactly once, and in order.
 
-    Rows beyond the current size are carried over to the next call; :meth:`flush` gives out the rest.  A loop that
-    should never run behind its loader iterates over :meth:`batches`.
+    Rows beyond the current size wait for the next call; :meth:`flush` gives out those that are left.  With
+    :meth:`batches`, no more than one batch of rows ever waits.
 
-    ``memory_target`` (share of capacity) wins over the configuration's.  In ``inference_mode`` trials have no
-    backward.  ``memory`` reads capacity and peaks (by default of ``device``); ``operation_type`` (attention,
-    convolution, recurrent) lays inputs out for it.  See :class:`AdaptiveBatchSizer` for the last two.
+    ``memory_target`` (share of capacity) replaces the configuration's.  In ``inference_mode`` trials have no backward.
+    ``memory`` reads capacity and peaks, by default of ``device``.  Inputs are laid out in memory for
+    ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
+    :class:`AdaptiveBatchSizer`.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class BatchShapeManager:
         self._ready = inference_mode
         self._queue = RowQueue()
         self._last_rows = 0
-        self._shaped = False  # the batch given out last was a dict of inputs and targets, made from a pair
+        self._shaped = False  # whether the last batch was given out as a dict of inputs and targets
         self._last: dict[str, float | None] = {}
         self._operation = operation_type
         self._validated: set[tuple[int, ...]] = set()  # shapes of samples
@@ -109,10 +114,10 @@ class BatchShapeManager:
         max_batch_size: int | None = None,
         adaptation_interval: int | None = None,
     ) -> None:
-        """Begin a run at ``initial_batch_size`` samples; call it before the first batch.
+        """Begin a run at ``initial_batch_size`` samples; call this before the first batch.
 
-        ``max_batch_size`` and ``adaptation_interval``: ``None`` keeps what is configured.  Raises :class:`UsageError`
-        for an inference manager and a size outside the limits.
+        ``max_batch_size`` and ``adaptation_interval``: ``None`` keeps the configuration's.  Raises
+        :class:`UsageError` for an inference manager, and for a size outside the limits.
         """
         if self._inference:
             raise UsageError("this manager is for inference", hint="Make one without inference_mode to train.")
@@ -132,9 +137,9 @@ class BatchShapeManager:
         self._ready = True
 
     def process_batch(self, input_batch: Any, training_step: int = 0, current_loss: float | None = None) -> Any:
-        """Take ``input_batch`` in, and return the oldest rows that wait: at least one, at most the current size.
+        """Take ``input_batch`` in, and return the oldest waiting rows: at least one, at most the current size.
 
-        They have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the last step's;
+        The rows have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the last step's;
         ``None`` before the first.
         """
         self._require_ready()
@@ -145,10 +150,10 @@ class BatchShapeManager:
     def adapt_and_process_batch(
         self, batch: Any, step: int, current_metrics: Mapping[str, float | None] | None = None
     ) -> ShapedBatch:
-        """Take ``batch``, ``(inputs, targets)`` or a dict of these names, in, and return the oldest rows that wait.
+        """Take ``batch``, ``(inputs, targets)`` or a dict of these names, in, and return the oldest waiting rows.
 
-        ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or
-        bytes; left out or ``None``: as last given to :meth:`update_metrics`, else measured).  Without
+        ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or bytes).
+        A missing one is that of the last :meth:`update_metrics`, or measured.  Without
         :meth:`initialize_for_training` the first batch begins the run, at its own size as far as the limits allow.
         """
         metrics = dict(current_metrics or {})
@@ -165,9 +170,9 @@ class BatchShapeManager:
         return ShapedBatch(inputs=inputs, targets=targets)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the rows of ``loader`` in batches of the current size, as many as that makes: nothing piles up.
+        """Yield the rows of ``loader`` in batches of the current size, several for a large batch of the loader.
 
-        The last one may be smaller.  Call :meth:`update_metrics` after each step.
+        The last batch may be smaller.  Call :meth:`update_metrics` after each step.
         """
         self._require_ready()
         step = 0
@@ -176,18 +181,18 @@ class BatchShapeManager:
             while len(self._queue) >= self.sizer.batch_size:
                 self._adapt(step, None, None)
                 if len(self._queue) < self.sizer.batch_size:
-                    break  # it has just grown
+                    break  # the batch size has just grown beyond the waiting rows
                 yield self._give()
                 step += 1
         yield from self.flush()
 
     def flush(self) -> Iterator[Any]:
-        """Yield the rows that still wait, in batches of at most the current size; pairs as ``(inputs, targets)``."""
+        """Yield the waiting rows in batches of at most the current size; pairs come as ``(inputs, targets)``."""
         while len(self._queue):
             yield self._give()
 
     def update_metrics(self, loss: float | None, processing_time: float, memory_usage: float | None = None) -> None:
-        """Record the cost of the step on the last batch: ``loss``, ``processing_time`` in seconds, ``memory_usage``.
+        """Record the step on the last batch: its ``loss``, its ``processing_time`` in seconds, its ``memory_usage``.
 
         ``memory_usage``: a share of capacity (at most 1) or bytes; ``None`` measures it.
         """
@@ -200,7 +205,7 @@ class BatchShapeManager:
     def report_out_of_memory(self, batch: Any = None) -> int:
         """Halve the batch size, because the last step ran out of memory, and return it.
 
-        ``batch``: the batch of that step, whose rows are then given out again, first; ``None`` skips them.
+        ``batch``: the batch of that step, whose rows are given out again next; ``None`` skips these rows.
         """
         size = self.sizer.report_out_of_memory()
         if batch is not None:
@@ -218,13 +223,13 @@ class BatchShapeManager:
         *,
         collate: Collate = collate_inputs,
     ) -> Any:
-        """Return the model's outputs for every sample of ``dataset``, once and in order, in evaluation mode.
+        """Return the model's outputs for every sample of ``dataset``, in order, in evaluation mode.
 
-        They are those of a plain loop over the samples, concatenated along the first dimension, on the CPU.  Samples
-        are inputs or pairs ``(input, target)`` unless ``collate`` says otherwise.  A batch that runs out of memory is
-        halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
-        ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  At most
-        ``max_concurrent_batches`` batches of inputs are in memory at a time, made ahead by a thread.
+        The outputs equal those of a plain loop over the samples, concatenated along the first dimension, on the CPU.
+        Samples are inputs or pairs ``(input, target)``; ``collate`` may take others.  A batch that runs out of memory
+        is halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
+        ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  A thread makes
+        batches ahead, so that at most ``max_concurrent_batches`` are in memory at a time.
 
         Raises :class:`MemoryBudgetError` if the smallest batch runs out of memory.
         """
@@ -246,10 +251,10 @@ class BatchShapeManager:
         )
         return run.results(dataset)
 
-    # ------------------------------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------------------------------ reports
 
     def get_status(self) -> ManagerStatus:
-        """Return the state of the run: batch size, memory, trend, rows that wait."""
+        """Return the state of the run: batch size, memory, trend, waiting rows."""
         records = self.monitor.records
         now = self._memory.used_bytes() / self._memory.capacity_bytes()
         return ManagerStatus(
@@ -282,7 +287,7 @@ class BatchShapeManager:
             raise UsageError("the manager is not initialized", hint="Call initialize_for_training first.")
 
     def _adapt(self, step: int, loss: float | None, memory: float | None) -> None:
-        """Adapt the size to what the last batch cost, if there was one, and log the decision."""
+        """Adapt the size to the cost of the last batch, if there was one, and log the decision."""
         if not self._last_rows:
             return
         before = self.sizer.batch_size
@@ -307,7 +312,7 @@ class BatchShapeManager:
         return map_leaves(self._placed, batch)
 
     def _validate(self, inputs: Tensor) -> None:
-        """Check the shape of ``inputs``, and log what is wrong, unless samples of that shape were checked before."""
+        """Check the shape of ``inputs``, and log problems, unless samples of that shape were checked before."""
         shape = tuple(inputs.shape)
         if shape[1:] in self._validated:
             return
@@ -318,7 +323,7 @@ class BatchShapeManager:
             logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
 
     def _placed(self, tensor: Tensor) -> Any:
-        """Return ``tensor`` on the device, laid out for the operation that it goes into."""
+        """Return ``tensor`` on the device, laid out in memory for ``operation_type``."""
         moved = tensor.to(self._device)
         if self._operation is None or moved.dim() < 3:
             return moved

@@ -1,4 +1,4 @@
-"""Readings of a device's memory, on which batch shaping acts."""
+"""Meters that read how much memory a device has, how much is in use, and how much was at the peak."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from memopt_cli.search.batch_size.capacity import device_capacity
 
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
-"""Value that, written to ``clear_refs``, makes the peak of the resident set start anew (proc(5))."""
+"""Value to write to ``clear_refs`` to restart the peak of the resident set (proc(5))."""
 
 
 class MemoryMeter(Protocol):
-    """A meter of memory, in bytes; give one of your own to emulate a smaller device."""
+    """A meter of memory, in bytes; an implementation of your own can emulate a smaller device."""
 
     def capacity_bytes(self) -> int:
-        """Return the bytes that the process may use; they may change, and are read before every decision."""
+        """Return the bytes that the process may use; this may change, so it is read before every decision."""
 
     def used_bytes(self) -> int:
         """Return the bytes in use now."""
@@ -33,7 +33,7 @@ class MemoryMeter(Protocol):
         """Return the most bytes that were in use since :meth:`restart`."""
 
     def restart(self) -> None:
-        """Start the peak anew from the bytes in use now."""
+        """Restart the peak at the bytes in use now."""
 
 
 class CudaMemory:
@@ -56,9 +56,9 @@ class CudaMemory:
 
 
 class ProcessMemory:
-    """The resident set of this process: what the machine's memory and a control group's limit count.
+    """The resident set of this process, which counts against the machine's memory and a control group's limit.
 
-    Where the system cannot restart the peak (macOS), it is the highest of the whole process: never too low.
+    On systems that cannot restart the peak (macOS), the peak is that since the process began: never too low.
     """
 
     def capacity_bytes(self) -> int:
@@ -75,12 +75,12 @@ class ProcessMemory:
     def restart(self) -> None:
         if sys.platform == "linux":
             _return_free_memory()
-            with contextlib.suppress(OSError):  # a sandbox may forbid it: then as on other systems
+            with contextlib.suppress(OSError):  # a sandbox may forbid it; the peak is then never restarted
                 Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 
 
 class LimitedMemory:
-    """Another meter's readings under a smaller capacity, ``limit_bytes``, which may be changed at any time."""
+    """A meter with the readings of another one and a smaller capacity, ``limit_bytes``, which may be changed."""
 
     def __init__(self, meter: MemoryMeter, limit_bytes: int) -> None:
         self._meter = meter
@@ -120,7 +120,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _return_free_memory() -> None:
-    """Give freed blocks back to the system: the C library keeps them, and every reading would be the highest."""
+    """Give freed blocks back to the system: the C library keeps them, so that readings would never fall."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

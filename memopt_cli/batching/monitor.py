@@ -1,4 +1,4 @@
-"""Throughput, memory and loss of the last batches, and advice drawn from them."""
+"""Monitoring throughput, memory and loss of the last batches, and advising what to change."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memopt_cli.search.batch_size.config import PerformanceMonitoring
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 
 _FEWEST = 4
-"""Records that a trend needs: two for each half."""
+"""Least number of records for a trend: two for each half."""
 _STEADY = 0.05
-"""Share up to which a median may move and count as stable."""
+"""Relative change of a median up to which it counts as stable."""
 _HEADROOM = 0.7
-"""Share of capacity below which there is room for a larger batch."""
+"""Share of capacity below which a larger batch is advised."""
 _UNEVEN = 2.0
-"""Ratio of the 95th percentile to the median above which something stalls now and then."""
+"""Ratio of the 95th percentile of times to the median above which some batches must be stalling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class BatchRecord:
     batch_size: int
     processing_time_s: float
     memory_share: float
-    """Share of the device's capacity that it used."""
+    """Share of the device's capacity that the batch used."""
     loss: float | None
 
     @property
@@ -45,7 +45,7 @@ class PerformanceAnalysis(TypedDict):
     """Figures over a window of batches; times are in seconds."""
 
     batches: int
-    """Records in the window; with none, the figures below are 0 and the trends ``insufficient_data``."""
+    """Number of batches in the window; if 0, the figures below are 0 and the trends ``insufficient_data``."""
     avg_throughput: float
     """Samples per second: all samples of the window over all its time."""
     memory_efficiency: float
@@ -53,18 +53,18 @@ class PerformanceAnalysis(TypedDict):
     p50_time: float
     p95_time: float
     performance_trend: Trend
-    """Trend of the throughput: the median of the newer half of the window against that of the older."""
+    """Trend of the throughput: the median of the newer half of the window, compared with that of the older half."""
     loss_trend: Trend
-    """Trend of the loss, by the same medians; ``improving`` is falling."""
+    """Trend of the loss, by the same medians; ``improving`` means that the loss falls."""
     alerts: list[str]
-    """Thresholds that were passed, with the values."""
+    """Thresholds that were exceeded, with the values."""
 
 
 class PerformanceMonitor:
-    """A window over the last batches, and the judgement of them.
+    """Records the last batches in a window, and judges them.
 
-    ``window_size`` (batches) wins over the configuration's ``metrics_window``; ``memory`` says what the capacity is
-    when a memory usage is recorded in bytes.
+    ``window_size`` (batches) replaces the configuration's ``metrics_window``; ``memory`` gives the capacity by which
+    memory usages in bytes are divided.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PerformanceMonitor:
 
     @property
     def records(self) -> tuple[BatchRecord, ...]:
-        """The batches in the window, the oldest first."""
+        """The batches in the window, oldest first."""
         return tuple(self._records)
 
     def record_batch(
@@ -92,7 +92,7 @@ class PerformanceMonitor:
     ) -> None:
         """Add a batch of ``batch_size`` samples that took ``processing_time`` seconds.
 
-        ``memory_usage``: up to 1 a share of capacity, above 1 bytes.
+        ``memory_usage``: a share of capacity if at most 1, else bytes.
 
         Raises :class:`UsageError` for a batch without samples or a time that is not positive.
         """
@@ -107,7 +107,7 @@ class PerformanceMonitor:
             )
 
     def get_performance_analysis(self) -> PerformanceAnalysis:
-        """Return figures over the window; those of an empty one are zeros."""
+        """Return figures over the window; zeros if it is empty."""
         times = [r.processing_time_s for r in self._records]
         throughputs = [r.throughput for r in self._records]
         losses = [r.loss for r in self._records if r.loss is not None and math.isfinite(r.loss)]
@@ -123,7 +123,7 @@ class PerformanceMonitor:
         )
 
     def get_optimization_recommendations(self) -> list[str]:
-        """Return advice on what to change, each with the figure that it follows from."""
+        """Return advice on what to change, each with the figure behind it."""
         if not self._records:
             return []
         analysis = self.get_performance_analysis()
@@ -162,7 +162,7 @@ class PerformanceMonitor:
         return alerts
 
     def _throughput_drop(self) -> float:
-        """Return the share of the older half's median throughput that the newer half lost; 0 with too few records."""
+        """Return the relative drop of the median throughput from the older to the newer half; 0 with few records."""
         if len(self._records) < _FEWEST:
             return 0.0
         older, newer = _halves([r.throughput for r in self._records])
@@ -170,13 +170,13 @@ class PerformanceMonitor:
 
 
 def _halves(values: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of the older and the newer half of ``values``, without the middle one of an odd number."""
+    """Return the medians of the older and the newer half of ``values``; an odd middle value is in neither."""
     half = len(values) // 2
     return median(values[:half]), median(values[-half:])
 
 
 def _trend(values: Sequence[float]) -> Trend:
-    """Return the trend of ``values``, of which more is better."""
+    """Return the trend of ``values``, of which larger ones are better."""
     if len(values) < _FEWEST:
         return "insufficient_data"
     older, newer = _halves(values)

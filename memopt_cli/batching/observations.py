@@ -1,4 +1,4 @@
-"""Observations behind an adaptive batch size: memory used by each size, losses, and a cap."""
+"""The observations on which an adaptive batch size is based: memory used by each size, losses, and a temporary cap."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from memopt_cli.search.batch_size.lines import fit_line
 _LOSS_SPIKE = 1.5
 """Ratio of a loss to its average above which the batch does not grow."""
 _CAPPED_INTERVALS = 5
+"""Number of adaptation intervals for which a cap holds."""
 
 
 class Usages:
-    """Latest share of memory of each batch size, and the line ``u(B) = a + c B`` fitted to those of the last calls."""
+    """The latest share of memory of each batch size, and the line ``u(B) = a + c B`` fitted to recent ones."""
 
     def __init__(self, window: int) -> None:
         """Forget a size ``window`` calls after it was last used."""
@@ -21,7 +22,7 @@ class Usages:
         self._seen: dict[int, tuple[int, float]] = {}  # batch -> (call, share)
 
     def see(self, batch: int, call: int, share: float) -> None:
-        """Note that ``batch`` samples used ``share`` of the memory; 0 samples stands for the time between steps."""
+        """Record that ``batch`` samples used ``share`` of the memory; 0 samples means the time between steps."""
         self._seen[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:
@@ -29,11 +30,11 @@ class Usages:
         self._seen = {batch: (call, share * factor) for batch, (call, share) in self._seen.items()}
 
     def batch_at(self, target: float, call: int, batch: int, usage: float) -> float:
-        """Return the size at which the line through ``usage`` of ``batch`` meets ``target``; infinite without usage."""
+        """Return the size at which the line through ``usage`` at ``batch`` meets ``target``; infinite for usage 0."""
         points = self._recent(call)
         intercept, slope = fit_line(points) if len(points) > 1 else (0.0, 1.0)
         if slope <= 0 or usage <= intercept:
-            intercept = 0.0  # noise: the readings do not grow with the batch
+            intercept = 0.0  # readings that do not grow with the batch are noise: assume proportional usage
         return batch * (target - intercept) / (usage - intercept) if usage > 0 else math.inf
 
     def expected(self, call: int, batch: int) -> float:
@@ -70,7 +71,7 @@ class Losses:
 
 
 class Bounds:
-    """Bounds of the batch size: the configured ones, and for a while a lower cap."""
+    """The bounds of the batch size: the configured limits, and for some intervals a lower cap."""
 
     def __init__(self, config: AdaptiveSizing) -> None:
         self._config = config
@@ -83,6 +84,6 @@ class Bounds:
         self._until = call + _CAPPED_INTERVALS * self._config.adaptation_interval
 
     def clamp(self, batch: int, call: int) -> int:
-        """Return the size nearest to ``batch`` within the bounds that hold at ``call``."""
+        """Return the size nearest to ``batch`` within the bounds that hold at the call number ``call``."""
         high = self._cap if call < self._until else self._config.max_batch_size
         return max(self._config.min_batch_size, min(batch, high))

@@ -1,4 +1,4 @@
-"""Shapes of batches that a model accepts: declared by the model, or read off its first layer."""
+"""The shapes of batches that a model accepts, as the model declares them, or as its first layer implies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONDITIONS: dict[str, tuple[Callable[[int, int], bool], str]] = {
     "maximum": (operator.le, "at most "),
     "divisible_by": (lambda size, wanted: size % wanted == 0, "a multiple of "),
 }
-"""Field of :class:`ShapeRequirements` -> whether a size meets the wanted one, and the words for it in messages."""
+"""Field of :class:`ShapeRequirements` -> a check of a size against the wanted one, and its words in messages."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -28,7 +28,7 @@ class ShapeRequirements:
     """Conditions on the shape of a batch; axes may be negative, counted from the last."""
 
     ndim: tuple[int, ...] = ()
-    """Allowed numbers of dimensions, batch included; empty: any."""
+    """Allowed numbers of dimensions, batch included; empty for any."""
     fixed: dict[int, int] = field(default_factory=dict)
     """Axis -> the only size it may have."""
     minimum: dict[int, int] = field(default_factory=dict)
@@ -38,22 +38,22 @@ class ShapeRequirements:
     divisible_by: dict[int, int] = field(default_factory=dict)
     """Axis -> number of which its size must be a multiple."""
     dtype: str | None = None
-    """Name of a torch dtype without the prefix; ``None``: any."""
+    """Name of a torch dtype without the prefix; ``None`` for any."""
     values_below: int | None = None
-    """Exclusive upper bound of integer inputs (rows of an embedding); ``None``: two values, 0 and 1."""
+    """Exclusive upper bound of integer inputs (rows of an embedding); ``None`` for 2, the values 0 and 1."""
 
     def issues(self, shape: Sequence[int], dtype: str | None = None) -> list[str]:
-        """Return a sentence for each condition that ``shape`` (and ``dtype``, if given) does not meet."""
-        found = []
+        """Return a sentence for each condition that ``shape``, or ``dtype`` unless it is ``None``, does not meet."""
+        issues = []
         if self.ndim and len(shape) not in self.ndim:
             allowed = " or ".join(map(str, self.ndim))
-            found.append(f"the batch has {len(shape)} dimensions; the model takes {allowed}")
+            issues.append(f"the batch has {len(shape)} dimensions; the model takes {allowed}")
         for field_name, (holds, demand) in _CONDITIONS.items():
             for axis, wanted in getattr(self, field_name).items():
-                found += _unless(shape, axis, holds, demand, wanted)
+                issues += _issues_of_axis(shape, axis, holds, demand, wanted)
         if self.dtype is not None and dtype not in (None, self.dtype):
-            found.append(f"the dtype is {dtype}; the model takes {self.dtype}")
-        return found
+            issues.append(f"the dtype is {dtype}; the model takes {self.dtype}")
+        return issues
 
 
 def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
@@ -71,20 +71,20 @@ def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | 
 
 
 def infer_requirements(model: nn.Module) -> ShapeRequirements:
-    """Return ``model.get_shape_requirements()`` if there is such a method, else the needs of its first layer.
+    """Return ``model.get_shape_requirements()`` if the method exists, else the requirements of the first layer.
 
-    The first layer is the first linear, convolutional, recurrent or embedding one in order of registration; a model
-    without any accepts anything.
+    The first layer is the first linear, convolutional, recurrent or embedding layer in order of registration; a model
+    without such a layer accepts anything.
     """
     declared = getattr(model, "get_shape_requirements", None)
     if callable(declared):
         return as_requirements(declared())
-    found = (_of_layer(module) for module in model.modules())
-    return next((r for r in found if r is not None), ShapeRequirements())
+    of_layers = (_of_layer(module) for module in model.modules())
+    return next((r for r in of_layers if r is not None), ShapeRequirements())
 
 
 def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: str | torch.device) -> Tensor:
-    """Return a batch of ``shape`` of the dtype and range in ``requirements``, random but the same in every call."""
+    """Return a random batch of ``shape``, of the dtype and range in ``requirements``; equal in every call."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, requirements.dtype or "float32")
     if dtype.is_floating_point or dtype.is_complex:
@@ -125,7 +125,9 @@ def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _unless(shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int) -> list[str]:
+def _issues_of_axis(
+    shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int
+) -> list[str]:
     if not -len(shape) <= axis < len(shape):
         return [f"the batch has no axis {axis} (shape {tuple(shape)}), which must be {demand}{wanted}"]
     return [] if holds(shape[axis], wanted) else [f"axis {axis} has size {shape[axis]}; it must be {demand}{wanted}"]

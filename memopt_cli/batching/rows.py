@@ -1,4 +1,4 @@
-"""Rows of batches of any structure of tensors: cut, joined and queued."""
+"""Cutting, joining and queuing the rows of batches, which may be any structure of tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors, ten
 def rows_of(batch: Any) -> int:
     """Return the number of samples in ``batch``: the first size of every tensor in it.
 
-    Raises :class:`BatchShapeError` if there is no tensor, something else than tensors, or tensors of different first
-    sizes.
+    Raises :class:`BatchShapeError` if there is no tensor, if there is anything but tensors, or if their first sizes
+    differ.
     """
     sizes = {tensor.shape[:1] for tensor in tensors_of(batch)}
     foreign: list[str] = []
@@ -39,7 +39,7 @@ def narrow(batch: Any, start: int, stop: int) -> Any:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """Return one batch of all rows of ``batches``, in order and in the structure of the first."""
+    """Return one batch with the rows of all ``batches``, in order, in the structure of the first."""
     if len(batches) == 1:
         return batches[0]
     split = [split_tensors(batch) for batch in batches]
@@ -62,7 +62,7 @@ class RowQueue:
         self._batches.append(batch)
 
     def put_first(self, batch: Any) -> None:
-        """Put the rows of ``batch`` in front, to be taken first."""
+        """Put the rows of ``batch`` in front, so that they are taken next."""
         self._rows += rows_of(batch)
         self._batches.appendleft(batch)
 
@@ -74,7 +74,7 @@ class RowQueue:
         while wanted:
             batch = self._batches.popleft()
             size = rows_of(batch)
-            if size > wanted:
+            if size > wanted:  # put the rest back, as views
                 self._batches.appendleft(narrow(batch, wanted, size))
                 batch = narrow(batch, 0, wanted)
             parts.append(batch)

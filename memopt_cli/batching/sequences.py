@@ -1,7 +1,7 @@
-"""Sequences of different lengths as one batch: sorted, padded, packed or nested, and taken apart again.
+"""Batching sequences of different lengths: sorted, padded, packed or nested, and taken apart again.
 
-A sequence is a tensor ``(length, …)`` of at least one step; all of a batch have the same sizes after the first.
-Padding costs ``1 - sum(lengths) / (N * max(lengths))`` of the positions; packing and nesting cost none.
+A sequence is a tensor ``(length, …)`` of at least one step; all sequences of a batch have equal sizes after the first.
+Padding wastes ``1 - sum(lengths) / (N * max(lengths))`` of the positions; packing and nesting waste none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Sample = tuple[Tensor, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedSequences:
-    """Sequences sorted from the longest to the shortest; equal ones keep their order."""
+    """Sequences sorted from the longest to the shortest; sequences of equal length keep their order."""
 
     sequences: tuple[Tensor, ...]
     order: Tensor
-    """Index of each one before sorting, ``(N,)``; ``labels[order]`` puts labels into the same order."""
+    """Index of each sequence before sorting, ``(N,)``; ``labels[order]`` puts labels into the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class PaddedSequences:
 
     @property
     def mask(self) -> Tensor:
-        """Mask, ``(N, T)``, true where a sequence is; on the data's device."""
+        """Mask, ``(N, T)``, true at the positions of sequences and false in the padding; on the data's device."""
         return mask_of(self.lengths.to(self.data.device), self.data.shape[1])
 
 
@@ -77,7 +77,7 @@ def unsort(ordered: SortedSequences) -> list[Tensor]:
 
 
 def length_order(lengths: Sequence[int] | Tensor) -> Tensor:
-    """Return the indices of ``lengths`` from the longest to the shortest; equal ones keep their order."""
+    """Return the indices of ``lengths`` from the longest to the shortest; equal lengths keep their order."""
     return torch.argsort(torch.as_tensor(lengths), descending=True, stable=True)
 
 
@@ -147,11 +147,11 @@ def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
     Parameters
     ----------
     samples:
-        Sequences ``(length, …)``, or pairs of one and its label.
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
 
     Returns
     -------
-    :class:`PaddedSequences`, which have a mask; of pairs, them and the collated labels ``(N, …)``.
+    :class:`PaddedSequences`, which have a mask; for pairs, a tuple of these and the collated labels ``(N, …)``.
 
     Raises
     ------
@@ -167,11 +167,11 @@ def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
     Parameters
     ----------
     samples:
-        Sequences ``(length, …)``, or pairs of one and its label.
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
 
     Returns
     -------
-    A ``PackedSequence``; of pairs, it and the collated labels ``(N, …)``, in the order of the samples.
+    A ``PackedSequence``; for pairs, a tuple of it and the collated labels ``(N, …)``, in the order of the samples.
 
     Raises
     ------
@@ -187,11 +187,11 @@ def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
     Parameters
     ----------
     samples:
-        Sequences ``(length, …)``, or pairs of one and its label.
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
 
     Returns
     -------
-    A nested tensor ``(N, *, …)``; of pairs, it and the collated labels ``(N, …)``.
+    A nested tensor ``(N, *, …)``; for pairs, a tuple of it and the collated labels ``(N, …)``.
 
     Raises
     ------
@@ -202,7 +202,7 @@ def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
 
 
 def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
-    """Return the cost of padding ``batches``, each given by the lengths of its sequences.
+    """Return the cost of padding ``batches``, each a list of the lengths of its sequences.
 
     With a sampler: ``padding_report([lengths[i] for i in batch] for batch in sampler)``.
     """

@@ -1,4 +1,4 @@
-"""The choice among batch shapes, which are measured here, for a machine that may be another one."""
+"""Choosing among batch shapes by measuring a step of each on this machine, also for a machine with other memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from memopt_cli.records import OutOfMemory, from_data
 from memopt_cli.text.units import format_bytes
 
 _STEPS = 3
-"""Timed steps for each shape, after one to warm up."""
+"""Number of timed steps for each shape, after one to warm up."""
 _TIE = 0.01
-"""Share by which two scores may differ and be a tie: timings are no more exact."""
+"""Relative difference up to which two scores are a tie, since timings are not more exact."""
 
 Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 """Function of a batch shape that returns the peak and the time of one step."""
@@ -30,7 +30,7 @@ Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpecs:
-    """Memory of the machine that the batch is for, in bytes; ``None``: that of this machine."""
+    """Memory in bytes of the machine that the batch is for; ``None`` for this machine's."""
 
     gpu_memory: float | None = None
     cpu_memory: float | None = None
@@ -38,7 +38,7 @@ class HardwareSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Conditions of a feasible shape; ``None``: no condition."""
+    """Conditions that a feasible shape meets; ``None`` for no condition."""
 
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""
@@ -50,7 +50,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Weights of the objectives; each is relative to the best feasible shape."""
+    """Weights of the objectives; the value of each objective is relative to the best feasible shape."""
 
     throughput: float = 1.0
     memory: float = 0.0
@@ -66,18 +66,18 @@ class Candidate(TypedDict):
     seq_length: int | None
     """Size of axis 1 of 3 dimensions, of axis 2 of 4; ``None`` for other shapes."""
     throughput: float
-    """Samples per second; 0 if it ran out of memory."""
+    """Samples per second; 0 if the step ran out of memory."""
     memory_bytes: int | None
-    """Peak of one step in bytes; ``None`` if it ran out of memory."""
+    """Peak of one step in bytes; ``None`` if the step ran out of memory."""
     accuracy: float | None
     """Value of the user's accuracy function; ``None`` without one."""
     feasible: bool
     violated: list[str]
-    """Conditions that it does not meet, with the values."""
+    """Conditions that the shape does not meet, with the values."""
 
 
 class BatchRecommendation(Candidate):
-    """The chosen candidate and what it was chosen from."""
+    """The chosen candidate, and all candidates that were measured."""
 
     candidates: list[Candidate]
     measured_on: str
@@ -86,11 +86,11 @@ class BatchRecommendation(Candidate):
 
 
 class BatchShapeOptimizer:
-    """A chooser among shapes of a model's input, by measuring them.
+    """Chooses among shapes of a model's input by measuring a step of each.
 
-    ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine the batch is for: memory is held
-    against it, while throughput is that of this machine.  ``accuracy_fn(batch_size)`` is the only source of accuracy.
-    ``measure`` replaces running steps here.
+    ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine that the batch is for: its memory
+    is the limit, while throughput is measured on this machine.  ``accuracy_fn(batch_size)`` is the only source of
+    accuracy.  ``measure`` replaces running steps here.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class BatchShapeOptimizer:
         *,
         objectives: Mapping[str, float] | None = None,
     ) -> BatchRecommendation:
-        """Return the feasible one of ``input_shapes`` with the highest throughput; of ties (1 %) that with less memory.
+        """Return the feasible shape among ``input_shapes`` with the highest throughput, with less memory in ties (1 %).
 
         ``constraints``: ``max_memory`` (share of the specified memory), ``min_throughput`` (samples/s),
-        ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy`` instead of throughput
-        alone.  If no shape is feasible the one with least memory is returned, ``feasible`` is false and ``violated``
-        says why.  Raises :class:`MemoryBudgetError` if none could be run.
+        ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy``; by default throughput
+        alone counts.  If no shape is feasible, the shape with least memory is returned, ``feasible`` is false, and
+        ``violated`` says why.  Raises :class:`MemoryBudgetError` if no shape could be run.
         """
         limits = from_data(Constraints, dict(constraints or {}), where="constraints")
         weights = from_data(Objectives, dict(objectives or {}), where="objectives")
@@ -179,15 +179,15 @@ class BatchShapeOptimizer:
     def _violated(self, peak: int | None, throughput: float, accuracy: float | None, limits: Constraints) -> list[str]:
         if peak is None:
             return ["max_memory: out of memory on this machine"]
-        found = []
+        violated = []
         budget = limits.max_memory * self._specified_bytes()
         if peak > budget:
-            found.append(f"max_memory: {format_bytes(peak)} of {format_bytes(budget)}")
+            violated.append(f"max_memory: {format_bytes(peak)} of {format_bytes(budget)}")
         if limits.min_throughput is not None and throughput < limits.min_throughput:
-            found.append(f"min_throughput: {throughput:.3g} of {limits.min_throughput:.3g} samples/s")
+            violated.append(f"min_throughput: {throughput:.3g} of {limits.min_throughput:.3g} samples/s")
         if limits.min_accuracy is not None and (accuracy is None or accuracy < limits.min_accuracy):
-            found.append(f"min_accuracy: {accuracy} of {limits.min_accuracy}")
-        return found
+            violated.append(f"min_accuracy: {accuracy} of {limits.min_accuracy}")
+        return violated
 
     def _specified_bytes(self) -> float:
         specified = self._specs.gpu_memory if self._device.startswith("cuda") else self._specs.cpu_memory

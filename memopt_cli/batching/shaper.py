@@ -1,4 +1,4 @@
-"""Reshaping and layout of tensors that keep within a share of memory."""
+"""Reshaping tensors and changing their memory layout, with a check first that a copy fits into a share of memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class MemoryAwareShaper:
-    """A guard of reshapes and layouts: a copy must fit below ``memory_threshold``, a share of capacity.
+    """Reshapes tensors and changes their layout; a copy must fit below ``memory_threshold``, a share of capacity.
 
-    ``memory_threshold`` wins over the configuration's; ``memory`` reads what is in use, by default on the tensor's
+    ``memory_threshold`` replaces the configuration's; ``memory`` reads the bytes in use, by default of the tensor's
     device.
     """
 
@@ -39,16 +39,16 @@ class MemoryAwareShaper:
         self._config = config
         self._memory = memory
         self.notes: list[str] = []
-        """Hints that could not be followed, each once."""
+        """Notes on layouts of ``optimization_hints`` that could not be used, each once."""
 
     def reshape_with_memory_check(
         self, tensor: Tensor, target_shape: Sequence[int], preserve_gradients: bool | None = None
     ) -> Tensor:
         """Return ``tensor`` in ``target_shape`` (one size may be -1): a view if possible, else a copy if that fits.
 
-        ``preserve_gradients``: ``True`` stays in the autograd graph, ``False`` gives a detached tensor; ``None`` as
-        configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ and
-        :class:`MemoryBudgetError` if a copy would pass the threshold.
+        ``preserve_gradients``: ``True`` keeps the result in the autograd graph, ``False`` detaches it, and ``None``
+        does what is configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ,
+        and :class:`MemoryBudgetError` if a copy would exceed the threshold.
         """
         shape = resolved_shape(tensor, target_shape)
         self._require_room(self.predict_extra_bytes(tensor, shape), tensor)
@@ -56,7 +56,7 @@ class MemoryAwareShaper:
         return (tensor if keep else tensor.detach()).reshape(shape)
 
     def predict_extra_bytes(self, tensor: Tensor, target_shape: Sequence[int]) -> int:
-        """Return the bytes that reshaping ``tensor`` would allocate: none for a view, else those of all of it."""
+        """Return the bytes that reshaping ``tensor`` would allocate: 0 for a view, else the size of a copy."""
         try:
             tensor.detach().view(resolved_shape(tensor, target_shape))
         except RuntimeError:
@@ -68,11 +68,12 @@ class MemoryAwareShaper:
     ) -> Tensor | PackedSequence:
         """Return ``tensor`` laid out in memory for ``operation_type``; values stay the same.
 
-        ``operation_type``: ``attention`` gives contiguous memory, ``convolution`` channels last (of 4 and 5
-        dimensions; contiguous otherwise), ``recurrent`` a :class:`PackedSequence` of a ``(batch, seq, …)`` tensor
-        if ``lengths`` (N, in any order) are given, else contiguous and a note.  Lengths are never guessed from zeros;
-        :func:`lengths_from_padding` does it on request.  The configuration's ``optimization_hints`` override.
-        Raises :class:`BatchShapeError` for an unknown operation and :class:`MemoryBudgetError` as above.
+        ``attention`` gives contiguous memory.  ``convolution`` gives channels last for 4 and 5 dimensions, contiguous
+        memory for others.  ``recurrent`` gives a :class:`PackedSequence` of a ``(batch, seq, …)`` tensor if ``lengths``
+        (N, in any order) are given, else contiguous memory and a note.  Lengths are never guessed from zeros;
+        :func:`lengths_from_padding` does so on request.  The configuration's ``optimization_hints`` may name other
+        layouts.  Raises :class:`BatchShapeError` for an unknown operation, and :class:`MemoryBudgetError` if a copy
+        would exceed the threshold.
         """
         if operation_type not in OPERATIONS:
             raise BatchShapeError(f"unknown operation '{operation_type}'", hint=f"Known: {', '.join(OPERATIONS)}.")
@@ -142,7 +143,7 @@ def resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ..
 def lengths_from_padding(tensor: Tensor) -> Tensor:
     """Return the lengths (N,) of the sequences in ``tensor``, ``(batch, seq, …)``, up to the last step with a non-zero.
 
-    They are at least 1.  A sequence that really ends in zeros comes out shorter, so nothing calls this unasked.
+    Lengths are at least 1.  A sequence that really ends in zeros seems shorter, so memopt never calls this by itself.
     """
     filled = tensor.flatten(2).ne(0).any(dim=2) if tensor.dim() > 2 else tensor.ne(0)
     steps = torch.arange(1, tensor.shape[1] + 1, device=tensor.device)

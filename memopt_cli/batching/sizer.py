@@ -1,4 +1,4 @@
-"""The batch size: found by trials, and kept under a share of memory by a control law."""
+"""Choosing the batch size: by trial steps before training, or during training by a control law on the memory in use."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from memopt_cli.search.batch_size.config import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""Share of capacity at which the batch shrinks at once, whatever the interval."""
+"""Share of capacity at which the batch is halved at once, also between two intervals."""
 _TOO_HIGH = 1.05
 _ROOM = 0.9
 """Usage relative to the target above which the batch shrinks, and below which it may grow."""
 _GROWTH = 1.25
-"""Largest factor of one growth; a batch too small for it grows by one."""
+"""Largest factor by which the batch grows at once; a batch below 4, for which that is less than one, grows by one."""
 _THROUGHPUT_LOSS = 0.2
-"""Share of the throughput that a growth may cost without being taken back."""
+"""Share of the throughput that a growth may cost; a growth that costs more is undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """A growth under observation: from which size, and the throughput there (samples/s)."""
+    """A growth of the batch whose throughput is still to be judged."""
 
     before: int
+    """Batch size before the growth."""
     throughput: float | None
+    """Samples per second at that size; ``None`` if not known."""
 
 
 class AdaptiveBatchSizer:
     """A controller of the batch size: a step's peak should be ``target_memory_usage`` of the device's capacity.
 
-    ``target_memory_usage`` (a share) wins over the configuration's.  ``memory`` reads capacity and peaks; without one
-    the device's own meter is used.  ``effective_batch_size`` is what gradient accumulation keeps constant.  With
-    ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks take the smallest size that any
-    of them wants.
+    ``target_memory_usage`` (a share) replaces the configuration's.  ``memory`` reads capacity and peaks; ``None`` for
+    the device's own meter.  ``effective_batch_size`` is the number of samples per update that gradient accumulation
+    keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks take the
+    smallest size that any of them wants.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class AdaptiveBatchSizer:
         self._measures = False
         self._ran_out = False
         self._usages = Usages(self._config.performance_window)
-        self._highest = 0.0  # share, since the last change
+        self._highest = 0.0  # largest share of capacity since the last change
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
@@ -88,7 +90,7 @@ class AdaptiveBatchSizer:
         self._capacity: int | None = None
         self._memory.restart()
 
-    # ------------------------------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------------------------------ reports
 
     @property
     def batch_size(self) -> int:
@@ -97,12 +99,12 @@ class AdaptiveBatchSizer:
 
     @property
     def reason(self) -> str:
-        """Reason of the last change of the size, in words."""
+        """Reason for the last change of the size, in words."""
         return self._reason
 
     @property
     def accumulation_steps(self) -> int:
-        """Steps whose gradients make one update: ``ceil(effective / batch)``; 1 without an effective size."""
+        """Number of steps whose gradients make one update: ``ceil(effective / batch)``; 1 without an effective size."""
         return math.ceil(self._effective / self._batch) if self._effective else 1
 
     # ------------------------------------------------------------------------------------------ by trials
@@ -118,9 +120,9 @@ class AdaptiveBatchSizer:
         """Return the largest batch within the limits whose step of ``model`` stays within the target, by running steps.
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
-        model is in training mode.  From the guess the size is doubled (or halved) until the target or the memory is
-        passed, then bisected; the model is left as it was.  ``make_input(batch)`` makes inputs where random ones of
-        the first layer's dtype do not do.  Raises :class:`MemoryBudgetError` if not even the smallest batch fits.
+        model is in training mode.  From the guess the size is doubled (or halved) until a step exceeds the target or
+        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs; by default they
+        are random, of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
         """
         shape = require_batch_shape(input_shape)
         self._device = str(device)
@@ -155,20 +157,25 @@ class AdaptiveBatchSizer:
         """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
         ``current_memory_usage`` is the step's peak: a share of capacity (at most 1) or bytes; ``None`` measures it.
-        (A quotient of allocated and highest allocated memory is no share of capacity.)  ``performance_metrics`` may
-        hold ``throughput`` in samples per second.
+        (Allocated memory divided by its own maximum is not a share of capacity.)  ``performance_metrics`` may hold
+        ``throughput`` in samples per second.
 
-        The law: usage is modelled as ``u(B) = a + c B``, fitted to the latest usage of each size seen (proportional
-        until two are known; measured memory knows ``a`` from what is in use between steps).  At 95 % of capacity or a
-        loss that is not finite the size is halved at once.  Else, every ``adaptation_interval`` calls: above 1.05
-        times the target ``B <- floor(B (target - a) / (u - a))``; below 0.9 times the target, with the loss at most
-        1.5 times its average, the same but at most by 1.25 (or one sample).  A growth that cost more than 20 % of the
-        throughput is taken back for five intervals.  A changed capacity is answered at once, by the same formula.
+        The control law models the usage of a batch ``B`` as ``u(B) = a + c B``, fitted to the latest usage of each
+        size.  (With one size, ``a`` is 0; if memory is measured, ``a`` is also known from the memory in use between
+        steps.)
+
+        - At 95 % of capacity, or for a loss that is not finite, the size is halved at once.
+        - Otherwise the size changes every ``adaptation_interval`` calls.  Above 1.05 times the target it becomes
+          ``floor(B (target - a) / (u - a))``, at which the model expects the target.
+        - Below 0.9 times the target, and if the loss is at most 1.5 times its average, it grows to the same size, but
+          at most by a factor of 1.25 (or one sample).
+        - A growth that cost more than 20 % of the throughput is undone, and not tried again for five intervals.
+        - If the capacity changes, the size follows at once, by the same formula.
         """
         if not self._config.enabled:
             return self._batch
         self._calls += 1
-        if self._ran_out:  # what was read belongs to the step that failed
+        if self._ran_out:  # readings of memory and throughput are of the step that failed
             self._ran_out = False
             return self._settle(self._batch, self._reason)
         capacity_changed = current_memory_usage is None and self._follow_capacity()
@@ -180,8 +187,8 @@ class AdaptiveBatchSizer:
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
 
-        The next :meth:`adapt_batch_size` takes no notice of what the failed step cost; in a distributed run the other
-        ranks hear of the size there.
+        The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also tells
+        the other ranks the size.
         """
         self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
         self._bounds.cap(self._batch, self._calls)
@@ -262,15 +269,15 @@ class AdaptiveBatchSizer:
         self._highest = 0.0
         self._throughputs.clear()
         self._memory.restart()
-        if self._measures:  # between two steps: what a batch of no samples would take
+        if self._measures:  # memory in use between two steps is the usage of a batch of 0 samples
             self._usages.see(0, self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
-    """Return the largest size in ``[low, high]`` for which ``fits`` is true; ``None`` if it is not for ``low``.
+    """Return the largest size in ``[low, high]`` for which ``fits`` is true; ``None`` if ``low`` does not fit.
 
-    Whatever fits must be smaller than whatever does not.  Sizes are doubled from ``guess`` until one does not fit (or
-    halved until one does), then bisected: at most ``log2(high / low) + log2(high - low) + 3`` calls.
+    Every size that fits must be smaller than every size that does not.  Sizes are doubled from ``guess`` until one does
+    not fit (or halved until one fits), then bisected: at most ``log2(high / low) + log2(high - low) + 3`` calls.
     """
     good, bad, size = low - 1, high + 1, guess
     while bad - good > 1:
@@ -286,7 +293,7 @@ def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int
 def agree_on_batch_size(batch_size: int, device: str | torch.device = "cpu") -> int:
     """Return the smallest ``batch_size`` among all ranks of the default process group; every rank must call it.
 
-    ``device`` is where the group's backend wants tensors: ``cpu`` for gloo, the rank's own for NCCL.
+    ``device`` is the rank's own device, on which NCCL needs tensors; other backends use the CPU.
     Raises :class:`UsageError` if no process group was initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,4 +1,4 @@
-"""A step that is run for its memory and time, and leaves the model as it was."""
+"""Running a trial step to measure its memory and time, without a trace in the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Memory and time of one step."""
+    """The peak in bytes and the time in seconds of one step."""
 
     peak_bytes: int
     step_s: float
@@ -33,22 +33,22 @@ def try_step(
 ) -> Trial | OutOfMemory:
     """Run the forward of ``model``, and with ``backward`` its backward from a random cotangent.
 
-    The input is made inside, so that its memory counts and may run out as well.  Optimizer state that does not exist
-    yet is not counted.  Gradients, buffers, hidden state, mode and random generators are put back.
+    The input is made inside the trial, so that its memory counts, and may run out, too.  Optimizer state that does not
+    exist yet is not counted.  Gradients, buffers, hidden state, mode and random generators are restored.
     """
     with undisturbed(model, device):
         return or_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
 
 
 def or_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
-    """Return what ``run`` returns, or that it ran out of memory; what it had taken of ``device`` is free again then."""
+    """Return the result of ``run``, or :class:`OutOfMemory` after the memory that it took of ``device`` is freed."""
     try:
         return run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         failed = str(error) or type(error).__name__
-    # Not in the handler: the error's frames hold what the step had taken.
+    # Not inside ``except``: the error's traceback refers to frames, whose variables hold the step's tensors.
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     return OutOfMemory(detail=failed.splitlines()[0])
@@ -56,7 +56,7 @@ def or_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, device: str) -> Iterator[None]:
-    """Put ``model`` and the random generators back after the block to where they were before it."""
+    """Restore ``model`` and the random generators after the block."""
     start = StartingState(model)
     try:
         with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):

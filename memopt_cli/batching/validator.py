@@ -1,4 +1,4 @@
-"""Checks of batch shapes against a model and the hardware, and their cost in a sequence of operations."""
+"""Checking batch shapes against a model and the hardware, and estimating their cost in a sequence of operations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memopt_cli.records import from_data
 from memopt_cli.search.batch_size.config import Validation
 
 _LANES = 8
-"""Number of which sizes of matrix units are multiples (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
+"""Matrix units work on multiples of this size (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
 _LONG = 1024
 """Sequence length from which attention's squared term is worth a warning."""
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareLimits:
-    """Limits of the hardware, or of the serving system; ``None``: no limit."""
+    """Limits of the hardware, or of the serving system; ``None`` for no limit."""
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None
@@ -43,7 +43,7 @@ class PerformanceImplications(TypedDict):
 
     operations: list[OperationCost]
     bottleneck: str | None
-    """The operation that takes longest; ``None`` if none is known."""
+    """Operation that takes longest; ``None`` if no operation is known."""
     warnings: list[str]
     unknown_operations: list[str]
 
@@ -67,7 +67,7 @@ def _dense(s: _Sizes, weights: int) -> tuple[int, int]:
 
 
 def _attention(s: _Sizes) -> tuple[int, int]:
-    """Return FLOPs and elements moved of four projections and of ``S²`` pairs of positions, one head's scores kept."""
+    """Return FLOPs and elements moved of four projections and ``S²`` pairs of positions, with one head's scores."""
     flops, moved = _dense(s, 4 * s.features**2)
     pairs = s.sequences * s.positions**2
     return flops + 4 * pairs * s.features, moved + 2 * pairs
@@ -90,7 +90,7 @@ _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
 
 
 class BatchShapeValidator:
-    """A checker of batch shapes; ``config`` says how strict it is."""
+    """Checks batch shapes, as strictly as ``config`` says."""
 
     def __init__(self, *, config: Validation | None = None) -> None:
         self._config = config or Validation()
@@ -103,11 +103,11 @@ class BatchShapeValidator:
         *,
         dtype: str | None = None,
     ) -> tuple[bool, list[str]]:
-        """Return whether a batch of ``tensor_shape`` (batch first) can be used, and sentences about it.
+        """Return whether a batch of ``tensor_shape`` (batch first) can be used, and sentences on problems.
 
-        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; of a model they are
-        inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 of 3 dimensions, 2 of 4).  Notes
-        that begin with ``performance:`` do not make a shape invalid.  In strict mode an invalid shape raises
+        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; for a model they are
+        inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 of 3 dimensions, 2 of 4).
+        Sentences that begin with ``performance:`` do not make a shape invalid.  In strict mode an invalid shape raises
         :class:`BatchShapeError`; an unknown key always raises :class:`~memopt_cli.errors.UsageError`.
         """
         shape = require_batch_shape(tensor_shape)
@@ -123,11 +123,12 @@ class BatchShapeValidator:
     def check_performance_implications(
         self, batch_shape: Sequence[int], operation_sequence: Sequence[str], *, flops_per_byte: float = 10.0
     ) -> PerformanceImplications:
-        """Return the cost of each operation on features ``batch_shape``, ``(batch, …, dim)``, and the slowest of them.
+        """Return the cost of each operation on features of ``batch_shape``, ``(batch, …, dim)``, and the slowest one.
 
-        The slowest takes the longer of its arithmetic and its traffic (roofline model, Williams et al. 2009), with
-        ``flops_per_byte`` the balance of the machine.  Known operations: embedding, linear, feedforward (4 × wide),
-        attention, convolution (kernel 3), recurrent (LSTM), normalization, spiking (LIF).
+        The time of an operation is that of its arithmetic or of its memory traffic, whichever is longer (roofline
+        model, Williams et al. 2009); ``flops_per_byte`` is the balance of the machine.  Known operations: embedding,
+        linear, feedforward (4 × wide), attention, convolution (kernel 3), recurrent (LSTM), normalization, spiking
+        (LIF).
         """
         sizes = _sizes(require_batch_shape(batch_shape))
         costs = [

@@ -1,4 +1,8 @@
-"""Contents of the files that memopt writes, and their reading."""
+"""Formatting and reading the files that memopt writes: plans, summaries, frontiers, baselines, batch configurations.
+
+For each kind of file, a function ``*_yaml`` or ``*_json`` returns the bytes, and a function ``read_*`` reads them back.
+A file may have come with a stranger's model, so everything that is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -62,27 +66,27 @@ def plan_yaml(
 ) -> bytes:
     """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of the search, and ``plan``.
 
-    For readers, it also has the estimate for a device elsewhere (``predicted``), the ``layout`` of the ranks that the
-    plan was searched for (``parallel``) and the attributes of the model that are off under the plan (``turns_off``).
-    Nothing of this is needed to apply the plan.
+    For people, the file also has the estimate for another device (``predicted``), the ``layout`` of the ranks that the
+    plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
+    Applying the plan needs none of these.
     """
-    said = {"level": level, **_short(plan)}
+    described = {"level": level, **_without_defaults(plan)}
     if plan.ranges:
-        said["ranges"] = [{**_short(part), **_segments(part.segments)} for part in plan.ranges]
+        described["ranges"] = [{**_without_defaults(part), **_segments(part.segments)} for part in plan.ranges]
     else:
-        said["segments"] = [_named(segment) for segment in plan.segments]
+        described["segments"] = [_segment_data(segment) for segment in plan.segments]
     more = {_PREDICTED: predicted, _PARALLEL: layout}
     more = {name: to_data(value) for name, value in more.items() if value is not None}
     off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**_header(header), **off, **said, **more}).encode()
+    return yaml_text({**_header_data(header), **off, **described, **more}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
-    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+    return {"segments": [_segment_data(segment) for segment in segments]} if segments else {}
 
 
-def _named(segment: SegmentPlan) -> dict[str, Any]:
-    return {"path": segment.path, **_short(segment)}
+def _segment_data(segment: SegmentPlan) -> dict[str, Any]:
+    return {"path": segment.path, **_without_defaults(segment)}
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
@@ -95,7 +99,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
 
     Returns
     -------
-    Where the plan comes from, and the plan.
+    The header, which says where the plan comes from, and the plan.
 
     Raises
     ------
@@ -110,9 +114,9 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
 
 
 def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """Return ``given``, or the plan in the file at that path.
+    """Return ``given`` if it is a plan, or the plan in the file at the path ``given``.
 
-    Raises :class:`OptionError` for anything else, and :class:`UsageError` for a file as :func:`read_plan`.
+    Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
     """
     if not isinstance(given, Plan | str | os.PathLike):
         raise OptionError(f"plan is {for_message(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
@@ -120,7 +124,7 @@ def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """Read the estimate for a device elsewhere from a plan's file; ``None`` if it has none.
+    """Read the estimate for another device from the plan's file at ``path``; ``None`` if it has none.
 
     Raises :class:`UsageError`.
     """
@@ -157,10 +161,7 @@ def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
 
 
 def frontier_json(shown: ShownFrontier) -> bytes:
-    """Return the content of ``*.frontier.json``: the keys of the header, then the other fields of ``shown``.
-
-    :func:`read_frontier` reads it.
-    """
+    """Return the content of ``*.frontier.json``: the keys of the header, then the other fields of ``shown``."""
     data = to_data(shown)
     return json_text({**data.pop("header"), **data}).encode()
 
@@ -168,8 +169,7 @@ def frontier_json(shown: ShownFrontier) -> bytes:
 def read_frontier(path: Path) -> ShownFrontier:
     """Read the plans that ``--frontier`` showed from the file at ``path``.
 
-    Raises :class:`FileNotFoundError` if there is none, and :class:`UsageError` for one that memopt did not write: it
-    may have come with the model, so it is read as strictly as a plan.
+    Raises :class:`FileNotFoundError` if there is no file, and :class:`UsageError` for one that memopt did not write.
     """
     try:
         header, parts = _read_parts(path, since=2)
@@ -201,10 +201,7 @@ def read_header(path: Path) -> FileHeader:
 
 
 def baseline_json(baseline: Baseline) -> bytes:
-    """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, and any ``shorter`` steps.
-
-    :func:`read_measured` reads it.
-    """
+    """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, any ``shorter`` steps."""
     parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
     parts |= {"shorter": to_data(baseline.shorter)} if baseline.shorter else {}
     return json_text({**to_data(baseline.header), **parts}).encode()
@@ -229,9 +226,9 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
-    """Return the header and the other values of the JSON at ``path``, in a version from ``since`` to the present one.
+    """Return the header and the other values of the JSON at ``path``, of a schema version from ``since`` on.
 
-    Raises :class:`OSError`, :class:`ValueError`, and :class:`UsageError` that speaks of "the file".
+    Raises :class:`OSError`, :class:`ValueError`, and :class:`UsageError`, whose message calls the file "the file".
     """
     data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
     version = data.get("schema_version") if isinstance(data, dict) else None
@@ -239,7 +236,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
         raise UsageError(
             f"its schema_version is {shortened(version)}, and this memopt reads {since} to {SCHEMA_VERSION}"
         )
-    data = _as_of_today(data) if version == 1 else data
+    data = _upgraded(data) if version == 1 else data
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
     return header, {key: data[key] for key in data if key not in _HEADER_KEYS}
 
@@ -248,12 +245,12 @@ def _reason(err: OSError | ValueError | UsageError) -> object:
     return err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
 
 
-def _measurable(found: _Record) -> _Record:
-    """Return ``found`` if it can have been measured.  Raises :class:`UsageError` that names a wrong number.
+def _measurable(record: _Record) -> _Record:
+    """Return ``record`` if its numbers can have been measured.  Raises :class:`UsageError` that names a wrong one.
 
-    No bytes and no seconds are negative, and there is at least one step, which takes time.
+    No bytes and no seconds may be negative, and there must be at least one step, which takes time.
     """
-    pending: list[tuple[str, Any]] = [("", found)]
+    pending: list[tuple[str, Any]] = [("", record)]
     while pending:
         name, value = pending.pop()
         if is_dataclass(value):
@@ -269,16 +266,16 @@ def _measurable(found: _Record) -> _Record:
                 raise UsageError(f"its {name} is {value}; it must be above 0")
             if name.endswith(("_bytes", "_s")) and value < 0:
                 raise UsageError(f"its {name} is {value}; it cannot be negative")
-    return found
+    return record
 
 
 _POSITIVE = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
 def _checked(found: Baseline) -> Baseline:
-    """Return ``found`` if memopt could have recorded it.  Raises :class:`UsageError`.
+    """Return the baseline ``found`` if memopt could have recorded it.  Raises :class:`UsageError`.
 
-    Renames are looked for at every level of every path, so thousands of levels would keep memopt busy for minutes.
+    Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
     if found.conditions is not None and (layout := found.conditions.layout) is not None:
         check_layout(layout)
@@ -291,7 +288,7 @@ def _checked(found: Baseline) -> Baseline:
 
 
 def _check_shorter(found: Baseline) -> None:
-    """Raise :class:`UsageError` for shorter steps that memopt would not have recorded, or too many to measure again."""
+    """Raise :class:`UsageError` if ``found`` has shorter steps that memopt does not record, or too many of them."""
     sizes = [step.size for step in found.shorter]
     are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
     if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
@@ -300,13 +297,13 @@ def _check_shorter(found: Baseline) -> None:
         raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MOST_RANGES}")
 
 
-def _as_of_today(data: Any) -> Any:
-    """Convert JSON of version 1 to the present keys; nothing depended on those that are gone."""
+def _upgraded(data: Any) -> Any:
+    """Convert JSON of schema version 1 to the present keys; keys that no longer exist are dropped."""
     if isinstance(data, list):
-        return [_as_of_today(item) for item in data]
+        return [_upgraded(item) for item in data]
     if not isinstance(data, dict):
         return data
-    values = {key: _as_of_today(value) for key, value in data.items()}
+    values = {key: _upgraded(value) for key, value in data.items()}
     if "segments" in values:  # a plan
         values.pop("level", None)
     if "predicted_tensor_peak_bytes" in values:  # a level
@@ -318,13 +315,13 @@ def _as_of_today(data: Any) -> Any:
 
 
 _Record = TypeVar("_Record")
-_MOST_LEVELS = 200
+_MOST_LEVELS = 200  # of nested modules in a baseline
 _RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
 def _summarized(summary: MemOptSummary) -> StepMemory:
-    """Return the needs of the step of the applied level; raises :class:`UsageError` if it was not measured."""
+    """Return the measured step of the applied level.  Raises :class:`UsageError` if it was not measured."""
     outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
     measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
     if measured is None:
@@ -333,7 +330,7 @@ def _summarized(summary: MemOptSummary) -> StepMemory:
 
 
 def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
-    """Yield the ranges of a plan by length as steps, all but the longest."""
+    """Yield a step for each range of a plan by length except the longest."""
     by = None if summary.plan is None else summary.plan.by
     if by is not None:
         for row in summary.ranges[:-1]:
@@ -355,14 +352,16 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
 
 def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
     """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` says why."""
-    return yaml_text({**_header(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
+    return yaml_text(
+        {**_header_data(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}
+    ).encode()
 
 
 def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
-    """Return ``advice`` as it stands below ``recommended``; sizes in bytes, times in seconds.
+    """Return ``advice`` as the mapping below ``recommended``; sizes in bytes, times in seconds.
 
-    ``described``: the batch of the inputs, whose step was measured.  It stands where memory does not limit the batch,
-    and where nothing is known of others.
+    ``described``: the batch of the inputs, whose step was measured.  It is recommended if memory does not limit the
+    batch, or if there is no advice.
     """
     if advice is None:
         return {"batch_size": described, "verified": True}
@@ -377,24 +376,24 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         }
     return {
         "batch_size": advice.recommended_batch,
-        "verified": True,  # by a run: memopt recommends nothing else
+        "verified": True,  # an advice recommends only a batch that was run
         "fastest_batch_size": advice.fastest_batch,
         "estimated_batch_size": advice.estimated_batch,
         "limited_by": on_command_line(advice.limited_by),
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
-        "probes": _short(advice.probes),
+        "probes": _without_defaults(advice.probes),
     }
 
 
 def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
-    """Return the fastest pair as it is written below ``recommended``; ``plan``: the file of its plan, if any."""
+    """Return the fastest pair of ``found`` as the mapping below ``recommended``; ``plan``: path of its plan, if any."""
     answer = found.answer
-    assert isinstance(answer.outcome, BatchProbe), "it was run"
+    assert isinstance(answer.outcome, BatchProbe), "the answer is a pair that was run"
     data: dict[str, Any] = {
         "batch_size": answer.batch,
-        "verified": True,  # by a run
+        "verified": True,
         **({} if plan is None else {"plan": plan}),
         "samples_per_s": answer.samples_per_s,
         "step_s": answer.outcome.step_s,
@@ -410,29 +409,29 @@ def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
 
 
 def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
-    """Return the number of copies as it is written below ``recommended``; ``route`` is the class that ran them."""
+    """Return the keys for a number of copies below ``recommended``; ``route`` is the class that ran the copies."""
     route = next(probe.route for probe in advice.probes if probe.replicas == advice.fastest)
     return {
         "replicas": advice.fastest,
         "route": route,
         "replicas_limited_by": on_command_line(advice.limited_by),
-        "replica_probes": _short(advice.probes),
+        "replica_probes": _without_defaults(advice.probes),
     }
 
 
-def _header(header: FileHeader) -> dict[str, Any]:
-    return {**to_data(header), "spec": _short(header.spec)}
+def _header_data(header: FileHeader) -> dict[str, Any]:
+    return {**to_data(header), "spec": _without_defaults(header.spec)}
 
 
-def _short(record: Any) -> Any:
-    """Convert ``record`` like :func:`to_data`, without fields that have their default, for files that people read."""
+def _without_defaults(record: Any) -> Any:
+    """Convert ``record`` like :func:`to_data`, but leave out fields with their default, for files that people read."""
     if isinstance(record, list | tuple):
-        return [_short(item) for item in record]
+        return [_without_defaults(item) for item in record]
     if not is_dataclass(record):
         return to_data(record)
     values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
     return {
-        name: _short(value)
+        name: _without_defaults(value)
         for name, (value, f) in values.items()
         if value != (f.default if f.default_factory is MISSING else f.default_factory())
     }

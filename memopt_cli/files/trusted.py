@@ -1,7 +1,7 @@
-"""Trust that a user typed for a file, kept so that it can be offered again, and never applied by itself.
+"""Remembering the trust that a user typed for a model file; it is offered again, and never applied by itself.
 
-Nothing that travels with a model may vouch for it.  So this lies in the user's own state folder, one file for each pair
-of a path and a content: a model that is replaced, or a copy of it elsewhere, has to be trusted anew.
+Nothing that travels with a model may vouch for it, so the trust is kept in the user's own state folder.  There is one
+file for each pair of a path and a content: a model that is replaced, or copied elsewhere, must be trusted anew.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from memopt_cli.files.write import content, write_all
 from memopt_cli.records import Trust, from_data, to_data
 from memopt_cli.text.documents import json_text, read_bytes, read_json
 
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 16  # of a remembered trust
 _FOR_OTHERS = 0o022
-"""Permissions of other users to write."""
+"""Permission bits with which group and others may write."""
 
 
 def remember_trust(location: str, sha256: str, trust: Trust) -> None:
-    """Remember that the user typed ``trust`` for the file at ``location`` with this hash.
+    """Remember that the user typed ``trust`` for the file at ``location`` whose hash is ``sha256``.
 
-    Where the folder cannot be written to, there is nothing to offer later, and nothing else is lost.
+    If the folder cannot be written to, nothing is remembered, and no error is raised.
     """
     typed = replace(trust, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
-    with contextlib.suppress(OSError, RuntimeError, MemoptError):  # RuntimeError: nobody's home
+    with contextlib.suppress(OSError, RuntimeError, MemoptError):  # ``Path.home`` raises RuntimeError without a home
         path = _path_of(location, sha256)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_own(path.parent):
@@ -36,7 +36,7 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
 
 
 def remembered_trust(location: str) -> Trust | None:
-    """Return the trust that was typed last for the present content of ``location``; ``None`` if none is known."""
+    """Return the trust last typed for ``location`` with its present content; ``None`` if none is remembered."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
         path = _path_of(location, hashlib.sha256(read_bytes(location)).hexdigest())
         if _is_own(path.parent):

@@ -1,4 +1,4 @@
-"""Names of the files that memopt writes, and the writing itself: all files of a command, or none."""
+"""Naming the files that memopt writes, and writing them: all files of a command, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt_cli.errors import OutputExistsError, UsageError, WriteError
 from memopt_cli.inputs.spec_text import file_of
 
 Fill = Callable[[BinaryIO], object]
-"""Writes one file's content to an open binary file."""
+"""A function that writes the content of one file to an open binary file."""
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -27,7 +27,7 @@ class OutputPaths:
 
     model: Path
     plan_only: bool = False
-    """Whether the model is not written; the other files are named after it all the same."""
+    """Whether the model is not written; the other files are named as if it were."""
 
     @property
     def summary(self) -> Path:
@@ -51,11 +51,11 @@ class OutputPaths:
 
     def all(self) -> tuple[Path, ...]:
         """Return the paths that are written, the model's first."""
-        others = self.summary, self.plan, self.batch
-        return others if self.plan_only else (self.model, *others)
+        beside = self.summary, self.plan, self.batch
+        return beside if self.plan_only else (self.model, *beside)
 
     def free(self) -> OutputPaths:
-        """Return these paths or, if one exists by now, the first free ones with a number: ``model.memopt-2.pt``."""
+        """Return these paths or, if one is taken, the first free ones with a number: ``model.memopt-2.pt``."""
         numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
         candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
         return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
@@ -64,7 +64,7 @@ class OutputPaths:
 def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
     """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
 
-    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises as :func:`output_paths`.
+    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises what :func:`output_paths` does.
     """
     paths = output_paths(location, output)
     if output is None:
@@ -84,18 +84,18 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
-    _spare(file, model)
+    _require_other(file, model)
     return OutputPaths(model=model, plan_only=plan_only)
 
 
-def _spare(file: str, path: Path) -> None:
-    """Raise :class:`UsageError` if ``path`` is ``file``, which the model is read from or built by."""
+def _require_other(file: str, path: Path) -> None:
+    """Raise :class:`UsageError` if ``path`` is the ``file`` from which the model is read, or by which it is built."""
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
 def _beside(file: Path, *, is_code: bool) -> Path:
-    """Return where the optimized model goes: beside its ``file``, or to the working directory if code builds it."""
+    """Return the path of the optimized model: beside ``file``, or in the working directory if code builds the model."""
     if is_code:
         return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
     return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"
@@ -106,18 +106,18 @@ def _beside(file: Path, *, is_code: bool) -> Path:
 _MODE = 0o666
 """Permissions of a new file, before the process's umask."""
 _LONGEST_STEM = 60
-"""Characters of a name that a temporary name keeps: a name may have 255 bytes, and a character may take four."""
+"""Characters of a file's name that its temporary name keeps: a name may have 255 bytes, and a character may take 4."""
 
 
 def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> None:
-    """Raise the errors that writing to ``paths`` would raise later.
+    """Raise now the errors that writing to ``paths`` would raise later.
 
-    They are :class:`UsageError` for a path that is a folder or a device, exists and may not be replaced, or is the
-    ``model`` by whatever name; and :class:`WriteError` for a folder that is missing or not writable.
+    These are :class:`UsageError` for a path that is a folder or a device, that exists and may not be replaced, or that
+    is the ``model`` by another name; and :class:`WriteError` for a folder that is missing or not writable.
     """
     file = file_of(model)
     for path in paths:
-        _spare(file, path)
+        _require_other(file, path)
         if os.path.isdir(path):
             raise UsageError(
                 f"the output {path} is a folder", hint="Name a file with `-o`, for example `-o model.memopt.pt`."
@@ -140,7 +140,7 @@ def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> Non
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether ``path`` is a device, a named pipe or a socket, or stands for one, like ``/dev/stdout``."""
+    """Return whether ``path`` is a device, a named pipe or a socket, or a link to one, like ``/dev/stdout``."""
     is_named = os.path.lexists(path) and os.path.realpath(path.parent) == os.path.dirname(os.devnull)
     return is_named or (os.path.exists(path) and not os.path.isfile(path))
 
@@ -159,8 +159,8 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     """Write every file or none, and return their paths.
 
     Each file is filled under a temporary name in its own folder and flushed to the disk; only then are all renamed.  If
-    anything goes wrong, Ctrl-C included, temporary files are removed and existing files are as before.  Raises as
-    :func:`check_targets`, and :class:`WriteError` when the disk is full or fails.
+    anything goes wrong, Ctrl-C included, temporary files are removed and existing files are as before.  Raises what
+    :func:`check_targets` does, and :class:`WriteError` when the disk is full or fails.
     """
     check_targets(files, force=force)
     staged: dict[Path, Path] = {}
@@ -173,7 +173,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
         try:
             _rename_all(staged, force=force)
         except FileExistsError:
-            check_targets(files, force=force)  # and even since the last check: this raises the right error
+            check_targets(files, force=force)  # a file appeared since the last check: this raises the error for it
             raise
     finally:
         for temporary in staged.values():
@@ -183,7 +183,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 
 
 def _fill(path: Path, fill: Fill) -> None:
-    # The file must be new, so that nobody can have put a link in its place.
+    # O_EXCL and O_NOFOLLOW: somebody may have put a link in its place, through which another file would be written.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, "wb", opener=lambda name, _: os.open(name, flags, _MODE)) as file:
         fill(file)
@@ -214,7 +214,7 @@ def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
 
 
 def _back_up(path: Path, backup: Path) -> None:
-    """Link a file to a second name; if this process is killed now, the file is still where it was."""
+    """Give the file at ``path`` a second name, ``backup``; a link keeps the first if this process is killed now."""
     try:
         os.link(path, backup, follow_symlinks=False)
     except OSError:  # a disk without hard links
@@ -222,7 +222,7 @@ def _back_up(path: Path, backup: Path) -> None:
 
 
 def _rename_to_new(temporary: Path, path: Path) -> None:
-    """Rename a file by a link, which never replaces a file that appeared a moment ago."""
+    """Rename ``temporary`` by a link, which unlike a rename fails if a file has just appeared at ``path``."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -239,13 +239,13 @@ def _rename_to_new(temporary: Path, path: Path) -> None:
 def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
     if os.path.lexists(backup):
         os.replace(backup, path)
-        backup.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
+        backup.unlink(missing_ok=True)  # if both were names of one file, the rename has done nothing
     elif renamed:
         path.unlink()
 
 
 def _sibling(path: Path) -> Path:
-    """Return an unpredictable name in the same folder."""
+    """Return an unpredictable temporary name in the folder of ``path``."""
     return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
 
 

@@ -1,4 +1,4 @@
-"""The batch dimension of described inputs, and the same inputs at another batch size."""
+"""Finding the batch dimension of described inputs, and describing the same inputs at another batch size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ NO_BATCH_ARGUMENT = "Let the function of the script take an argument named batch
 
 
 def check_batch(spec: InputSpec, batch: int) -> None:
-    """Raise :class:`UsageError` for inputs whose batch cannot be varied.
+    """Raise :class:`UsageError` if the batch of the inputs cannot be varied.
 
-    They come from a data file or from a script without a batch argument, or do not share their first dimension.
+    That is so if they come from a data file, or from a script without a batch argument, or if they have no symbol ``B``
+    and do not share their first dimension.
     """
     with_batch(spec, batch + 1)
     sized = [tensor for tensor in spec.tensors if tensor.shape]
@@ -35,7 +36,8 @@ def check_batch(spec: InputSpec, batch: int) -> None:
 def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     """Return the inputs of ``spec`` at ``batch`` samples.
 
-    The symbol ``B`` gets the size; without it, dimension 0 of every tensor in which it equals that of the first one.
+    The symbol ``B`` gets the size.  Without the symbol, dimension 0 of the first tensor does, and that of all other
+    tensors in which it is equal.
     Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
     """
     if spec.data_file is not None:

@@ -1,6 +1,7 @@
-"""Notation that users type: ``[name:]SHAPE[@dtype][=values]``, ``SYMBOL=SIZE``, ``METRIC:LIMIT``, ``module:callable``.
+"""Parsing the notations that users type for inputs, limits, models, devices and meshes of ranks.
 
-:func:`parse_tensor` and :func:`format_tensor` are exact inverses.
+``[name:]SHAPE[@dtype][=values]`` is an input, ``SYMBOL=SIZE`` a dimension, ``METRIC:LIMIT`` a limit of ``--fail-on``,
+and ``module:callable`` code that builds a model.  :func:`parse_tensor` and :func:`format_tensor` are exact inverses.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def format_tensor(spec: TensorSpec) -> str:
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
-    """Raise :class:`UsageError` for the first of ``names`` that is in no shape, so that its size changes nothing."""
+    """Raise :class:`UsageError` for the first of ``names`` that no shape has, so that its size would have no effect."""
     symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
     for name in names:
         if name not in symbols:
@@ -107,7 +108,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
 
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for too many inputs, two of one name, impossible sizes, and symbols without a size."""
+    """Raise :class:`UsageError` for too many inputs, equal names, impossible sizes, and symbols without a size."""
     _require_few(tensors)
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
@@ -137,11 +138,11 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
 
 
 def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min) -> tuple[list[str], DimRange | None]:
-    """Return the dimensions in ``texts`` with one size each, and the one that has a range: ``["B=8", "S=128:4096"]``.
+    """Split ``["B=8", "S=128:4096"]`` into dimensions with one size each, and the dimension that has a range.
 
-    ``described``: which of the two ends is its size, ``min`` or ``max``.
+    ``described``: ``min`` or ``max``, which end of the range the dimension gets as its size in the first list.
 
-    Raises :class:`UsageError` for two ranges and one that is not ``LOW:HIGH``.
+    Raises :class:`UsageError` for two ranges, or for one that is not ``LOW:HIGH``.
     """
     ranges = [text for text in texts if ":" in text]
     if not ranges:
@@ -220,7 +221,7 @@ def is_factory(location: str) -> bool:
 
 
 def file_of(location: str) -> str:
-    """Return the file, or the module, that the model at ``location`` is read from or built by."""
+    """Return the file from which the model at ``location`` is read, or the file or module whose code builds it."""
     factory = None if Path(location).exists() else parse_factory(location)
     return location if factory is None else factory[0]
 
@@ -231,7 +232,10 @@ def is_pretrained(location: str) -> bool:
 
 
 def base_of(folder: str, named: object) -> str | None:
-    """Return the folder of an adapter's base model, ``named`` from here or from ``folder``; ``None`` if neither."""
+    """Return the folder of an adapter's base model; ``None`` if there is none.
+
+    ``named`` is the path in the adapter's settings, relative to the current folder or to the adapter's ``folder``.
+    """
     bases = (named, os.path.join(folder, named)) if isinstance(named, str) else ()
     return next(filter(is_pretrained, bases), None)
 
@@ -270,7 +274,7 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for a tensor of more dimensions, or more bytes, than any can have."""
+    """Raise :class:`UsageError` if ``tensor`` has more dimensions, or more bytes, than any tensor can have."""
     if len(tensor.shape) > _MOST_SIZES:
         raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
@@ -279,14 +283,14 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
 
 
 _MOST_SIZES, _ITEM_BYTES = 64, 8
-"""Most dimensions of a tensor, as most of PyTorch's operators take no more; and most bytes of an item."""
+"""Most dimensions of a tensor, since few of PyTorch's operators take more; and most bytes of an item."""
 _FEWER = f"Give at most {_MOST_SIZES}."
 
 
 def check_spec(spec: InputSpec) -> None:
     """Raise :class:`UsageError` if ``spec``, read from a file, has inputs that a user could not describe.
 
-    Only a size of 0 is allowed besides, which an exported program can carry.
+    An exception is a size of 0, which an exported program can have.
     """
     _require_few(spec.tensors)
     for name, size in spec.dims.items():
@@ -303,6 +307,7 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
 
 
 MOST_INPUTS = 1000
+"""Most inputs of a step."""
 
 
 def _check_tensor(tensor: TensorSpec) -> None:
@@ -315,7 +320,7 @@ def _check_tensor(tensor: TensorSpec) -> None:
     parse_values(tensor.values, parse_dtype(tensor.dtype))
 
 
-_MOST_ITEMS = 10**18
+_MOST_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
 _NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
 
 
@@ -353,7 +358,7 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, the outermost first; -1 stands for the remaining length.
+    """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, outermost first; -1 is the length that the others leave.
 
     Raises :class:`UsageError` for another form, an axis given twice, and any other length below 1.
     """
@@ -373,7 +378,7 @@ _MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_R
 
 
 def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
-    """Return the layout of a model over ``ranks``; without ``mesh``, all of them are on one axis, ``dp``.
+    """Return the layout of a model over ``ranks``; without ``mesh``, all ranks are on one axis, ``dp``.
 
     Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than FSDP or DDP takes.
     """
@@ -401,14 +406,14 @@ def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
         raise UsageError(f"the mesh {text} has an axis of a length below 1", hint=_MESH)
     if len(rest) > 1:
         raise UsageError(f"the mesh {text} has {len(rest)} axes of length -1", hint="Give all but one a length.")
-    others = math.prod(length for name, length in mesh.items() if name not in rest)
-    if rest and ranks % others:
-        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {others} ranks.")
-    return {name: ranks // others if name in rest else length for name, length in mesh.items()}
+    fixed = math.prod(length for name, length in mesh.items() if name not in rest)
+    if rest and ranks % fixed:
+        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {fixed} ranks.")
+    return {name: ranks // fixed if name in rest else length for name, length in mesh.items()}
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise :class:`UsageError` if ``layout``, read from a file, is one that a user could not describe."""
+    """Raise :class:`UsageError` if a user could not describe ``layout``, which was read from a file."""
     if not 1 <= layout.ranks <= MOST_RANKS:
         raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
     text = _mesh_text(layout.mesh)
@@ -421,6 +426,7 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 MOST_RANKS = 2**20
+"""Most ranks of a layout."""
 
 
 def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:

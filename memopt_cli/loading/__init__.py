@@ -1,4 +1,8 @@
-"""Saved models, loaded as modules in memory; no code runs from a file that nobody vouched for."""
+"""Loading saved models as modules in memory.
+
+:func:`load_model` takes files of every format, folders of ``save_pretrained`` and the user's own functions.  Code runs
+only if it is PyTorch's, a known library's, or the user allowed it by a flag of ``--trust``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrap
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
 _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(), ModulePickle())
-"""Tried in this order; the last one takes every file."""
+"""The formats, in the order in which a file is tried; :class:`ModulePickle` accepts every file, so it comes last."""
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -113,7 +117,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
 
 
 def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
-    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` if that is not the ``known`` one."""
+    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` if the hash is not ``known``."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
     require_same(path, sha256, known)
@@ -129,7 +133,7 @@ def _load_file(file: ModelFile, trust: Trust) -> tuple[Loaded, str]:
 
 
 def format_of(file: ModelFile) -> Format:
-    """Return the format that ``file`` looks like."""
+    """Return the first format that recognizes ``file``."""
     return next(format_ for format_ in _FORMATS if format_.recognizes(file))
 
 

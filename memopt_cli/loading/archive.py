@@ -1,10 +1,9 @@
-"""Zip archives, checked before any record is read, so that every reader finds the same bytes, and not too many.
+"""Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
 A zip file has a header before each record, a directory of all records behind them, and an end that says where the
-directory is.  Where these disagree, readers differ in which they believe: an attacker can write a file in which
-Python's ``zipfile``, by which it is checked, sees other records than PyTorch's C++ reader, by which it is loaded.
-Therefore a file is refused unless they agree: one directory, directly before the end, without duplicate names or
-overlaps.
+directory is.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
+Python's ``zipfile``, which checks it, sees other records than PyTorch's C++ reader, which loads it.  Therefore a file
+is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG, _LONGEST_NAME = 1000, 80
+"""Bytes from which a record is no short text, and most characters of a record's name in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeLimit:
-    """A bound on the bytes that an archive's records unpack to: ``times`` its size, and ``more_bytes``."""
+    """A bound on the bytes that an archive's records unpack to: ``times`` the archive's size plus ``more_bytes``."""
 
     times: int
     more_bytes: int = 0
 
 
-# PyTorch compresses source code only, eight to one; people compress files that it has written.
+# PyTorch compresses only source code, eight to one; the rest is for users who compress its files themselves.
 FILE_LIMIT: Final = SizeLimit(times=16, more_bytes=16 << 20)
-# There may be many archives inside another one, and what they unpack to adds up.
+# One archive may hold many others, and the bytes that these unpack to add up.
 NESTED_CODE_LIMIT: Final = SizeLimit(times=8)
 NESTED_TENSORS_LIMIT: Final = SizeLimit(times=1)
 _HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
@@ -105,12 +105,12 @@ def record_names(data: bytes) -> frozenset[str]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             return frozenset(name.partition("/")[2] for name in file.namelist())
-    except Exception:  # no archive, or one whose directory is whatever the file says
+    except Exception:  # no archive, or a damaged or hostile one
         return frozenset()
 
 
 class _HostileArchive(Exception):
-    """An archive that nothing which saves models would write."""
+    """An archive that no program writes by itself, so that somebody made it by hand."""
 
 
 def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:
@@ -123,7 +123,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
         return _records(data, limit)
     except _HostileArchive as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
-    except Exception as err:  # the directory is whatever the file says
+    except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
 
@@ -150,7 +150,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
 
 
 def _check_fields(extra: bytes) -> None:
-    """Refuse a record that has two extra fields of one kind: readers differ in which of them they heed."""
+    """Refuse a record with two extra fields of one kind, of which one reader takes the first and another the last."""
     seen, start = set[int](), 0
     while start < len(extra):
         kind, length = _FIELD.unpack_from(extra, start)
@@ -161,11 +161,11 @@ def _check_fields(extra: bytes) -> None:
 
 
 def _count_records(data: bytes) -> int:
-    """Return the number of records by the archive's end, if the directory lies where every reader looks for it."""
+    """Return the number of records that the archive's end gives, if the directory lies directly before the end."""
     end = len(data) - _END.size
     signature, _, _, _, count, size, start, comment = _END.unpack_from(data, end)
     locator = end - _LOCATOR64.size
-    if locator >= _END64.size and data[locator : locator + 4] == b"PK\x06\x07":
+    if locator >= _END64.size and data[locator : locator + 4] == b"PK\x06\x07":  # zip64: a second end with long numbers
         end = locator - _END64.size
         _, _, position, _ = _LOCATOR64.unpack_from(data, locator)
         signature64, *_, count, size, start = _END64.unpack_from(data, end)

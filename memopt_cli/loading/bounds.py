@@ -1,4 +1,8 @@
-"""Bounds on the memory and time that a library takes to build a model: settings can ask for any number of layers."""
+"""Bounds on the memory and time that a library takes to build a model from settings.
+
+The settings are a stranger's, and can ask for any number of layers.  Weights are bytes that the file really has, so the
+modules and bytes that a model may have grow with its weights.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,15 @@ from memopt_cli.errors import FileFormatError
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
 _MODULES, _MODULES_PER_TENSOR = 10_000, 100
+"""Modules that any model may register, and how many more for each tensor of its weights."""
 _BYTES, _TIMES = 256 << 20, 8
-"""Bytes that any model may register, and a multiple of its weights: they may be tied, converted, kept beside masks."""
+"""Bytes that any model may register, and how many more for each byte of weights: weights may be tied or converted to
+wider types, and a model has buffers besides."""
 _MEMORY, _SECONDS, _BYTES_PER_SECOND = 2 << 30, 30, 50_000_000
-"""Bytes and seconds that any build may take, and the bytes of weights that allow it one more second."""
+"""Bytes and seconds that building any model may take, and the bytes of weights that allow one more second."""
 
 limits_process = False
-"""Whether this process only loads and runs a model, so that it may be limited as a whole while it builds one."""
+"""Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
 
 
 class TooLarge(Exception):
@@ -30,7 +36,7 @@ class TooLarge(Exception):
 
 
 class _TooLong(BaseException):
-    """A build that takes far too long; raised anew each second, for a library may catch it."""
+    """Building the model takes far too long; raised again each second, since a library may catch it."""
 
 
 def check_paths(model: nn.Module, path: str) -> None:
@@ -39,13 +45,13 @@ def check_paths(model: nn.Module, path: str) -> None:
     Each name is in the paths of all modules below it: 1,000 nested modules with names of 10,000 characters take 10 MB
     in the file, and 5 GB as paths.  Therefore no path is made here, only counted.
     """
-    pending, seen, left = [(model, 0)], {id(model)}, _PATHS
+    pending, seen, characters_left = [(model, 0)], {id(model)}, _PATHS
     while pending:
         owner, length = pending.pop()
         children = [(name, child) for name, child in children_of(owner).items() if child is not None]
         names = (*parameters_of(owner).keys(), *buffers_of(owner).keys(), *(name for name, _ in children))
-        left -= sum(length + len(name) for name in names)
-        if left < 0:
+        characters_left -= sum(length + len(name) for name in names)
+        if characters_left < 0:
             raise FileFormatError(
                 f"{path} was not loaded: the paths of its modules take more than {_PATHS} characters",
                 hint="Give its modules shorter names.",
@@ -62,11 +68,11 @@ _PATHS: Final = 1 << 24
 @contextmanager
 def bounded(tensors: int, nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for modules and tensors far beyond ``tensors`` weights of ``nbytes``."""
-    left = {"modules": _MODULES + _MODULES_PER_TENSOR * tensors, "bytes": _BYTES + _TIMES * nbytes}
+    allowance = {"modules": _MODULES + _MODULES_PER_TENSOR * tensors, "bytes": _BYTES + _TIMES * nbytes}
 
     def take(what: str, amount: int) -> None:
-        left[what] -= amount
-        if left[what] < 0:
+        allowance[what] -= amount
+        if allowance[what] < 0:
             raise TooLarge(f"its settings ask for far more {what} than its weights have")
 
     def take_module(owner: nn.Module, name: str, module: Any) -> None:
@@ -93,8 +99,8 @@ def bounded(tensors: int, nbytes: int) -> Iterator[None]:
 def limited(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
 
-    This finds what :func:`bounded` does not see: long lists that no module holds.  It acts only in a process that
-    ``limits_process``, since its limits are those of the whole process.
+    This catches what :func:`bounded` does not see: memory and work outside of modules, such as long lists.  It does
+    nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:
         yield

@@ -1,6 +1,7 @@
-"""A guess of the inputs of a model of transformers or timm, which say in their configuration what they were made for.
+"""Guessing the inputs of a model of transformers or timm from its configuration, which says what it was made for.
 
-Its attributes are looked at by name, without the library: a model of another one that has them is fed the same.
+Attributes such as ``config.vocab_size`` are read by name, without importing the library, so a model of any other
+library that has the same attributes works, too.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from torch import nn
 
 from memopt_cli.records import GUESS, InputSpec, TensorSpec
 
-_BATCH: Final = 2
+_BATCH: Final = 2  # batch norms need more than one sample
 _LONGEST: Final = 1024
-"""Tokens: some models take a hundred thousand, and nobody begins with as many."""
+"""Most tokens of a guessed input: some models take a hundred thousand, and nobody begins with as many."""
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 """Names under which configurations say how long a sequence may be."""
 
 
 def guess_by_configuration(module: nn.Module) -> InputSpec | None:
-    """Return inputs of a training step of ``module``, labels among them; ``None``: its configuration tells of none."""
+    """Return the inputs of a training step of ``module``, labels included; ``None`` if its configuration has none."""
     tensors = _by_transformers(module) or _by_timm(module)
     if not tensors:
         return None
@@ -62,7 +63,7 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 
 
 def _length(config: Any) -> int:
-    """Return the largest power of two that ``config`` says a sequence may have: RoBERTa's 514 take 512 tokens."""
+    """Return the largest power of two that ``config`` allows as a length, at most 1,024: for RoBERTa's 514, 512."""
     known: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
     return 1 << (min([_LONGEST, *known]).bit_length() - 1)
 

@@ -1,4 +1,4 @@
-"""The modules and tensors in a model file, as the file describes them: no class is imported, nothing is built."""
+"""Listing the modules and tensors of a model file for ``memopt inspect``, without importing a class or building any."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 
 _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-"""A module that stayed TorchScript: its contents are in an archive of their own."""
+"""The class of a module that stayed TorchScript; what it holds is in an archive of its own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
-"""Modules and containers nested in each other, at most."""
+"""Most modules and containers nested in each other."""
 _MOST_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Values that are looked at, and characters of a name, at most."""
+"""Most values that are visited, and most characters of a name that is listed."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
-"""The attribute in which a Sequential keeps its runs, which are no children of it."""
+"""The attribute in which a Sequential keeps its runs of layers, which are not among its children."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 
@@ -37,9 +37,9 @@ class Contents:
     modules: list[StoredModule] = field(default_factory=list)
     tensors: list[StoredTensor] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
-    """For each tensor, the index of its module in ``modules``; -1 for one outside of modules."""
+    """For each tensor, the index of its module in ``modules``; -1 for a tensor outside of modules."""
     parents: list[int] = field(default_factory=list)
-    """For each module, the index of the one that holds it; -1 for a root."""
+    """For each module, the index of its parent; -1 for a root."""
     memory: list[Any] = field(default_factory=list)
     """For each tensor, a key that only tensors of the same memory share."""
 
@@ -57,7 +57,7 @@ class Contents:
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def distinct(self) -> Iterator[tuple[StoredTensor, int]]:
-        """Yield each tensor once, however often it is shared, with the index of its first module."""
+        """Yield each tensor once, with the index of its first module; shared tensors have several."""
         seen = set()
         for tensor, home, memory in zip(self.tensors, self.homes, self.memory, strict=True):
             if memory not in seen:
@@ -65,7 +65,7 @@ class Contents:
                 yield tensor, home
 
     def counted_modules(self) -> tuple[StoredModule, ...]:
-        """Return the modules with the parameters and bytes of everything in them."""
+        """Return the modules with the numbers of their parameters and bytes, those of children included."""
         items, sizes = [0] * len(self.modules), [0] * len(self.modules)
         for tensor, home in self.distinct():
             if tensor.kind in ("parameter", "buffer"):
@@ -80,22 +80,22 @@ class Contents:
 
 
 def count_items(tensor: StoredTensor) -> int:
-    """Return the number of items of ``tensor``, leaving out sizes that are not known."""
+    """Return the number of items of ``tensor``; sizes that are symbols count as 1."""
     return items_in(size for size in tensor.shape if isinstance(size, int))
 
 
 def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
     """List the modules and tensors in ``root``, which :func:`~memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
-    ``registered`` tells the kinds of attributes in a TorchScript archive, from its code; tensors outside of modules are
-    listed as ``loose``.  Raises :class:`ValueError` for modules nested deeper than in any real model.
+    ``registered`` gives the kinds of attributes that the code of a TorchScript archive declares; ``loose`` is the kind
+    of tensors outside of modules.  Raises :class:`ValueError` for modules nested deeper than in any real model.
     """
     return _Walk(registered or {}, loose).all_of(root)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A value that is still to be looked at, and its place in the file."""
+    """A value that is still to be visited, with its path and the index of its module (``home``)."""
 
     path: str
     value: Any
@@ -138,12 +138,12 @@ class _Walk:
                 yield from _inside_container(place)
 
     def _attributes(self, value: Any) -> dict[str, Any]:
-        """Return the ``__dict__`` that the object ``value`` is given; empty if another object was given it before."""
+        """Return the ``__dict__`` that the file gives the object ``value``; empty if another object already has it."""
         value = _lifted_in(value)
         if not isinstance(value, Built):
             return {}
         state = _made_of(value)[1] if _is_lifted(value) else value.state
-        if isinstance(state, Tuple) and state.items:  # with slots: the dictionary, then theirs
+        if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
             state = state.items[0]
         if id(state) in self._seen:
             return {}
@@ -188,7 +188,7 @@ class _Walk:
         for name, value in attributes.items():
             if tensor_of(value) is not None:
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
-        for register in ("_modules", _RUNS):  # children first: runs hold them again
+        for register in ("_modules", _RUNS):  # children before runs, which hold the same layers: the first path counts
             for name, value in entries_of(attributes.get(register)):
                 yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
 

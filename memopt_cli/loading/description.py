@@ -1,4 +1,4 @@
-"""The contents of a model file of any format, described without running or building any of it."""
+"""Describing the contents of a model file of any format for ``memopt inspect``, without running or building it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
 )
 _LONG = 200
-"""Characters of a remark that are shown."""
+"""Most characters that are shown of a remark that the file carries."""
 _QUOTED = re.compile(r'"([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The findings of one format's reader."""
+    """The findings in a file, by the reader of its format."""
 
     format: str
     contents: Contents
@@ -51,28 +51,28 @@ def describe(file: ModelFile) -> Inspection:
     """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
-    that harms whoever unpacks it.  A global that is refused is part of the answer.
+    that would harm whoever unpacks it.  Names that loading would refuse are no error here, but part of the answer.
     """
     try:
         with uncollected():
-            found = _READERS[format_of(file).name](file)
-        contents = found.contents
+            findings = _READERS[format_of(file).name](file)
+        contents = findings.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
     except (ValueError, RecursionError) as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged or truncated.") from err
     counted = ("parameter",) if contents.modules else ("parameter", "tensor")
     return Inspection(
         path=file.path,
-        format=found.format,
+        format=findings.format,
         size_bytes=len(file.data),
         sha256=hashlib.sha256(file.data).hexdigest(),
-        versions={printable(what)[:_LONG]: printable(text)[:_LONG] for what, text in found.versions.items()},
+        versions={printable(what)[:_LONG]: printable(text)[:_LONG] for what, text in findings.versions.items()},
         modules=contents.counted_modules(),
         tensors=tuple(contents.tensors),
         tied=contents.tied(),
-        globals=found.globals,
-        inputs=found.inputs,
-        notes=found.notes,
+        globals=findings.globals,
+        inputs=findings.inputs,
+        notes=findings.notes,
         parameters=sum(items for kind, items, _ in kinds if kind in counted),
         parameter_bytes=sum(size for kind, _, size in kinds if kind in counted),
         buffer_bytes=sum(size for kind, _, size in kinds if kind == "buffer"),
@@ -103,7 +103,7 @@ def _pickle(file: ModelFile) -> _Found:
 
 
 def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
-    """Judge each name that ``pickled`` would import, as loading without any trust does."""
+    """Judge each name that ``pickled`` would import as loading without any flag does."""
     for wanted, verdict in sorted(judged(file, pickled).items(), key=lambda pair: str(pair[0])):
         match verdict:
             case None:
@@ -136,6 +136,7 @@ def _script(file: ModelFile) -> _Found:
 
 
 def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
+    """Yield each class in the code of ``archive`` with the attributes that it declares as parameters and buffers."""
     for record in archive.sizes:
         if record.startswith("code/") and record.endswith(".py"):
             module = record.removeprefix("code/").removesuffix(".py").replace("/", ".")
@@ -176,8 +177,8 @@ def _exported(file: ModelFile) -> _Found:
 def _versions(archive: Archive) -> dict[str, str]:
     """Return the versions that ``archive`` carries: kind of version -> text."""
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
-    found = {what: archive.text(record) for what, record in records.items()}
-    return {what: text for what, text in found.items() if text}
+    versions = {what: archive.text(record) for what, record in records.items()}
+    return {what: text for what, text in versions.items() if text}
 
 
 _READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {

@@ -1,9 +1,13 @@
 """``.pt2`` archives (``torch.export.save``), read as JSON and bytes without PyTorch's loader.
 
-That loader evaluates expressions, imports modules by name and unpickles everything in the archive.  Here a program
-becomes modules in four steps: :mod:`.exported_graph` reads the graph as a flat list of operators,
-:mod:`.exported_modules` sorts them into the modules that they ran in, this file reads the tensors and writes the root's
-own forward (export flattened its arguments and results, which may be nested), and the modules are put together.
+PyTorch's loader evaluates expressions, imports modules by name and unpickles everything in the archive.  Here a program
+becomes modules in four steps:
+
+1. :mod:`.exported_graph` reads the graph as a flat list of operators.
+2. :mod:`.exported_modules` sorts the operators into the modules that they ran in.
+3. This file reads the tensors, and writes the forward of the root: export flattened its arguments and results, which
+   may be nested, so the forward takes a dict apart and puts a tuple together again.
+4. This file puts the modules together.
 """
 
 from __future__ import annotations
@@ -49,13 +53,13 @@ _RECORDS: Final = re.compile(
     r"|serialized_(exported_program\.json|(state_dict|constants|example_inputs)\.pt)",
     re.ASCII,
 )
-"""Records of a program, in the forms since 2.8 and before: none of them holds compiled code, or objects to be made."""
-_LONGEST_NAME: Final = 80
+"""Names of the records of a program, as PyTorch writes them since 2.8 and before; none holds compiled code."""
+_LONGEST_NAME: Final = 80  # of a record, in a message
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MOST_PAIRS: Final = 10**6
-"""Pairs of names of one tensor, summed over all tensors, at most: each is compared with the others."""
+"""Most pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -94,7 +98,7 @@ class Exported:
             raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
         except MemoptError:
             raise
-        except Exception as err:  # the program is whatever the file says
+        except Exception as err:  # a damaged or hostile program may raise anything
             raise FileFormatError(
                 f"{file.path} holds no exported program that can be read ({type(err).__name__}: {err})",
                 hint="Export the model again: torch.export.save(torch.export.export(model, inputs), path).",
@@ -127,7 +131,10 @@ class _Program:
         self._tensors = self._read_tensors()
 
     def lift(self) -> Loaded:
-        """Build the model.  Raises :class:`NotAllowed`, :class:`BadProgram`, and anything for what is no program."""
+        """Build the model.
+
+        Raises :class:`NotAllowed` and :class:`BadProgram`; a damaged program may raise any exception.
+        """
         reader = GraphReader()
         ops, results = reader.read(self._graph)
         constants = frozenset(name for name, (kind, _) in self._names.items() if kind == "tensor_constant")
@@ -216,8 +223,8 @@ class _Program:
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():
             if kind != "tensor_constant":
-                others = [other for other in shared[id(self._tensors[target])] if other != target]
-                places[name] = tuple(tuple(n.split(".")) for n in (target, *others))
+                other_names = [other for other in shared[id(self._tensors[target])] if other != target]
+                places[name] = tuple(tuple(n.split(".")) for n in (target, *other_names))
         return places
 
     # ------------------------------------------------------------------------------------------ modules
@@ -308,10 +315,12 @@ def _as_tensor(value: Any, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The nesting of values: a container of trees, or a single value."""
+    """The nesting of arguments or results: a container of trees, or a single value."""
 
     kind: str | None
+    """Class of the container, such as ``builtins.dict``; ``None`` for a single value."""
     keys: tuple[Any, ...]
+    """Keys of a dict, in the order of ``children``; empty for other containers."""
     children: tuple[_Tree, ...]
 
     def leaves(self) -> int:
@@ -333,11 +342,11 @@ class _Argument:
     name: str
     tree: _Tree
     leaves: tuple[Operand, ...]
-    """For each single value in it, the name of the graph's input, or the constant that it was."""
+    """For each single value in the argument, the name of the graph's input, or ``(constant,)`` if export fixed it."""
     keyword: bool
 
     def is_constant(self) -> bool:
-        """Return whether export kept only its value."""
+        """Return whether export kept only the value of the argument, which is no input of the graph then."""
         return all(type(leaf) is tuple for leaf in self.leaves)
 
 
@@ -356,7 +365,7 @@ def _root_method(
     parameters: list[tuple[Any, ...]] = []
     optional = False
     for argument in arguments:
-        optional = optional or argument.is_constant()
+        optional = optional or argument.is_constant()  # as in Python, all arguments after one with a default need one
         whole = argument.leaves[0] if argument.tree.kind is None else argument
         value = method.value(whole if type(whole) is str else f"*{argument.name}", argument.name)
         constant = argument.leaves[0] if argument.tree.kind is None and argument.is_constant() else (None,)
@@ -369,7 +378,7 @@ def _root_method(
 
 
 def _unpack(method: Method, whole: int, tree: _Tree, leaves: Iterator[Operand]) -> None:
-    """Take the argument ``whole`` apart, down to the graph's inputs."""
+    """Add nodes that take the argument ``whole`` apart, down to the graph's inputs."""
     names = [next(leaves) if child.kind is None else "*part" for child in tree.children]
     values = [method.value(name if type(name) is str else "*constant", "") for name in names]
     if tree.keys:
@@ -383,7 +392,10 @@ def _unpack(method: Method, whole: int, tree: _Tree, leaves: Iterator[Operand]) 
 
 
 def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
-    """Put the next results into the containers of ``tree``; those that are not Python's own become dicts or tuples."""
+    """Add nodes that put the next results into the containers of ``tree``, and return the operand of the outermost.
+
+    A container that is not Python's own, such as a ``ModelOutput``, becomes a dict or a tuple.
+    """
     if tree.kind is None:
         return method.operand(next(results))
     items = [_pack(method, child, results) for child in tree.children]
@@ -404,7 +416,7 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
 def _example_spec(
     examples: Any, arguments: Sequence[_Argument], shapes: Mapping[str, Any]
 ) -> tuple[InputSpec | None, tuple[str, ...]]:
-    """Describe the inputs that the program was exported with, if that can be done, with notes for the user."""
+    """Describe the example inputs of the export, ``None`` if they are nested or no tensors, with notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
         return None, ("Its example inputs are nested or no tensors: describe the inputs with `--input-script`.",)
@@ -440,7 +452,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Name the random values that are most like those of ``example``."""
+    """Name the kind of random values that is most like those of ``example``, as ``values`` of an input may say."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"
@@ -456,19 +468,19 @@ def _values(dtype: str, example: Tensor | None) -> str:
 
 def _hints(meta: Any) -> list[tuple[str, int]]:
     """Return for each dimension its symbol, empty if its size is fixed, and its size in the example."""
-    found = []
+    sizes = []
     for size in meta["sizes"]:
         if "as_int" in size:
-            found.append(("", size["as_int"]))
+            sizes.append(("", size["as_int"]))
         else:
             symbol = _SYMBOL.fullmatch(size["as_expr"]["expr_str"])
-            found.append((symbol[1] if symbol else "", size["as_expr"]["hint"]["as_int"]))
-    items_in(hint for _, hint in found)
-    return found
+            sizes.append((symbol[1] if symbol else "", size["as_expr"]["hint"]["as_int"]))
+    items_in(hint for _, hint in sizes)
+    return sizes
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:
-    """Map each symbol of the program to memopt's usual one if its position tells which, else to itself in capitals.
+    """Map each symbol of the program to memopt's usual one, if its position shows which, else to itself capitalized.
 
     If only one of the first two dimensions varies, it is the batch, ``B``.  If both do, the input is ``[B, S]`` for
     integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).

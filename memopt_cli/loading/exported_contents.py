@@ -1,4 +1,4 @@
-"""The contents of a ``.pt2`` archive (``torch.export.save``), as the JSON in it describes them."""
+"""Describing the modules and tensors of a ``.pt2`` archive (``torch.export.save``) from the JSON in it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
 _LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
 """Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
-of the file that allow one more.  PyTorch compresses nothing, and writes 12 bytes for each; one takes up to 80 bytes of
-memory once it is read."""
+of the file that allow one more.  PyTorch does not compress the JSON, and writes some 12 bytes for each separator; a
+value takes up to 80 bytes of memory once it is read."""
 PROGRAM: Final = "models/model.json"
 PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""
@@ -52,7 +52,7 @@ def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[Sto
 
 
 def read_program(archive: Archive, record: str) -> Any:
-    """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or far too much for such a file."""
+    """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
     most = min(_LEAST_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MOST_VALUES)
     return read_json(archive.read(record), most_values=most)
 
@@ -119,7 +119,7 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
 
 
 def _size(size: Any) -> tuple[int | str, int]:
-    """Return ``size`` as it is shown, and as it was in the example inputs."""
+    """Return ``size`` in two forms: a number or a symbol to show, and the number in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
     expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
@@ -131,13 +131,13 @@ def _classes(nodes: Any) -> dict[str, str]:
 
     Every operator names the modules that it ran in, as ``key,path,class;key,path,class``, outermost first.
     """
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for node in nodes:
         for entry in filter(None, node.get("metadata", {}).get("nn_module_stack", "").split(";")):
             _, path, class_name = entry.split(",", 2)
             if path != NO_MODULE:
-                found.setdefault(checked_path(path), class_name)
-    return found
+                classes.setdefault(checked_path(path), class_name)
+    return classes
 
 
 def checked_path(path: str) -> str:
@@ -148,12 +148,12 @@ def checked_path(path: str) -> str:
 
 
 def _with_parents(paths: Any) -> set[str]:
-    found = {""}
+    complete = {""}
     for path in paths:
-        while path and path not in found:
-            found.add(path)
+        while path and path not in complete:
+            complete.add(path)
             path = path.rpartition(".")[0]
-    return found
+    return complete
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

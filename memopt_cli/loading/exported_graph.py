@@ -1,4 +1,7 @@
-"""The graphs of ``torch.export``, read from JSON: flat lists of operators, each with the modules that it ran in."""
+"""Reading the graphs of ``torch.export`` from JSON, as flat lists of operators, each with the modules that it ran in.
+
+Every operator must be on memopt's list.  Its arguments become names of values, or constants in a tuple of one.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,10 @@ class NotAllowed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One of the calls of a module."""
+    """One call of a module."""
 
     key: str
+    """Name that export gave this call; a module that is called twice has two."""
     path: Path
     class_name: str
 
@@ -71,7 +75,7 @@ class Op:
     operands: tuple[Operand, ...]
     outputs: tuple[str, ...] = ()
     stack: tuple[Call, ...] = ()
-    """Calls of modules that it ran in, outermost first, without the root's."""
+    """Calls of modules in which the operator ran, outermost first, without the root's."""
     blocks: tuple[tuple[tuple[Op, ...], tuple[Operand, ...]], ...] = ()
     """Operators and results of each inner graph."""
 
@@ -85,16 +89,17 @@ class GraphReader:
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Autograd functions whose forward was exported, and whose backward is lost, with their source lines."""
+        """Autograd functions, with their source lines, of which export kept the forward and lost the backward."""
         self._fresh = itertools.count()
         self._same: dict[str, Operand] = {}
-        """Name of a result that is one of its operator's operands -> that operand."""
+        """Name of a value that is another one -> that other one: the result of ``add_`` is its first operand."""
 
     def read(self, graph: Any, prefix: str = "", bound: Sequence[Operand] = ()) -> tuple[tuple[Op, ...], list[Operand]]:
         """Return the operators and the outputs of ``graph``.
 
-        The values of an inner graph are told from those around it by a ``prefix``; its inputs stand for ``bound``.
-        Raises :class:`NotAllowed`, and :class:`KeyError`, :class:`TypeError` and others for what is no graph.
+        For an inner graph, such as a branch of ``torch.cond``, ``prefix`` makes the names of its values unique, and
+        ``bound`` are the operands that its inputs refer to.
+        Raises :class:`NotAllowed`; a damaged graph may raise any exception.
         """
         for item, operand in zip(graph["inputs"] if prefix else (), bound, strict=True):
             self._same[prefix + _argument_name(item)] = operand
@@ -120,7 +125,7 @@ class GraphReader:
         if function:
             self.functions.add(function)
         arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
-        outputs, made = self._outputs(node, prefix)
+        outputs, is_collection = self._outputs(node, prefix)
         if target in _NUMBERS:
             ops.append(Op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
@@ -133,7 +138,7 @@ class GraphReader:
         if (same := _written(operator)) is not None and len(outputs) == 1:
             self._same[outputs[0]] = operands[same]
             outputs = ()
-        if made:
+        if is_collection:
             whole = f"*{next(self._fresh)}"
             ops += [Op("operator", key, operands, (whole,), stack), Op("unpack", None, (whole,), outputs, stack)]
         else:
@@ -155,7 +160,7 @@ class GraphReader:
         if kind == "wrap_with_set_grad_enabled":
             whole = Op("grad", bool(rest[0][0]), ())
             bound = rest[1:]
-        elif kind == "cond":
+        elif kind == "cond":  # its operands come as one list, whose items the branches take one by one
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
@@ -177,7 +182,7 @@ class GraphReader:
             return self._same.get(prefix + name, prefix + name) if name else (next(iter(value.values())),)
         if kind in ("as_tensors", "as_optional_tensors", "as_sym_ints", "as_sym_floats", "as_nested_tensors"):
             inner = {"as_tensors": "as_tensor", "as_nested_tensors": "as_tensors"}.get(kind)
-            items = [self._operand({inner: v} if inner else _one(v), prefix, stack, ops) for v in value]
+            items = [self._operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
             ops.append(Op("list", None, tuple(items), (f"*{next(self._fresh)}",), stack))
             return ops[-1].outputs[0]
         if kind == "as_device":
@@ -187,8 +192,8 @@ class GraphReader:
         return (_constant(kind, value),)
 
 
-def _one(item: Any) -> Any:
-    """Return the list item ``item`` in the form of a single argument."""
+def _as_argument(item: Any) -> Any:
+    """Return ``item`` of a list in the form that a single argument has."""
     return item if "as_tensor" in item or "as_none" in item else {"as_sym_int": item}
 
 
@@ -221,12 +226,15 @@ def _stored(value: Any) -> Any:
 
 
 def size_text(size: Any) -> str:
-    """Return ``size`` as an expression."""
+    """Return ``size`` as the text of a number, or of an expression over symbols."""
     return str(size["as_int"]) if "as_int" in size else str(size["as_expr"]["expr_str"])
 
 
 def _function_in(stack: str) -> str:
-    """Name the autograd function in ``stack``: a call of its ``apply``, followed by a line of its forward."""
+    """Name the autograd function in the stack trace ``stack``, empty if there is none.
+
+    Its mark is a line with a call of ``apply`` above a line in a ``forward``.
+    """
     lines = stack.split("\n")
     for place, call, below in zip(lines, lines[1:], lines[2:], strict=False):
         where = _PLACE.search(place) if below.endswith(", in forward") else None
@@ -248,7 +256,7 @@ def _find(node: Any) -> tuple[str, Any]:
 
 
 def _written(operator: Any) -> int | None:
-    """Return the position of the operand that ``operator`` writes and returns; ``None`` if there is none."""
+    """Return the position of the operand that ``operator`` writes and returns; ``None`` if it writes none."""
     returned = schema_of(operator).returns
     if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
         return None
@@ -259,12 +267,12 @@ def _written(operator: Any) -> int | None:
 
 
 def _where(node: Any) -> str:
-    found = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
-    return f"{found[-1][0]} line {found[-1][1]}" if found else "no source line"
+    lines = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
+    return f"{lines[-1][0]} line {lines[-1][1]}" if lines else "no source line"
 
 
 def _stack(metadata: Any) -> tuple[Call, ...]:
-    """Return the calls in ``metadata`` as long as each module lies in the one before it."""
+    """Return the calls in ``metadata``, outermost first, up to the first module that is not inside the one before."""
     calls: list[Call] = []
     for entry in filter(None, metadata.get("nn_module_stack", "").split(";")):
         key, path, class_name = [*entry.split(",", 2), "", ""][:3]
@@ -279,18 +287,18 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
 
 def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
     """Return the calls with which all ``stacks`` begin."""
-    common: tuple[Call, ...] | None = None
+    prefix: tuple[Call, ...] | None = None
     for stack in stacks:
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(common or stack, stack, strict=False))
-        common = tuple(call for call, _ in same)
-    return common or ()
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))
+        prefix = tuple(call for call, _ in same)
+    return prefix or ()
 
 
 def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Return ``ops`` with those on sizes put into the modules of their neighbours: export names none for them."""
+    """Return ``ops`` with each operator on sizes in the module of its neighbours, since export names none for it."""
     movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
     following: list[tuple[Call, ...]] = [()]
-    """From the end: the modules of the next operator that stays."""
+    """From the end: the calls of the next operator that does not move."""
     for op, moves in zip(reversed(ops), reversed(movable), strict=True):
         following.append(following[-1] if moves else op.stack)
     placed: list[Op] = []

@@ -1,7 +1,7 @@
-"""Graphs of ``torch.export`` as programs of :mod:`memopt_cli.runtime.lifted`, one for each module that was traced.
+"""Turning the flat graph of ``torch.export`` into a program of :mod:`memopt_cli.runtime.lifted` for each traced module.
 
-An exported graph is flat, and every operator in it names the modules that it ran in.  Neighbours that ran in the same
-child become a method of that child, and a call of it in their place.  For example, the graph
+Every operator of the graph names the modules that it ran in.  Neighbouring operators that ran in the same child become
+a method of that child, and a call of that method takes their place.  For example, the graph
 
     a = linear(x, fc.weight)   # in fc
     b = relu(a)                # in the root
@@ -30,12 +30,12 @@ class Scope:
     class_name: str
     methods: list[tuple[Any, ...]] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
-    """Names of the graph's inputs."""
+    """Names of the graph's inputs that are constant tensors."""
     _names: dict[str, str] = field(default_factory=dict)
     """Text of a method -> its name."""
 
     def program(self) -> tuple[Any, ...]:
-        """Return the program of its class."""
+        """Return the program of the module's class."""
         name = self.class_name.rpartition(".")[2]
         return VERSION, name if is_name(name) else "Lifted", tuple(self.methods), ()
 
@@ -92,7 +92,7 @@ class Method:
         return len(self._hints) - 1
 
     def operand(self, operand: Operand) -> Any:
-        """Return ``operand`` in its stored form, fetched from the module if it is not known yet."""
+        """Return ``operand`` in its stored form; a tensor of the module is read from it when it is first used."""
         if type(operand) is tuple:
             return operand
         if operand not in self._operands:
@@ -114,7 +114,7 @@ class Method:
         """Add the operators ``ops``, after which the values ``later`` are used."""
         grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
         groups = [(call, list(group)) for call, group in grouped]
-        # Value -> the last group that uses it: a child returns those of its values that a later group uses.
+        # Value -> index of the last group that uses it.  A child returns those of its values that a later group uses.
         last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):
@@ -147,15 +147,15 @@ class Method:
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
         wanted = [name for name in _used(ops) if not builder.is_local(name, call.path)]
-        # Export passes each size around as a number.  One that is a size of a tensor among the arguments is read off
-        # that tensor in the child, so that the child can be called with other sizes.
+        # Export passes sizes around as numbers.  A size of a tensor among the arguments is read from that tensor
+        # inside the child instead, so that the child can be called with tensors of other sizes.
         tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
         derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
-        given = [name for name in wanted if name not in derived]
+        arguments = [name for name in wanted if name not in derived]
         results = [name for op in ops for name in op.outputs if name in after]
         method = Method(builder, call.path, builder.scope(call.path, call.class_name))
-        name = method.build(ops, depth + 1, given, derived, results)
-        operands = tuple(map(self.operand, given))
+        name = method.build(ops, depth + 1, arguments, derived, results)
+        operands = tuple(map(self.operand, arguments))
         detail = (call.path[len(self._path) :], name)
         outputs = tuple(self.value(result, call.path[-1]) for result in results)
         if len(outputs) < 2:
@@ -168,7 +168,10 @@ class Method:
     def build(
         self, ops: Sequence[Op], depth: int, given: list[str], derived: dict[str, tuple[str, int]], results: list[str]
     ) -> str:
-        """Build the method that runs ``ops``, and return its name; sizes in ``derived`` are those of a given tensor."""
+        """Build the method that runs ``ops``, and return its name.
+
+        ``given`` are its arguments, and ``derived`` the sizes that it reads from them: value -> (tensor, axis).
+        """
         names = ["x" if i == 0 else f"x_{i}" for i in range(len(given))]
         parameters = tuple((self.value(value, name), name, ()) for value, name in zip(given, names, strict=True))
         for value, (tensor, axis) in derived.items():

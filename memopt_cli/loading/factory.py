@@ -1,4 +1,4 @@
-"""Models that the user's own code builds (``package.module:callable``), and weights that are loaded into them."""
+"""Building models by the user's own code (``package.module:callable``), and loading weights into them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def build(location: str) -> nn.Module:
         factory = user_function(location, "MODEL")
     else:
         factory = _imported(location)
-    made = _made(factory, location)
-    return made if isinstance(made, nn.Module) else StepModels(made, functools.partial(step_made, factory, location))
+    built = _made(factory, location)
+    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(step_made, factory, location))
 
 
 def _imported(location: str) -> Callable[[], Any]:
@@ -66,16 +66,16 @@ def _imported(location: str) -> Callable[[], Any]:
 
 def step_made(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
-    made = _made(factory, location)
-    if not isinstance(made, Step):
-        raise FileFormatError(f"{location}() returned an instance of {type(made).__name__}, not a memopt_cli.Step")
-    return made
+    built = _made(factory, location)
+    if not isinstance(built, Step):
+        raise FileFormatError(f"{location}() returned an instance of {type(built).__name__}, not a memopt_cli.Step")
+    return built
 
 
 def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # every subprocess must build the same
+            torch.manual_seed(0)  # every subprocess must build the same parameters
             made = factory()
     except MemoptError:
         raise
@@ -99,10 +99,10 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
     """Load the state dict in ``file`` into ``model``, strictly, and return notes on where it was found.
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).
-    Raises :class:`FileFormatError` if none fits.
+    Raises :class:`FileFormatError` if no state dict fits.
     """
     notes: list[str] = []
-    with unseen():  # a model without data takes weights, too, and those in the file have data
+    with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
         if is_safetensors(file.data):
             weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
         else:
@@ -120,37 +120,37 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
 
 
 def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
-    """Return the only state dict in ``file``, or the first that has the names of ``model``; nothing else is made."""
+    """Return the only state dict in ``file``, or the first with the names of ``model``, and make nothing else."""
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
     whole = pickled.pickle.root
     outer, root = ((), whole) if file.key is None else place_of(whole, file.key, file.path)
-    found = state_dicts_in(root)
+    state_dicts = state_dicts_in(root)
     own = model.state_dict().keys()
     fitting = [
-        where for where, stored in found.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
+        where for where, stored in state_dicts.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
     ]
-    if not found:
+    if not state_dicts:
         raise FileFormatError(
             f"{file.path} holds no state dict", hint="Save one with torch.save(model.state_dict(), path)."
         )
-    where = next(iter(fitting or found))
-    if len(fitting) > 1 or (len(found) > 1 and not fitting):
-        names = listed(dict.fromkeys(fitting or found))
+    where = next(iter(fitting or state_dicts))
+    if len(fitting) > 1 or (len(state_dicts) > 1 and not fitting):
+        names = listed(dict.fromkeys(fitting or state_dicts))
         if not fitting:
             raise FileFormatError(
-                f"{file.path} holds {len(found)} state dicts, none of which fits: {names}",
+                f"{file.path} holds {len(state_dicts)} state dicts, none of which fits: {names}",
                 hint=f"Name one to see what differs: `{quoted_flag('--key', '.'.join(where))}`",
             )
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    made: Mapping[str, Tensor] = made_of(file, pickled, found[where])
-    return made
+    weights: Mapping[str, Tensor] = made_of(file, pickled, state_dicts[where])
+    return weights
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
-    """Return ``weights`` by the model's own names, if a wrapper put a prefix before each of them."""
+    """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each."""
     prefix = _prefix(own.keys(), list(weights))
     if prefix is None or weights.keys() == own.keys():
         return weights
@@ -161,7 +161,7 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
 
 
 def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
-    """Return the prefix that makes ``names`` from ``own``, such as ``module.`` or none; ``None`` if they are others."""
+    """Return the prefix, such as ``module.``, that each of ``names`` adds to ``own``; ``None`` if they differ more."""
     plain = {_plain(name) for name in names}
     if not own or len(plain) != len(own):
         return None
@@ -183,13 +183,18 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """Say why ``weights`` do not fit, with the first few names of each kind; empty if names, shapes and kinds agree."""
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
-    other = [
+    other_shape = [
         f"{name} is {_shape(weights[name])}, not {_shape(tensor)}"
         for name, tensor in own.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
-    unlike = [name for name in own if name in weights and _kind(weights[name]) != _kind(own[name])]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": other, "of another kind": unlike}
+    other_kind = [name for name in own if name in weights and _kind(weights[name]) != _kind(own[name])]
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": other_shape,
+        "of another kind": other_kind,
+    }
     return ", ".join(
         f"{len(names)} {kind} ({', '.join([*names[:_SHOWN], *['…'][: len(names) - _SHOWN]])})"
         for kind, names in kinds.items()

@@ -1,4 +1,4 @@
-"""Programs that ignore ``train()`` and ``eval()``, because tracing or export fixed the mode of their operators."""
+"""Notes on programs that ignore ``train()`` and ``eval()``, because tracing or export fixed their operators' mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt_cli.runtime.private_torch import schema_of
 
 
 def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]:
-    """Return a note if operators of ``programs`` have a fixed training mode, which ``who`` gave them."""
+    """Return a note if ``who`` (``Tracing``, ``torch.export``) fixed the mode of operators in ``programs``."""
     modes = {mode for program in programs for method in (*program[2], *program[3]) for mode in _modes(method[3])}
     if not modes:
         return ()

@@ -1,4 +1,4 @@
-"""Caches that language models keep for generating text, and for which a training step pays."""
+"""A note on language models whose forward fills a key-value cache for generating text, which training does not need."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def _fills_cache(module: nn.Module) -> bool:
 
 
 def _configured(module: nn.Module, name: str) -> bool:
-    # By ``vars``: a property is code, and the class may come from the user's file.
+    # Read from ``vars``: ``getattr`` would run a property, which may be code of the user's file.
     config: Any = getattr(vars(module).get("config"), "__dict__", {})
     return config.get(name) is True

@@ -46,7 +46,7 @@ _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "ste
 """Names that an input script may use for the usual symbols."""
 
 _MOST_READ = 1 << 22
-"""Values of the largest input that has data in a dry run."""
+"""Most values of an input that is made with data in a dry run."""
 
 
 # ---------------------------------------------------------------------------------------------- finding a spec
@@ -59,16 +59,16 @@ def find_spec(
     carried: InputSpec | None = None,
     remembered: InputSpec | None = None,
 ) -> InputSpec:
-    """Return the description of the inputs, from the first of these that there is.
+    """Return the description of the inputs, from the first source that has one:
 
-    1. ``given``, if it describes inputs and not only dimensions;
+    1. ``given``, the user's, if it describes inputs and not only dimensions;
     2. ``model.inputs.yaml`` beside ``model.pt``;
-    3. ``remembered``, those that were given for an earlier command;
+    3. ``remembered``, which the user gave for an earlier command;
     4. ``carried``, the example inputs in the model file;
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
     6. a guess from the layers of ``module``.
 
-    Dimensions in ``given`` replace those of the description that was found.
+    Dimensions in ``given`` replace those of the description from another source.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and given.has_inputs:
@@ -78,13 +78,13 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        found = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
-        if found is None:
+        described = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
+        if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
                 hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`",
             )
-        spec = found
+        spec = described
         if given is not None:
             require_used([name for name in given.dims if name not in given.optional_dims], spec.tensors, spec.source)
             spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)
@@ -92,7 +92,7 @@ def find_spec(
     if spec.script is not None:
         _script_call(spec.script, spec.dims)
     require_sizes(spec.tensors, spec.dims)
-    check_spec(spec)  # one that a model file carries was not checked when it was parsed
+    check_spec(spec)  # the example inputs of a model file were not checked when they were read
     return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))
 
 
@@ -138,7 +138,7 @@ def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:
-    """Return ``spec`` without the optional dimensions that no shape has, or that its script does not take."""
+    """Return ``spec`` without the optional dimensions that neither a shape nor the input script uses."""
     if not spec.optional_dims:
         return spec
     taken = {size for tensor in spec.tensors for size in tensor.shape}
@@ -156,7 +156,10 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
 
 
 def guessed_spec(module: nn.Module) -> InputSpec | None:
-    """Guess the inputs of ``module`` from its configuration, else from the first layer that fixes one; or ``None``."""
+    """Guess the inputs of ``module`` from its configuration, or else from its first layer of a known kind.
+
+    ``None`` if it has neither.
+    """
     configured = guess_by_configuration(module)
     if configured is not None:
         return configured
@@ -198,8 +201,9 @@ def make_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the positional and keyword arguments of one step on ``device``.
 
-    Random values come from generators of their own, so the same spec and seed give the same inputs; a script may draw
-    from PyTorch's, which is seeded for it and restored.  With ``dtype``, floating tensors are cast to it.
+    Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
+    draw from PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``;
+    ``None`` keeps theirs.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
@@ -231,7 +235,7 @@ def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 
 
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
-    """Return whether a model may read the values of an input: tokens, masks and lengths need data in dry runs, too."""
+    """Return whether a model may read the values of an input, as of tokens, masks and lengths: dry runs need them."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MOST_READ
 
@@ -336,10 +340,10 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
 
 
 def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
-    """Return the function of ``script`` with the sizes that it takes.
+    """Return the function of ``script``, with the sizes in ``dims`` that it takes bound to its arguments.
 
-    Raises :class:`UsageError` if there is no such function, it takes a size that is not given, or one that is given is
-    none of its arguments.
+    Raises :class:`UsageError` if there is no such function, if it needs a size that is not in ``dims``, or if it has no
+    argument for a size in ``dims``.
     """
     function = user_function(script, "--input-script")
     known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
@@ -365,7 +369,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
 
 
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
-    """Return every name by which a size may be given to a script with these ``arguments``."""
+    """Return every symbol by which ``dims`` may give a size to a script with these ``arguments``."""
     return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
 
 
@@ -373,9 +377,9 @@ def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
 
 
 def batch_of(spec: InputSpec) -> int:
-    """Return the batch size of ``spec``: the symbol ``B``, else dimension 0 of the first tensor, which a script makes.
+    """Return the batch size of ``spec``: the size of ``B``, or else of dimension 0 of the first tensor.
 
-    Raises :class:`UsageError` if there is neither.
+    The tensor may have to be read from a file, or made by a script.  Raises :class:`UsageError` if there is none.
     """
     if BATCH in spec.dims:
         return spec.dims[BATCH]
@@ -384,7 +388,7 @@ def batch_of(spec: InputSpec) -> int:
     if spec.data_file is not None:
         made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
-    elif spec.script is not None:  # by whatever name its function takes the size
+    elif spec.script is not None:  # its function may call the size anything, so look at what it returns
         made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
         hint = NO_BATCH_ARGUMENT
     else:

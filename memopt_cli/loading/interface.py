@@ -1,4 +1,4 @@
-"""The interface of saved formats, and the values that its implementations share."""
+"""The interface of a saved format (:class:`Format`), and the types and hints that its implementations share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelFile:
     path: str
     data: bytes
     key: str | None = None
-    """The entry of the file that is wanted, as keys joined by dots; ``None`` for the whole, or its only model."""
+    """The entry of the file to load, as keys joined by dots; ``None`` for the only model in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     """Sentences that the user should read."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Wrappers around the model in the file that are not a part of ``module``, outermost first."""
+    """Wrappers (``nn.DataParallel``) that the model has in the file and ``module`` has not, outermost first."""
     example_spec: InputSpec | None = None
     """The inputs that the file carries; ``None`` if it carries none."""
 
@@ -69,6 +69,6 @@ def no_model(path: str, tensors: int) -> FileFormatError:
 
 
 def require_same(path: str, found: str, known: str | None) -> None:
-    """Raise :class:`ChangedFileError` if the hash ``found`` is not the ``known`` one, unless that is ``None``."""
+    """Raise :class:`ChangedFileError` if the hash ``found`` differs from ``known``; ``None``: no hash is known yet."""
     if known not in (None, found):
         raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

@@ -1,11 +1,12 @@
-"""Pickles of ``torch.cuda.memory._snapshot()``, read as plain containers.
+"""Reading pickles of ``torch.cuda.memory._snapshot()``: which source lines held memory when it ran out.
 
 The format is described in PyTorch's documentation ("Understanding CUDA Memory Usage", Snapshot API Reference).
 
-A pickle without a single call can still exhaust its reader: a tuple may hold the same tuple twice, thirty levels deep
-(a walk, or a hash, visits it a billion times), and a dict's keys may all have one hash (time grows with their square).
-Therefore keys must be texts, and every part of the snapshot is visited no more often than there are opcodes.  C's
-unpickler cannot be stopped at a key, and has a memo as long as the largest number in the file, so Python's is used.
+A snapshot holds plain containers, and only these are unpickled.  Such a pickle can still exhaust its reader: a tuple
+may hold the same tuple twice, thirty levels deep (a walk or a hash visits it a billion times), and the keys of a dict
+may all have one hash (time grows with their square).  Therefore keys must be texts, and parts are visited no more often
+than there are opcodes.  Python's own unpickler is used, which can be stopped at each opcode; that in C cannot, and
+allocates a memo as long as the largest number in the file.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ _PLAIN: Final = frozenset(
 """Opcodes that make plain containers, numbers and texts, and call nothing."""
 _MOST_HOLDERS: Final = 200
 _MOST_BYTES: Final = 1 << 30
+"""Most source lines that are reported, and most bytes of a snapshot that is read."""
 _MOST_OPCODES, _LEAST_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Opcodes of the largest pickle, of any pickle, and the bytes that allow one more.
+"""Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
 
 Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
 ``pickle`` writes 3 to 5 bytes for each."""
 _LARGEST_STACK: Final = 100_000
-"""Values on the unpickler's stack, at most: ``pickle`` moves them into containers a thousand at a time."""
-_LONGEST_NAME: Final = 4096
+"""Most values on the unpickler's stack: ``pickle`` moves them into containers a thousand at a time."""
+_LONGEST_NAME: Final = 4096  # of a source file
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
@@ -96,14 +98,14 @@ class _PlainUnpickler(_Unpickler):
         return ""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find no class: a second lock on the door, for no plain opcode asks for one."""
+        """Refuse to import anything; no plain opcode gets here, so this is a second lock on the door."""
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
-    """Return the bytes that each source line held, when memory last ran out, in the snapshot at ``path``.
+    """Return the bytes that each source line held when memory last ran out, by the snapshot at ``path``.
 
-    A block counts for the innermost line of its stack that is not a library's.  If memory never ran out, the blocks at
+    A block counts for the innermost line of its stack that is the user's own.  If memory never ran out, the blocks at
     the end of the snapshot count, on all devices.
 
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
@@ -130,20 +132,20 @@ def _plain(data: bytes, path: str) -> tuple[Any, int]:
 
 @dataclass(slots=True)
 class _Reading:
-    """A reading of one snapshot, which may refer to its parts many times, and must not take longer to read for it."""
+    """The reading of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
-    """Parts that may still be visited: in a real snapshot, each has an opcode of its own."""
+    """Number of parts that may still be visited: in a real snapshot, each has an opcode of its own."""
     known: dict[int, str] = field(default_factory=dict)
-    """Identity of a stack, which blocks may share -> its line."""
+    """Identity of a stack, which blocks may share -> its source line."""
 
     def facts(self, data: Mapping[str, Any]) -> SnapshotFacts:
         """Sum up the snapshot ``data``.
 
-        Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError`, :class:`AttributeError` for another value.
+        Raises :class:`TypeError`, :class:`ValueError`, :class:`KeyError` or :class:`AttributeError` for other data.
         """
         failure = self._failure(data)
-        blocks: dict[object, Mapping[str, Any]] = {}  # by device and address; by number if there is no address
+        blocks: dict[object, Mapping[str, Any]] = {}  # keys are (device, address), or numbers without an address
         reserved_bytes = 0
         for segment in self._each(data["segments"]):
             if failure.device is None or segment.get("device", failure.device) == failure.device:
@@ -153,26 +155,26 @@ class _Reading:
                         device = segment.get("device", failure.device)
                         blocks[(device, _amount(block["address"])) if "address" in block else len(blocks)] = block
         reserved_bytes += self._rewound(failure, blocks)
-        held: Counter[str] = Counter()
+        held_bytes: Counter[str] = Counter()
         for block in blocks.values():
-            held[self._line_of(block)] += _amount(block["size"])
+            held_bytes[self._line_of(block)] += _amount(block["size"])
         return SnapshotFacts(
-            allocated_bytes=_amount(held.total()),
+            allocated_bytes=_amount(held_bytes.total()),
             reserved_bytes=_amount(reserved_bytes),
             asked_bytes=failure.asked_bytes,
             free_bytes=failure.free_bytes,
-            lines=tuple(Holder(name=name, nbytes=size) for name, size in held.most_common(_MOST_HOLDERS)),
+            lines=tuple(Holder(name=name, nbytes=size) for name, size in held_bytes.most_common(_MOST_HOLDERS)),
         )
 
     def _failure(self, data: Mapping[str, Any]) -> _Failure:
         """Find the last time that memory ran out."""
-        found = _Failure()
+        latest = _Failure()
         for device, trace in enumerate(self._each(data.get("device_traces", ()))):
             events = [*self._each(trace)]
             last = next((n for n in reversed(range(len(events))) if events[n].get("action") == "oom"), None)
-            if last is None or (moment := _amount(events[last].get("time_us", 0))) < found.moment:
+            if last is None or (moment := _amount(events[last].get("time_us", 0))) < latest.moment:
                 continue
-            found = _Failure(
+            latest = _Failure(
                 device=device,
                 moment=moment,
                 asked_bytes=_amount(events[last]["size"]),
@@ -180,10 +182,11 @@ class _Reading:
                 before=events[:last],
                 after=events[last + 1 :],
             )
-        return found
+        return latest
 
     def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
-        """Undo in ``blocks`` what happened after ``failure``, and return how many more bytes were reserved then."""
+        """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
+        # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
         made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
@@ -237,9 +240,9 @@ class _Failure:
     asked_bytes: int = 0
     free_bytes: int = 0
     before: Sequence[Mapping[str, Any]] = ()
-    """Events of the device's allocator until then, as far as they were recorded."""
+    """Recorded events of the device's allocator before the failure."""
     after: Sequence[Mapping[str, Any]] = ()
-    """Events of the device's allocator since then."""
+    """Recorded events of the device's allocator after the failure."""
 
 
 def _text(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""Modules that ``torch.save(model, path)`` or ``pickle.dump`` pickled, in any protocol.
+"""Loading modules that ``torch.save(model, path)`` or ``pickle.dump`` pickled, in any protocol.
 
-PyTorch's unpickler is not used: see :mod:`memopt_cli.loading.pickles`.
+The file is audited as a whole before any object is made, by :mod:`memopt_cli.loading.pickles`; Python's unpickler is
+used only with ``--trust-pickle``.  Here are the order of the checks and the messages of refusals.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
 
 _SHOWN: Final = 5
-"""Refused names that a message lists; the flags in its hint are for all."""
+"""Refused names that a message lists; the flags in its hint allow all of them."""
 _LONGEST_FLAGS: Final = 4000
-"""Characters of flags that a hint names; a file that wants more needs another remedy."""
+"""Most characters of flags in a hint; a file that would need more gets the hint to load it unchecked."""
 
 
 class ModulePickle:
@@ -81,7 +82,7 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 
     ``limit``: the bytes that an archive may unpack to.
 
-    Raises :class:`UnsafeFileError` if it wants anything else, :class:`FileFormatError` if it is damaged.
+    Raises :class:`UnsafeFileError` if ``data`` holds anything else, :class:`FileFormatError` if it is damaged.
     """
     try:
         file = ModelFile(path=path, data=data)
@@ -100,7 +101,7 @@ def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
 
 
 def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
-    """Map each name that loading ``file`` would import to its refusal, or ``None`` if it is allowed without any trust.
+    """Map each name that loading ``file`` would import to its refusal; ``None`` if it is allowed without any flag.
 
     If the file holds one model, only the names that the model needs are listed.
     """
@@ -110,12 +111,14 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
-    known, of_none = claimed(uses_in(root), kinds_of(storages_of(pickled), nobody))
+    known, unclaimed = claimed(uses_in(root), kinds_of(storages_of(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
-    refused: dict[Global, Denied | Missing] = dict(_unknown(of_none))
+    refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
-    if not any(isinstance(verdict, Denied) for verdict in refused.values()):  # loading would import nothing then
+    if not any(
+        isinstance(verdict, Denied) for verdict in refused.values()
+    ):  # after a refusal, loading would import nothing
         audit = Audit(root, known, nobody.vouches)
         refused |= dict(audit.refused)
         if not refused:
@@ -128,7 +131,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
 
 
 def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
-    """Load ``file`` by Python's own unpickler: the only module in it, or the entry that is asked for."""
+    """Load ``file`` by Python's own unpickler, and return the only module in it, or its entry ``file.key``."""
     UserCode(trust.code_paths).run_scripts()
     try:
         loaded = _unpickled(file)
@@ -145,10 +148,10 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     if file.key is not None:
         where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
-        found = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
-        if len(found) > 1:
-            raise several_models(found, file.path)
-        within, loaded = next(iter(found.items()), ((), loaded))
+        modules = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
+        if len(modules) > 1:
+            raise several_models(modules, file.path)
+        within, loaded = next(iter(modules.items()), ((), loaded))
         where = (*where, *within)
     if not isinstance(loaded, nn.Module):
         raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
@@ -161,7 +164,9 @@ def _unpickled(file: ModelFile) -> Any:
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(file.data)  # a file of ``pickle.dump``
+        return pickle.loads(
+            file.data
+        )  # ``torch.load`` reads only its own formats; this is for a file of ``pickle.dump``
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:
@@ -193,16 +198,16 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
 
 
 def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
-    """Check all objects that ``root`` reaches, of which none is made yet.
+    """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
-    Names are checked first, then the classes that they import, then the objects as a whole: a file that no trust could
+    Names are checked first, then the classes that they import, then the objects as a whole: a file that no flag could
     allow is refused before anything is imported.
-    Raises :class:`UnsafeFileError` for one that must not be made, and :class:`FileFormatError` for one that cannot be.
+    Raises :class:`UnsafeFileError` for an object that must not be made, :class:`FileFormatError` for a broken one.
     """
     _refuse_many(file, pickled.scan.wanted)
-    known, of_none = claimed(uses_in(root), kinds)
+    known, unclaimed = claimed(uses_in(root), kinds)
     _refuse_libraries(file, known)
-    verdicts = _unknown(of_none)
+    verdicts = _unknown(unclaimed)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts)  # before anything is imported
     audit = Audit(root, known, vouched.vouches)
@@ -212,9 +217,9 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     return audit
 
 
-def _unknown(of_none: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
-    """Refuse each name of ``of_none``, once for each way in which it is used."""
-    uses = {(use.name, use.how): use for use in of_none}
+def _unknown(unclaimed: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
+    """Refuse each name of ``unclaimed``, the uses that no kind claims, once for each way in which it is used."""
+    uses = {(use.name, use.how): use for use in unclaimed}
     return [(name, unknown(use)) for (name, _), use in uses.items()]
 
 
@@ -224,7 +229,7 @@ def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
 
 
 def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
-    """Refuse a file with far too many names: each is looked for in what is installed, and in this folder."""
+    """Refuse a file with far too many names: each is looked up among the installed packages and in this folder."""
     if len(wanted) > _MOST_NAMES:
         raise FileFormatError(
             f"{file.path} cannot be read: it uses {len(wanted)} names; no model uses more than {_MOST_NAMES}",
@@ -233,7 +238,7 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
 
 
 def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
-    """Refuse a file that imports far too many modules of libraries: each may take a second."""
+    """Refuse a file that imports far too many modules of libraries: each import may take a second."""
     wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(wanted) > _MOST_IMPORTS:
         raise FileFormatError(
@@ -243,7 +248,7 @@ def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> Non
         )
 
 
-_MOST_NAMES, _MOST_IMPORTS = 2000, 100
+_MOST_NAMES, _MOST_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
 _BY_HAND: Final = "The file is damaged, or made by hand."
 _DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
@@ -253,17 +258,17 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 
     Another reader of the file, such as ``torch.load``, would run them.
     """
-    found = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
-    if found and (saver := stores_code(scan.wanted)):
+    attacks = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
+    if attacks and (saver := stores_code(scan.wanted)):
         raise Unvouched(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + UNCHECKED,
             remedy=Trust(),
-            denied={name: attack(name) for name in found},
+            denied={name: attack(name) for name in attacks},
         )
-    if found:
-        names, reasons = ", ".join(map(str, found[:_SHOWN])), {name: attack(name) for name in found}
-        is_run = any(name in scan.called for name in found)
+    if attacks:
+        names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
+        is_run = any(name in scan.called for name in attacks)
         raise Unvouched(
             f"{file.path} was not loaded: {listed(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
@@ -275,12 +280,12 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 
 
 def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]) -> None:
-    """Raise the error for ``verdicts`` if there are any; one for a missing library only if nothing is denied."""
-    found = sorted(verdicts, key=lambda verdict: str(verdict[0]))
-    denied = {name: verdict for name, verdict in found if isinstance(verdict, Denied)}
+    """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied."""
+    refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
+    denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}
     if denied:
         raise _refusal(file, denied)
-    for name, verdict in found:
+    for name, verdict in refusals:
         if isinstance(verdict, Missing):
             raise FileFormatError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}",
@@ -290,7 +295,7 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
 
 def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
     remedies = [verdict.remedy for verdict in denied.values()]
-    helps = None not in remedies
+    helps = None not in remedies  # flags for some of the names would not load the file
     remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
     if len(remedy.flags) > _LONGEST_FLAGS:
         helps, remedy = False, Trust()

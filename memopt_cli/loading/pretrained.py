@@ -1,9 +1,9 @@
 """Folders of ``save_pretrained`` (``config.json`` and weights), built by transformers, with adapters of PEFT on them.
 
-Such a folder holds settings and tensors, which memopt reads itself.  The class is one of transformers', named by the
-settings; nothing is looked up on a hub, and no code in the folder runs.  Libraries trust settings, and some make them
-dangerous: a name of code to import, a number of layers that fills the memory, a regular expression that takes forever.
-These are refused before a library sees them.
+Such a folder holds settings and tensors, which memopt reads itself.  The settings name a class of transformers; nothing
+is looked up on a hub, and no code in the folder runs.  The libraries trust the settings, and some settings are
+dangerous: the name of code to import, a number of layers that fills the memory, a regular expression that takes forever
+to match.  These are refused before a library sees them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ _IMPLEMENTATIONS: Final = {
 }
 """Implementations of attention and of experts that are transformers' own: any other name is a kernel on a hub."""
 _SHOWN: Final = 3
+"""Names of weights that an error lists."""
 
 _IN_CODE: Final = "Build it in code of your own: package.module:callable."
 _SAVE: Final = "Save it again with model.save_pretrained(folder)."
@@ -76,7 +77,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
             f"{location} is a folder without {MODEL_SETTINGS}, not a model", hint="Give a file, or such a folder."
         )
     digest = hashlib.sha256()
-    tempfile.gettempdir()  # finds the folder by writing to it, which the watch would refuse when a library asks for it
+    tempfile.gettempdir()  # writes a file when it is first called, which the watch would refuse a library
     with _offline(), watched(location, _IN_CODE):
         is_adapter = (folder / ADAPTER_SETTINGS).is_file()
         model, notes = _with_adapter(folder, digest) if is_adapter else (_model(folder, digest), ())
@@ -128,7 +129,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
             None,
             config=config,
             state_dict=weights,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # :func:`_require_complete` reports them
             output_loading_info=True,
             trust_remote_code=False,
         )
@@ -137,10 +138,10 @@ def _model(folder: Path, digest: Any) -> nn.Module:
 
 
 def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse numbers in ``settings`` far beyond the weights: libraries make lists as long, before they make modules."""
+    """Refuse numbers in ``settings`` far beyond the weights: libraries make lists of that length before any module."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     most = max(_MOST_COUNTED, len(weights), largest)
-    for key, value in _named(settings):
+    for key, value in _all_settings(settings):
         counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
         if counted > most:
             raise FileFormatError(
@@ -161,12 +162,13 @@ _COUNT: Final = re.compile(
     r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"
     r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
 )
-_MOST_COUNTED: Final = 10_000
+"""Names of settings that count things: ``num_hidden_layers``, ``depths``."""
+_MOST_COUNTED: Final = 10_000  # that a setting may ask for, even beside few weights
 
 
 @contextmanager
 def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Bound what ``library`` takes while it builds a model by its settings, and report its errors."""
+    """Bound the memory and time of ``library`` while it builds a model from settings, and report its errors."""
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     try:
         with limited(nbytes), bounded(len(weights), nbytes):
@@ -197,18 +199,18 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
-        found = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
-        if found:
-            more = ", …" if len(found) > _SHOWN else ""
-            raise FileFormatError(f"{folder} {what} {name}: {', '.join(found[:_SHOWN])}{more}", hint=_SAVE)
+        keys = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
+        if keys:
+            more = ", …" if len(keys) > _SHOWN else ""
+            raise FileFormatError(f"{folder} {what} {name}: {', '.join(keys[:_SHOWN])}{more}", hint=_SAVE)
 
 
 def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
-    """Load an adapter on its base, which may be in any folder of this machine: a note says in which."""
+    """Load an adapter and its base model, which may be in any folder of this machine: a note names the folder."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
     named = settings.get("base_model_name_or_path")
-    found = base_of(str(folder), named)
-    if found is None:
+    base_folder = base_of(str(folder), named)
+    if base_folder is None:
         raise FileFormatError(
             f"{folder} is an adapter of {shortened(named)}, which is not a folder here",
             hint="Save the base with save_pretrained, and put its folder into "
@@ -217,7 +219,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
     _refuse_adapter(folder, settings)
-    base = Path(found)
+    base = Path(base_folder)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
     model = _model(base, digest)
     _refuse_slow_names(folder, settings, sum(1 for _ in model.modules()) + sum(1 for _ in model.parameters()))
@@ -229,9 +231,9 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
 
 
 def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
-    """Make the model as ``PeftModel.from_pretrained`` does, from checked settings: that would read the folder again."""
+    """Put the adapter on ``model`` as ``PeftModel.from_pretrained`` does, but by checked settings, not the folder's."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
-    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # PEFT leaves it out, too
+    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
     config = kind.from_peft_type(**kind.check_kwargs(**known))
     config.inference_mode = False
     wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
@@ -241,7 +243,7 @@ def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dic
 
 
 def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse kinds of adapters whose settings memopt does not know: by some, PEFT reads other models and files."""
+    """Refuse adapters whose kind or settings memopt does not know: some make PEFT read other models and files."""
     kind = settings.get("peft_type")
     if kind not in _ADAPTERS:
         raise UnsafeFileError(
@@ -268,21 +270,21 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> None:
-    """Refuse lists of names that PEFT would compare forever with the ``places`` names of the base, and each other.
+    """Refuse lists of names that PEFT would take forever to compare with the ``places`` module names of the base.
 
-    PEFT takes some of them for regular expressions, and compiles each again for every name of the base if there are
-    more than Python's cache holds.
+    PEFT takes some names for regular expressions.  If there are more than Python's cache of compiled expressions
+    holds, PEFT compiles each again for every name of the base.
     """
     listed = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
     names = sum(map(len, listed.values()))
-    again = 1 if names <= _REMEMBERED or settings["peft_type"] == "ADALORA" else places
+    compilations = 1 if names <= _REMEMBERED or settings["peft_type"] == "ADALORA" else places
     steps = 0.0
     for key, texts in listed.items():
         for text in texts:
             steps += _COMPARING * (names + places) + _SUFFIX * len(text) * (1 + text.count("."))
             if key in _EXPRESSIONS:
                 steps += places * _most_steps(rf"(.*\.)?({text})$")
-                steps += again * (_COMPILING + _COMPILING_CHARACTER * len(text))
+                steps += compilations * (_COMPILING + _COMPILING_CHARACTER * len(text))
             if steps > _MOST_STEPS_OF_LISTS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has {len(texts)} names in its {key}, which take far too long to be "
@@ -292,21 +294,21 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
 
 
 def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse ranks and rounds far beyond the weights: PEFT makes tensors as large as ranks before a module has them."""
+    """Refuse ranks, and rounds of initialization, far beyond the weights: PEFT makes tensors of these sizes."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
     rounds = _ROUNDS.search(str(settings.get("init_lora_weights")))
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
     numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
-    for key, found in numbers.items():
-        if any(not number <= max(_MOST_COUNTED, largest) for number in found):
-            what = f"its {key[:_LONGEST_NAME]}, {max(found):.15g}"
+    for key, sizes in numbers.items():
+        if any(not number <= max(_MOST_COUNTED, largest) for number in sizes):
+            what = f"its {key[:_LONGEST_NAME]}, {max(sizes):.15g}"
             raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
 
 
 def _numbers(value: Any) -> list[float]:
-    """List the numbers in the setting ``value``, in its lists and mappings, too."""
-    within = ((*inner.values(),) if isinstance(inner, dict) else inner for inner in _containers(value))
-    return [item for items in ([value], *within) for item in items if isinstance(item, int | float)]
+    """List the numbers in the setting ``value``, nested lists and mappings included."""
+    nested = ((*inner.values(),) if isinstance(inner, dict) else inner for inner in _containers(value))
+    return [item for items in ([value], *nested) for item in items if isinstance(item, int | float)]
 
 
 _FREE_NUMBERS: Final = frozenset(
@@ -315,7 +317,7 @@ _FREE_NUMBERS: Final = frozenset(
 """Settings of adapters whose numbers make nothing large: factors, seeds, and steps of a training."""
 _ROUNDS: Final = re.compile(r"_niter_(\d{1,18})")
 _ROUND: Final = 40
-"""The number that one round of PiSSA's initialization counts for, so that 250 rounds are allowed."""
+"""Size that one round of PiSSA's initialization counts for: 250 rounds reach the limit of 10,000."""
 _ADAPTERS: Final = (
     *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
     "RANDLORA",
@@ -328,29 +330,29 @@ _PATTERNS: Final = frozenset(
     """target_modules exclude_modules feedforward_modules modules_to_save layers_pattern target_parameters rank_pattern
     alpha_pattern n_frequency_pattern""".split()
 )
-"""Settings with names of modules, which PEFT takes for regular expressions if they are texts and not lists."""
+"""Settings that name modules; PEFT takes a single text for a regular expression, and a list for names."""
 _EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
-"""Settings whose listed names are regular expressions, too."""
+"""Settings in which the items of a list are regular expressions, too."""
 _MOST_STEPS: Final = 4 * 10**6
-"""Steps to match all expressions of an adapter with one name, at most."""
+"""Steps of the regular expression engine to match all expressions of an adapter with one name, at most."""
 _PARSING: Final = 50
-"""Steps to parse an expression here."""
+"""Steps to parse an expression in this file."""
 _MOST_STEPS_OF_LISTS: Final = 10**10
 """Steps of some 10 ns for all lists of an adapter, at most."""
 _COMPARING, _SUFFIX, _COMPILING, _COMPILING_CHARACTER = 10, 10, 10_000, 250
 """Steps to compare two names, to keep a character of a suffix, to compile an expression, and a character of it."""
 _REMEMBERED: Final = 400
-"""Expressions in Python's cache: it holds 512, some of which are others."""
+"""Expressions that Python's cache surely holds: it has 512 places, shared with everything else in the process."""
 _LONGEST_NAME: Final = 80
-"""Characters of the name of a module, for estimates."""
+"""Characters of a module's name that estimates assume, and that messages show."""
 
 
 def _most_steps(pattern: str) -> float:
-    """Return the most ways in which ``pattern`` can match a name; infinite if that is not known.
+    """Return the most ways in which ``pattern`` can match a name, all of which may be tried; infinite if unknown.
 
-    A gap takes any number of characters, as ``.*`` does.  Two gaps in ``.*layer.*`` share out the 80 characters of a
-    name in ``comb(82, 2)`` = 3,321 ways.  A repetition of anything but single characters, as in ``(a+)+``, has too many
-    to count.
+    A gap, such as ``.*``, takes any number of characters.  The two gaps in ``.*layer.*`` can share out the 80
+    characters of a name in ``comb(82, 2)`` = 3,321 ways.  A repetition of anything but single characters, as in
+    ``(a+)+``, has exponentially many.
     """
     if len(pattern) > _LONGEST_PATTERN:
         return math.inf
@@ -384,7 +386,7 @@ def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
         if most <= 1:
             gaps, ways = _freedom(repeated)
             return gaps, 1 + ways
-        is_simple = [str(part) for part, _ in repeated] in [[one] for one in _ONE_CHARACTER]
+        is_simple = [str(part) for part, _ in repeated] in [[single] for single in _ONE_CHARACTER]
         return (1, 1) if is_simple else (0, math.inf)
     return 0, math.inf
 
@@ -392,7 +394,7 @@ def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
 def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
     """Return the most gaps in one of ``alternatives``, and the number of ways to match any of them.
 
-    Alternatives that begin with different characters exclude each other: one of them at most matches.
+    Alternatives that begin with different characters exclude each other, so their ways do not add up.
     """
     gaps, ways = 0, Counter[Any]()
     for alternative in alternatives:
@@ -404,7 +406,7 @@ def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
 
 
 _ONE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
-_LONGEST_PATTERN: Final = 4000
+_LONGEST_PATTERN: Final = 4000  # characters of a regular expression that is analysed
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -436,7 +438,7 @@ def _decoded(settings: Any) -> Any:
 
 
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
-    for key, value in _named(settings):
+    for key, value in _all_settings(settings):
         if key in _CODE and value:
             raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_CODE[key]}", hint=_IN_CODE)
         if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
@@ -446,15 +448,15 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _named(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every setting, also those inside others."""
+def _all_settings(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of every setting in ``settings``, nested ones included."""
     for value in _containers(settings):
         if isinstance(value, dict):
             yield from ((str(key), item) for key, item in value.items())
 
 
 def _texts(settings: Any) -> Iterator[str]:
-    """Yield every text in ``settings``, also the names of nested settings."""
+    """Yield every text in ``settings``, the names of nested settings included."""
     for value in _containers(settings):
         yield from (text for text in value if isinstance(text, str))
         if isinstance(value, dict):
@@ -509,7 +511,7 @@ def _read(path: Path, digest: Any) -> bytes:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of the files that ``index`` splits the weights into, all of them beside it."""
+    """Return the names of the files that ``index`` splits the weights into; all must lie beside it."""
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
@@ -522,7 +524,7 @@ def _shards(index: Path) -> list[str]:
     return list(names)
 
 
-_LONGEST_FILE: Final = 255
+_LONGEST_FILE: Final = 255  # characters of a file's name, as file systems allow
 
 
 def _library(name: str, folder: Path) -> Any:

@@ -1,8 +1,8 @@
-"""Checks of the optimized model's file, which comes from a subprocess that may have been taken over by the original.
+"""Checking the optimized model's file, which comes from a subprocess that the original may have taken over.
 
-Another process checks the file and the original, and makes no object of either.  The file is audited as an original is,
-and may use no classes of libraries, or of the user's, beyond the original's.  It may hold nothing besides the model,
-for its later reader need not be memopt: ``torch.load`` makes everything that a file says, needed or not.
+A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
+use no class of a library, or of the user's, that the original does not use.  It may hold nothing besides the model: its
+later reader may be ``torch.load``, which makes everything in a file, needed or not.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ _HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. I
 
 
 def check_returned(path: str, source: ModelSource) -> int:
-    """Return the size in bytes of the file at ``path``, which holds nothing that its original does not.
+    """Return the size in bytes of the file at ``path``, if it could do nothing that its original could not.
 
-    Raises :class:`UnsafeFileError` for one that does, and :class:`ChangedFileError` for an original that is not what
-    ``source`` says it was.
+    Raises :class:`UnsafeFileError` if it could, and :class:`ChangedFileError` if the original has changed.
     """
     is_folder = os.path.isdir(source.location)
     adapts = is_folder and os.path.isfile(os.path.join(source.location, ADAPTER_SETTINGS))
@@ -61,15 +60,15 @@ def check_returned(path: str, source: ModelSource) -> int:
 
 
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
-    """Return the :func:`_classes` of the original; none for a program, whose modules become memopt's own."""
+    """Return the :func:`_classes` of the original; none for TorchScript and exports, which become memopt's modules."""
     file, _ = read_same(source.location, None, source.sha256)
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
 
 
 def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
-    """Raise :class:`MemoptError` for a ``file`` that holds anything else than an optimized model.
+    """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
-    ``known``: the :func:`_classes` of the original; ``None`` for a folder, which names none.
+    ``known``: the :func:`_classes` of the original; ``None`` for a folder of ``save_pretrained``, which names none.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")
@@ -85,9 +84,10 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
 
 
 def _makes_more(pickled: PickledFile) -> bool:
-    """Tell whether anything is imported, or made and then dropped, that the model does not use.
+    """Return whether the file imports or makes anything that its model does not use.
 
-    To name ``Outer.Inner``, protocol 2 imports ``Outer`` and asks it for ``Inner``: both are dropped, and used.
+    A nested class is no exception: to name ``Outer.Inner``, protocol 2 imports ``Outer`` and makes a call that asks it
+    for ``Inner``, both of which the model uses only by that name.
     """
     root = pickled.pickle.root
     reached = {id(value) for value in reachable(root)}
@@ -99,9 +99,9 @@ def _makes_more(pickled: PickledFile) -> bool:
 
 
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
-    """Yield the names of libraries' classes, and of those that the user vouches for, and whether each is called.
+    """Yield (name, whether it is called) of each class of a library or of code that the user vouches for.
 
-    Each has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
+    A class has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.
     """
     known, _ = claimed(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
@@ -111,6 +111,8 @@ def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool
             continue
         named = use.name, use.how
         recipe = recipes[named] = recipes.get(named) or kind.recipe(use)
-        found = recipe.kind if isinstance(recipe, Recipe) else None
-        name = f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else str(use.name)
+        known_class = recipe.kind if isinstance(recipe, Recipe) else None
+        name = (
+            f"{known_class.__module__}.{known_class.__qualname__}" if isinstance(known_class, type) else str(use.name)
+        )
         yield name, use.how == "called"

@@ -1,4 +1,4 @@
-"""Files of safetensors: tensors by name, without any code; the header is checked before a byte of data is used.
+"""Reading safetensors files: tensors by name, without any code; the header is checked before the data is used.
 
 The format: 8 bytes, the length of the header; the header, JSON of ``name: {dtype, shape, data_offsets}``; the data.
 """
@@ -35,7 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_LENGTH, _LONGEST_HEADER = 8, 100_000_000
+_LENGTH, _LONGEST_HEADER = 8, 100_000_000  # bytes of the number before the header, and most bytes of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Position of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
     end: int
-    """Position behind its last byte."""
+    """Position behind the tensor's last byte."""
 
 
 class SafeTensors:
-    """A format without models; see :class:`memopt_cli.loading.interface.Format`."""
+    """The format of safetensors, which holds weights and never a model; loading one raises an error that says so."""
 
     name = "safetensors"
 
@@ -78,7 +78,7 @@ def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
 
 
 def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the entries of the header by name, in the order of their bytes, and its ``__metadata__``.
+    """Return the entries of the header by name, in the order of their bytes, and the header's ``__metadata__``.
 
     Raises :class:`FileFormatError` unless the header is complete and each byte of data belongs to exactly one tensor.
     """
@@ -90,14 +90,14 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         remarks = header.pop("__metadata__", {})
         named = ((str(name), _entry(item, start)) for name, item in header.items())
         entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
-        for entry in entries.values():
+        for entry in entries.values():  # in the order of their bytes, so each must begin where the last one ended
             if entry.start != start:
                 raise ValueError("its tensors overlap, or leave a gap")
             start = entry.end
         if start != len(data):
             raise ValueError(f"it holds {len(data)} bytes, its tensors end at {start}")
         return entries, {str(key): str(value) for key, value in remarks.items()}
-    except Exception as err:  # the header is whatever the file says, and may be deeply nested
+    except Exception as err:  # a damaged or hostile header may raise anything
         reason = str(err) if type(err) is ValueError else "its header is broken"
         raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=TRUNCATED) from err
 

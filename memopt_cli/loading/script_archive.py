@@ -1,4 +1,7 @@
-"""TorchScript archives, checked before PyTorch reads them: it trusts their pickles, and runs their code."""
+"""Checking TorchScript archives before PyTorch reads them: PyTorch trusts their pickles, and runs their code.
+
+Every operator in the code must be known to be harmless, and every object in the pickles must be what the code declares.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_line
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 _DEEPEST: Final = 400
-"""Objects nested in each other, at most: PyTorch takes them apart by recursion."""
+"""Most objects nested in each other: PyTorch takes them apart by recursion."""
 _MOST_ITEMS: Final = 4_000_000
-"""Values in one object, at most, each counted as often as it is reached: it becomes as many in Python."""
+"""Most values in one object, each counted as often as it is reached: PyTorch makes that many Python objects."""
 _LEAST_CODE, _EXPANSION, _MOST_CODE = 1 << 18, 8, 4 << 20
 """Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
 code takes 300 of memory."""
 _READ: Final = 4
-"""Times that all the storages of a pickle may be read."""
+"""Most bytes of storages that a pickle may read, for each byte of its storages."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
 """Pickles whose tensors are made when the archive is loaded; the pickle of traced inputs has no data."""
 _NAMES: Final = re.compile(
@@ -35,13 +38,13 @@ _NAMES: Final = re.compile(
     r"|torch\.per_(tensor|channel)_affine(_float_qparams)?",
     re.ASCII,
 )
-"""Names that PyTorch's own reader of such pickles knows, without those of tensors that it does not check."""
+"""Names that PyTorch's own reader of these pickles knows, except functions whose tensors it does not check."""
 _OPCODES: Final = frozenset(
     "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE BINUNICODE8 BINPUT "
     "LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT "
     "SETITEM SETITEMS GLOBAL REDUCE NEWOBJ BUILD BINPERSID".split()
 )
-"""Opcodes that PyTorch writes: its reader understands others in its own way, or not at all."""
+"""Opcodes that PyTorch writes; its reader gives others a meaning of its own, or does not know them."""
 
 
 def check_script_file(data: bytes, path: str) -> None:
@@ -61,7 +64,7 @@ def check_script_file(data: bytes, path: str) -> None:
 
 
 def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> None:
-    """Check the TorchScript archive ``data``, which may unpack to as much as ``limit`` says.
+    """Check the TorchScript archive ``data``, whose records may unpack to ``limit``.
 
     Raises :class:`UnsafeScript` if it may do more than compute, :class:`ValueError` if it is damaged, and as
     :class:`Archive` does.
@@ -117,9 +120,9 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse opcodes that PyTorch does not write, and uses of an object between its creation and its state.
+    """Refuse opcodes that PyTorch does not write, and an object that is memoized before it has its state.
 
-    PyTorch's reader takes an object for a number until then.
+    Until an object has its state, PyTorch's reader holds a number in its place, which a use would take for the object.
     """
     before = ""
     for opcode, _, _ in pickletools.genops(data):
@@ -129,7 +132,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _check_known(node: Any) -> None:
-    """Refuse a tensor or storage whose place in the file is not known."""
+    """Refuse a tensor or storage whose bytes cannot be located in the file."""
     if not isinstance(node, Built):
         return
     if node.how == "stored" and storage_of(node) is None:
@@ -146,16 +149,16 @@ def _check_known(node: Any) -> None:
 
 
 def _check_channels(node: Built, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor that is quantized by channels and has not a scale and a zero point for each."""
-    match node.given():
+    """Refuse a tensor that is quantized by channel without one scale and one zero point for each channel."""
+    match node.argument_items():
         case (_, _, _, _, Tuple(items=(Global(name="per_tensor_affine"), *_)), *_):
             return
         case (_, _, _, _, Tuple(items=(Global(), scales, zeros, int(axis))), *_):
-            found = tensor_of(scales), tensor_of(zeros)
-            each = all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in found)
-            # Zero points that are not whole numbers are those of embeddings, which are packed by rows.
-            whole = found[1] is not None and not is_floating(found[1].dtype)
-            if 0 <= axis < len(shape) and each and (whole or axis == 0):
+            scale_and_zero = tensor_of(scales), tensor_of(zeros)
+            has_each = all(tensor and tensor.shape == shape[axis : axis + 1] for tensor in scale_and_zero)
+            # Only embeddings have zero points that are not whole numbers; they are packed by rows, axis 0.
+            is_whole = scale_and_zero[1] is not None and not is_floating(scale_and_zero[1].dtype)
+            if 0 <= axis < len(shape) and has_each and (is_whole or axis == 0):
                 return
         case _ if str(node.callee) != TENSORS[1]:
             return

@@ -1,4 +1,4 @@
-"""TorchScript's graphs as programs of :mod:`memopt_cli.runtime.lifted`."""
+"""Turning the classes of a TorchScript file into programs of :mod:`memopt_cli.runtime.lifted`, method by method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt_cli.runtime.private_torch import method_names, method_of, program_of
 
 @dataclass(slots=True)
 class ScriptClass:
-    """A TorchScript class, as far as it could be lifted."""
+    """The methods of a TorchScript class that could be lifted, and the reasons why others could not."""
 
     program: tuple[Any, ...]
     constants: tuple[Tensor, ...]
@@ -74,7 +74,7 @@ class _Functions:
     lifted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    """Start of a name in the program -> the number of names that have it."""
+    """Name in the program -> how many functions have it, numbered ones included; keeps names unique."""
 
     def name(self, qualified: str) -> str:
         """Return the name that the function ``qualified`` has in the program.  Raises :class:`Unliftable`."""

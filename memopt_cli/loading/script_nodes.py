@@ -1,9 +1,10 @@
-"""The nodes of a TorchScript graph, turned into nodes of a program of :mod:`memopt_cli.runtime.lifted`.
+"""Turning the nodes of a TorchScript graph into nodes of a program of :mod:`memopt_cli.runtime.lifted`.
 
 A stored node is ``(kind, detail, operands, outputs, blocks)``; values are numbers, and ``(constant,)`` is a constant.
-Most nodes of TorchScript become one stored node.  Others only name something: ``prim::GetAttr`` of a module gives a
-path, and no node.  A ``with torch.no_grad():`` block is a pair of nodes in TorchScript, ``prim::Enter`` and
-``prim::Exit``, and becomes one node with the block inside, whose outputs are the values that are used after it.
+Most nodes of TorchScript become one stored node.  Some only name something and become none: ``prim::GetAttr`` of a
+module gives a path.  A ``with torch.no_grad():`` block is a pair of nodes in TorchScript, ``prim::Enter`` and
+``prim::Exit``; it becomes one stored node that contains the block, and whose outputs are the values that are used
+after the block.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from memopt_cli.runtime.private_torch import children_of
 
 Path = tuple[str, ...]
 
+# Nodes that return their operand unchanged, and only tell the compiler more about its type.
 _RENAMING = ("prim::unchecked_cast", "prim::unchecked_unwrap_optional", "aten::_unwrap_optional", "prim::annotate")
 
 
@@ -37,7 +39,7 @@ def find_module(script: Any, path: Path) -> Any:
 
 
 class LiftedGraph:
-    """One graph that is being lifted, and what is known of its values."""
+    """One graph while it is lifted: the operands, paths and numbers that its values stand for."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class LiftedGraph:
         self.constants = constants
         self.hints: list[tuple[str, bool]] = []
         self.operands: dict[str, Any] = {}
-        """Name of a value in the graph -> operand."""
+        """Name of a value in the graph -> its operand in the stored node: a number, or ``(constant,)``."""
         self.paths: dict[str, Path] = {}
         """Name of a module in the graph -> its path."""
         self._values: dict[str, Any] = {}
@@ -132,7 +134,7 @@ class LiftedGraph:
         return self.operands[name]
 
     def _node(self, node: Any) -> list[tuple[Any, ...]]:
-        """Return the stored nodes for ``node``; none if it only names something."""
+        """Return the stored nodes for ``node``; none if the node only names something."""
         kind = node.kind()
         if kind in _RENAMING:
             self.operands[node.output().debugName()] = self.operand(node.input())
@@ -141,7 +143,7 @@ class LiftedGraph:
         return special(self, node) if special is not None else _operator(self, node)
 
     def plain(self, kind: str, node: Any, detail: Any = None, skip: int = 0) -> list[tuple[Any, ...]]:
-        """Return a stored node with the operands of ``node`` after the first ``skip``."""
+        """Return one stored node for ``node``, without its first ``skip`` operands."""
         operands = tuple(self.operand(value) for value in list(node.inputs())[skip:])
         return [(kind, detail, operands, tuple(map(self.value, node.outputs())), ())]
 
@@ -153,11 +155,11 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     key = node.schema().partition("(")[0] if "(" in node.schema() else node.kind()
     key = key if "::" in key else node.kind()
     if key in EXPRESSIONS:
-        made = graph.plain("operator", node, key)
-        if EXPRESSIONS[key].alias and made[0][3]:
-            graph.operands[node.output().debugName()] = made[0][2][0]
-            made[0] = (*made[0][:3], (), ())
-        return made
+        stored = graph.plain("operator", node, key)
+        if EXPRESSIONS[key].alias and stored[0][3]:
+            graph.operands[node.output().debugName()] = stored[0][2][0]
+            stored[0] = (*stored[0][:3], (), ())
+        return stored
     operator = find_operator(key)
     if operator is None:
         raise Unliftable(f"the operator {key} ({_where(node)})")
@@ -171,13 +173,14 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 
 
 def _number(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
-    """Store an integer as a tensor, and remember the integer: tracing turns each size into a tensor and back."""
+    """Lift ``prim::NumToTensor``, and remember the number: tracing turns every size into a tensor and back."""
     if node.input().type().kind() == "IntType":
         graph.numbers[node.output().debugName()] = graph.operand(node.input())
     return _operator(graph, node)
 
 
 def _integer(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
+    """Lift ``aten::Int``, the way back from a tensor to a number; no node is needed if the number is known."""
     number = graph.numbers.get(node.input().debugName())
     if number is None:
         return _operator(graph, node)
@@ -294,16 +297,16 @@ def _constant(value: Any, node: Any) -> Any:
 
 
 def _where(node: Any) -> str:
-    """Return the source line of ``node`` as ``file line 12``; of a neighbour if it has none."""
+    """Return the source line of ``node``, or of a neighbour if it has none, as ``file line 12``."""
     lines = (re.search(r'File "([^"]*)", line (\d+)', n.sourceRange()) for n in (node, *node.owningBlock().nodes()))
-    found = next(filter(None, lines), None)
-    return f"{found[1]} line {found[2]}" if found else "no source line"
+    source = next(filter(None, lines), None)
+    return f"{source[1]} line {source[2]}" if source else "no source line"
 
 
 _Lift = Callable[[LiftedGraph, Any], list[tuple[Any, ...]]]
 
 
-def _as(kind: str) -> _Lift:
+def _of_kind(kind: str) -> _Lift:
     return lambda graph, node: graph.plain(kind, node)
 
 
@@ -321,9 +324,9 @@ _SPECIAL: dict[str, _Lift] = {
     "prim::TupleConstruct": _make_tuple,
     "prim::TupleIndex": _tuple_item,
     "prim::RaiseException": _raise,
-    "prim::ListConstruct": _as("list"),
-    "prim::DictConstruct": _as("dict"),
-    "prim::TupleUnpack": _as("unpack"),
-    "prim::ListUnpack": _as("unpack"),
-    "prim::Uninitialized": _as("none"),
+    "prim::ListConstruct": _of_kind("list"),
+    "prim::DictConstruct": _of_kind("dict"),
+    "prim::TupleUnpack": _of_kind("unpack"),
+    "prim::ListUnpack": _of_kind("unpack"),
+    "prim::Uninitialized": _of_kind("none"),
 }

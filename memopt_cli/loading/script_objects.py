@@ -1,8 +1,8 @@
-"""Objects in the pickles of a TorchScript archive, compared with the declarations in its code.
+"""Comparing the objects in the pickles of a TorchScript archive with the classes that its code declares.
 
-PyTorch does not compare them: its interpreter looks for an attribute at the place where the declared class has it, and
-trusts the declared length of a tuple.  An archive that declares ``Tuple[int, Tensor]`` and pickles ``(7,)`` would make
-it read beyond the tuple, and take the bytes there for a pointer.
+PyTorch does not compare them.  Its interpreter finds an attribute by its position in the declared class, and trusts
+the declared length of a tuple: an archive that declares ``Tuple[int, Tensor]`` and pickles ``(7,)`` would make it read
+beyond the tuple, and take the bytes there for a pointer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
-"""Bytes of a source, at most: it is put together from lines, each of which is stored once and may be used often."""
+"""Most bytes of one source: it is put together from lines, and a line that is stored once may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -47,7 +47,7 @@ class _Class:
     base: str
     attributes: Mapping[str, ast.expr]
     restores: bool
-    """Whether it has code that takes its state."""
+    """Whether the class has ``__getstate__`` or ``__setstate__``, whose code takes the state of an object."""
 
 
 class ScriptObjects:
@@ -56,8 +56,8 @@ class ScriptObjects:
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
 
-        Raises :class:`UnsafeScript` for a class that is there twice, and :class:`ValueError` for names that are far
-        too long.
+        Raises :class:`UnsafeScript` for a class that is declared twice, and :class:`ValueError` for an attribute whose
+        name is too long.
         """
         self._classes: dict[str, _Class] = {}
         self._kinds: dict[int, str] = {}
@@ -80,7 +80,7 @@ class ScriptObjects:
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
     def check(self, node: Any) -> None:
-        """Raise :class:`ValueError` if ``node`` is an object of no declared class, or not as its class declares."""
+        """Raise :class:`ValueError` if the class of ``node`` is not declared, or declares something else."""
         if not isinstance(node, Built):
             return
         name = str(node.callee)
@@ -92,13 +92,13 @@ class ScriptObjects:
             if name not in self._classes or self._classes[name].base != "Enum":
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == _TYPE_TAG:
-            match node.given():
+            match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
             raise ValueError("a container is not of the type that it is given")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
-        """Return whether ``node`` copies the tensors of its state, as packed weights and classes that pack them do."""
+        """Return whether making ``node`` copies the tensors of its state, as packed weights of quantized layers do."""
         if not isinstance(node, Built) or node.how != "created":
             return False
         known = self._classes.get(str(node.callee))
@@ -143,26 +143,27 @@ class ScriptObjects:
         return False
 
     def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
-        # One container may be reached from two attributes.
+        # Two attributes may hold the same container.  If they declare different types, code could fill it as one type
+        # and read it as the other.
         kind = f"{name} {ast.dump(inner)}"
         if self._kinds.setdefault(id(value), kind) != kind:
-            return False  # under two types it could be filled as one of them, and read as the other
+            return False
         kinds = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if name == "List" and len(kinds) == 1:
             return _is_plain(value, LIST) and all(self._fits(item, kinds[0]) for item in value.items)
         if name == "Dict" and len(kinds) == 2:
             pairs = entries_of(value)
             return _is_plain(value, DICT) and all(self._fits(k, kinds[0]) and self._fits(v, kinds[1]) for k, v in pairs)
-        return name == "Tuple" and self._are(value, kinds)
+        return name == "Tuple" and self._fit_each(value, kinds)
 
-    def _are(self, value: Any, kinds: list[ast.expr]) -> bool:
+    def _fit_each(self, value: Any, kinds: list[ast.expr]) -> bool:
         same = isinstance(value, Tuple) and len(value.items) == len(kinds)
         return same and all(map(self._fits, value.items, kinds))
 
     def _is_object(self, value: Any, name: str) -> bool:
         known = self._classes.get(name)
         if known is not None and known.base == "NamedTuple":
-            return self._are(value, list(known.attributes.values()))
+            return self._fit_each(value, list(known.attributes.values()))
         how = "called" if known is not None and known.base == "Enum" else "created"
         return isinstance(value, Built) and value.how == how and str(value.callee) == name
 
@@ -172,12 +173,14 @@ def _is_plain(value: Any, kind: Global) -> bool:
 
 
 def _untagged(value: Any) -> Any:
-    """Return the container that ``value`` gives a type, or ``value`` itself."""
+    """Return the container inside ``value`` if that is a call which gives a container its type, else ``value``."""
     match value:
-        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.given():
-            return value.given()[0]
-        case Built(how="called", callee=Global() as callee) if str(callee) in _LISTS and len(value.given()) == 1:
-            return value.given()[0]
+        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
+            return value.argument_items()[0]
+        case Built(how="called", callee=Global() as callee) if (
+            str(callee) in _LISTS and len(value.argument_items()) == 1
+        ):
+            return value.argument_items()[0]
     return value
 
 
@@ -216,8 +219,8 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
         case None, (str(text), None | str(), int(line)) if line >= 0:
             return len(text.encode("utf-8", "replace"))
         case list(), (lines, int(name), int(line)) if 0 <= name < len(sizes) and line >= 0:
-            found = _untagged(lines)
-            if _is_plain(found, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in found.items):
-                size = sum(sizes[i] for i in found.items)
+            indices = _untagged(lines)
+            if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
+                size = sum(sizes[i] for i in indices.items)
                 return size if size <= _LONGEST_SOURCE else -1
     return -1

@@ -1,8 +1,8 @@
-"""TorchScript archives (``torch.jit.save``), checked before they are loaded, then lifted into plain modules.
+"""Loading TorchScript archives (``torch.jit.save``): checked before PyTorch reads them, then lifted into plain modules.
 
 Lifting turns each script module into a :class:`~memopt_cli.runtime.lifted.module.LiftedModule`, with the same names and
-tensors, whose forward runs the graph's operators in Python.  Only so can it be a segment: TorchScript runs a graph as
-a whole, and its modules are not called one by one.  A class whose graph has no stored form stays a script.
+tensors, whose forward runs the graph's operators in Python.  Without lifting, no module could be a segment: TorchScript
+runs a graph as a whole, and does not call modules one by one.  A class that cannot be lifted stays TorchScript.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
-        # Leaves are saved one by one: memory that one shares with another module would come apart.
+        # Leaves are saved one by one, so tensors that share memory with another module would be saved as copies.
         return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
@@ -87,7 +87,7 @@ _SHARED = "The model stays TorchScript as a whole: what could not be lifted shar
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
-    """Count for each address of memory the leaves that have it; all modules outside of leaves count as one more."""
+    """Count for each address of memory the leaves with a tensor there; the modules outside of leaves count as one."""
     parts = [list(leaf.modules()) for leaf in leaves]
     inside = {id(module) for part in parts for module in part}
     parts.append([module for module in lifted.modules() if id(module) not in inside])
@@ -99,7 +99,7 @@ def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
 
 
 class _Lifting:
-    """The lifting of a tree of scripts."""
+    """Lifts a tree of script modules, and collects notes on those that must stay TorchScript."""
 
     def __init__(self, root: ScriptModule, unit: Any) -> None:
         self.notes: list[str] = []
@@ -108,7 +108,7 @@ class _Lifting:
         self._classes: dict[str, ScriptClass] = {}
         self._reasons: dict[str, str] = {}
         self._called: dict[str, set[str]] = {}
-        """Class -> its methods that are called."""
+        """Class -> its methods that any module calls."""
         self._used: dict[str, set[str]] = {}
         """Class -> its attributes that any method reads or sets."""
         self._modules: dict[Any, nn.Module] = {}
@@ -176,9 +176,9 @@ class _Lifting:
         if has_method(script, "forward") and hooks_of(script):
             yield "it has hooks"
         for path, method in calls_of(lifted.program):
-            # The forward of a part that stays a script can be called as a whole; nothing inside it can be reached.
-            within = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
-            if any(owner is not None and self._reason(owner) for owner in within):
+            # A part that stays TorchScript can run its forward as a whole, but nothing inside it can be reached.
+            owners = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
+            if any(owner is not None and self._reason(owner) for owner in owners):
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
         for attribute in attributes_of(lifted.program):
             owner = find_module(script, attribute[:-1]) if len(attribute) > 1 else None
@@ -187,7 +187,7 @@ class _Lifting:
 
 
 def _is_tensor(script: Any, name: str) -> bool:
-    """Return whether ``name`` is a parameter or buffer: those of a script that stays one can be read from outside."""
+    """Return whether ``name`` is a parameter or buffer, which can be read even in a part that stays TorchScript."""
     return name in parameters_of(script) or name in buffers_of(script)
 
 
@@ -197,7 +197,7 @@ def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
-    """Turn ``tensor`` into a parameter, in place: a script may hold it elsewhere, too, as an LSTM does."""
+    """Turn ``tensor`` into a parameter in place, since a script may also hold it elsewhere, as an LSTM does."""
     if tensor is not None and type(tensor) is Tensor:
         tensor.__class__ = nn.Parameter
     return tensor  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""The names that a file may use: why one is refused, and which flags would allow it.
+"""Refusing names that a pickled file uses: the reason for the user, and the flag that would allow the name.
 
-Only names are judged here, since to import is to run code.  The kinds of :mod:`memopt_cli.loading.pickles.kinds` judge
-the objects behind the names.
+A name is judged here before it is imported, since importing runs code.  The objects behind the names are judged by
+:mod:`memopt_cli.loading.pickles.kinds`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DISTRIBUTIONS: Final = {
 
 
 class Unvouched(UnsafeFileError):
-    """A file that wants names which nobody vouched for; ``remedy`` is the trust that would allow them, if any."""
+    """The file uses names that the user did not allow; ``remedy`` has the flags that would, and is empty if none do."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
         super().__init__(message, hint=hint)
@@ -67,7 +67,7 @@ class Unvouched(UnsafeFileError):
 
     @property
     def requests(self) -> tuple[WantedGlobal, ...]:
-        """The names that the user may be asked to allow; empty if that would not help: for an attack, or a script."""
+        """The names that the user may be asked to allow; empty for an attack, or for a class that needs a script."""
         if self.remedy == Trust() or self.remedy.code_paths:
             return ()
         return tuple(
@@ -106,7 +106,7 @@ def stores_code(wanted: Iterable[Global]) -> str:
 
 
 def attack(wanted: Global) -> Denied:
-    """Return the refusal of the attack ``wanted``."""
+    """Return the refusal of ``wanted``, a name for which :func:`is_attack` holds."""
     computed = wanted == COMPUTED
     return Denied(
         "decides what to call only while it is read, so it cannot be checked"
@@ -116,7 +116,7 @@ def attack(wanted: Global) -> Denied:
 
 
 def unknown(use: Use) -> Denied | Missing:
-    """Return the refusal of a name that is of no kind, with the trust that would allow it."""
+    """Return the refusal of a name that no kind of object claims, with the flags that would allow it."""
     wanted = use.name
     if wanted.module == "__main__":
         return needs_script(wanted)
@@ -132,7 +132,7 @@ def unknown(use: Use) -> Denied | Missing:
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    # A name without a definition may be another name of a function: that is known once the package is imported.
+    # A name that the source only imports may be a function, too; that shows when the package is imported later.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
@@ -158,18 +158,18 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_here(wanted: Global) -> bool:
-    """Return whether the current folder has the module of ``wanted``; it is not imported from there by itself."""
+    """Return whether the current folder has the module of ``wanted``, where nothing is imported without a flag."""
     return file_in(Path.cwd(), wanted.module) is not None
 
 
 def _defined_as(wanted: Global) -> Definition:
-    """Return how the source of the module defines ``wanted``; it is read, not imported."""
+    """Return how the source of its module defines ``wanted``; the source is read, and the module not imported."""
     try:
         spec = importlib.util.find_spec(wanted.package)
         for length in range(2, wanted.module.count(".") + 2):
             name = ".".join(wanted.module.split(".")[:length])
-            places = spec.submodule_search_locations if spec else None
-            spec = importlib.machinery.PathFinder.find_spec(name, list(places or ()))
+            folders = spec.submodule_search_locations if spec else None
+            spec = importlib.machinery.PathFinder.find_spec(name, list(folders or ()))
         if spec is None or spec.origin is None:
             return ""
     except (ImportError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The user's own code (``--code-path``), made importable and told apart from all other code."""
+"""The user's own code (``--code-path``): making it importable, and telling it from all other code."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class UserCode:
     def find(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return the class or function that it defines under that name.
 
-        Raises :class:`FileFormatError` if the import fails, or if the module does not *define* it: one that it only
-        imports, such as ``os.system``, is not the user's own.
+        Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
+        only imports, such as ``os.system``, is not the user's own code.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
         for module in modules:
@@ -96,9 +96,9 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            found = file_in(path, module) if path.is_dir() else path if path.stem == module else None
-            if found is not None:
-                return found.resolve()
+            file = file_in(path, module) if path.is_dir() else path if path.stem == module else None
+            if file is not None:
+                return file.resolve()
         return None
 
     def _owns(self, module: ModuleType | None) -> bool:
@@ -109,7 +109,7 @@ class UserCode:
 def file_in(folder: Path, module: str) -> Path | None:
     """Return the file in ``folder`` from which Python would import ``module``; ``None`` if there is none."""
     parts = module.split(".")
-    if not all(map(str.isidentifier, parts)):  # the name may come from a file, and be no name at all
+    if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
         return None
     candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
     return next(filter(os.path.isfile, candidates), None)

@@ -1,4 +1,4 @@
-"""Functions that the user names as ``file.py:function``: the loss, and scripts that make inputs."""
+"""Importing functions that the user names as ``file.py:function``: losses, optimizers, scripts that make inputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def user_function(
 ) -> Callable[..., Any]:
     """Return the function that ``reference``, ``file.py:function``, names.
 
-    A user who names a file on the command line wants it to run, so it runs unchecked.  ``known``: functions in memory,
-    by their references.  Raises :class:`UsageError`, which names ``flag``, if there is no such file or function.
+    The file runs without any check: a user who names it on the command line wants it to run.  ``known``: reference ->
+    function, for functions in memory.  Raises :class:`UsageError`, which names ``flag``, if there is none.
     """
     if reference in known:
         return known[reference]
@@ -42,16 +42,16 @@ _HINT = "Give `file.py:function`."
 
 
 def _module_of(path: str, said: str) -> ModuleType:
-    """Run the file at ``path`` as a module, once for all functions in it, and again only if it has changed.
+    """Run the file at ``path`` as a module, once for all functions in it, and again only if the file has changed.
 
-    Two functions of a file must see the same classes.  Therefore a file that was imported under another name is not run
-    again, and an import of the file later gives this module, too.  ``said``: the option, for errors.
+    All functions of a file must see the same classes.  Therefore a file that the user's code has imported already is
+    not run again, and later imports of the file get this module.  ``said``: the option, for errors.
     """
     name, stamp = f"{_PREFIX}{Path(path).stem}", _stamp(path)
-    there = sys.modules.get(name)
-    if there is not None and vars(there).get(_STAMP) == stamp:
-        return there
-    main = sys.modules.get("__main__")  # which multiprocessing also calls ``__mp_main__``
+    earlier = sys.modules.get(name)
+    if earlier is not None and vars(earlier).get(_STAMP) == stamp:
+        return earlier
+    main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it as ``__mp_main__``, too
     imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
@@ -59,7 +59,7 @@ def _module_of(path: str, said: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their own module up there
+    sys.modules[name] = module  # ``dataclass`` looks up the module of its class there
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
@@ -71,15 +71,15 @@ def _module_of(path: str, said: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """A finder for imports of files that ran because the user named them, so that they do not run twice."""
+    """A finder that answers an import of a file that :func:`_module_of` ran, so that the file does not run twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec of the module that ran, if its file has not changed."""
-        there = sys.modules.get(_PREFIX + fullname.rpartition(".")[2])
-        found = there and PathFinder.find_spec(fullname, path, target)
-        if not found or not found.origin or vars(there).get(_STAMP) != _stamp(found.origin):
+        earlier = sys.modules.get(_PREFIX + fullname.rpartition(".")[2])
+        found = earlier and PathFinder.find_spec(fullname, path, target)
+        if not found or not found.origin or vars(earlier).get(_STAMP) != _stamp(found.origin):
             return None
         return ModuleSpec(fullname, self, origin=found.origin)
 
@@ -97,8 +97,8 @@ def _is_at(module: ModuleType, path: str) -> bool:
 
 
 def _stamp(path: str) -> tuple[str, int, int]:
-    found = Path(path).resolve().stat()
-    return str(Path(path).resolve()), found.st_mtime_ns, found.st_size
+    state = Path(path).resolve().stat()
+    return str(Path(path).resolve()), state.st_mtime_ns, state.st_size
 
 
 _PREFIX = "memopt_user_"

@@ -1,7 +1,8 @@
-"""A watch on libraries while they build the objects of a file that nobody vouched for.
+"""A watch on libraries while they build the objects of a file that the user did not vouch for.
 
-It uses Python's audit events, so it needs no help from the system.  Code that is not Python can evade it: the sandbox
-of :mod:`memopt_cli.measure.sandbox` is the second wall.
+Building a model needs no subprocess, no connection and no change to a file.  Python reports these as audit events, and
+the watch turns one into an error.  Code that is not Python can evade it: the sandbox of
+:mod:`memopt_cli.measure.sandbox` is the second wall.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _REFUSED: Final = frozenset(
     "socket.__new__ socket.connect socket.sendto socket.getaddrinfo urllib.Request webbrowser.open code.__new__ "
     "os.remove os.rename os.rmdir os.link os.symlink os.chmod os.kill os.killpg shutil.rmtree shutil.move".split()
 )
-"""Events of https://docs.python.org/3/library/audit_events.html that no model needs to be built."""
+"""Audit events (https://docs.python.org/3/library/audit_events.html) that building a model never needs."""
 _REFUSED_AFTER_IMPORTS: Final = frozenset(
     "os.mkdir os.truncate os.chown os.utime os.setxattr os.removexattr os.putenv os.unsetenv ctypes.dlopen "
     "ctypes.dlsym".split()
 )
-"""Events that no model needs either, but a library while it is imported, which happens before it sees the file."""
+"""Audit events that building a model does not need, but importing a library may; imports see nothing of the file."""
 _VARIABLES: Final = ("os.putenv", "os.unsetenv")
 _GPU_CHECK: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
-"""A variable that accelerate sets to ask PyTorch for a GPU, which some adapters do while they are built."""
+"""A variable that accelerate sets before it asks PyTorch for a GPU, as some adapters do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -41,7 +42,7 @@ class _Watch:
     hint: str
     """Advice for the user if that is refused."""
     earlier_threads: frozenset[int]
-    """Threads that ran before: the file has no part in what they do."""
+    """Ids of the threads that ran before, which the file cannot influence."""
 
 
 _watches: list[_Watch] = []
@@ -60,9 +61,9 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     if not _installed:
         sys.addaudithook(_look)  # Python cannot remove it again
         _installed = True
-    others = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
-    watch = _Watch(path, hint, others)
-    if not _watches:  # importing a module writes its byte code, which would be refused
+    earlier = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
+    watch = _Watch(path, hint, earlier)
+    if not _watches:  # importing a module writes a .pyc file, which the watch would refuse
         _kept_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _watches.append(watch)
     try:
@@ -75,7 +76,7 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Suspend the watch inside the block for this thread, which runs code that the user vouched for."""
+    """Suspend the watch for this thread inside the block, in which code runs that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:
@@ -101,6 +102,7 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
 
 
 def _is_importing() -> bool:
+    """Return whether an import is running somewhere up the stack."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "exec_module" and frame.f_globals.get("__name__") == _IMPORT:

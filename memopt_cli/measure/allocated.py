@@ -1,7 +1,7 @@
 """The allocated peak: the most bytes that the allocator had handed out during a step, kernel workspace included.
 
-A GPU's allocator counts them itself.  On the CPU, PyTorch's profiler records every allocation with its time; the peak
-is the largest running sum.
+On a GPU, PyTorch's caching allocator counts these bytes itself.  On the CPU, PyTorch's profiler records the time and
+size of every allocation; the peak is the largest running sum.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ MarkedStep = Callable[[Callable[[Phase], None]], object]
 """A step that calls its argument with each phase that it enters."""
 
 _MEMORY_EVENT = "[memory]"
+"""The name by which the profiler calls an allocation or a release."""
 _ENDED = "memopt::ended"
 _STEPS = 3
-"""Steps that show whether each leaves more memory: the first may allocate what the next ones reuse."""
+"""Steps after which growth is judged: the first may allocate memory that the next ones reuse, which is no leak."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
@@ -36,17 +37,17 @@ class Allocated:
     """The memory of one step, as the allocator saw it."""
 
     peak_bytes: int
-    """Most bytes that it had handed out."""
+    """Most bytes that the allocator had handed out at an instant."""
     reserved_bytes: int
-    """Most bytes that it had taken from the device; on the CPU the same as ``peak_bytes``."""
+    """Most bytes that the allocator had taken from the device; on the CPU the same as ``peak_bytes``."""
     step_s: float
     """Wall time of the step in seconds; recording its memory takes a few per cent."""
     backend: str
-    """How it was measured."""
+    """Name of the source of these numbers: ``cpu profiler`` or ``cuda caching allocator``."""
     workspaces: Workspaces
-    """Memory that operators held for themselves; on CUDA, only what libraries keep."""
+    """Memory that operators held for themselves; on CUDA, only the bytes that libraries keep."""
     phases: Mapping[Phase, int]
-    """Phase -> its peak in bytes; empty if the step names none."""
+    """Phase -> its peak in bytes; empty if the step names no phases."""
     left_bytes: int
     """Bytes that were allocated in the step and not freed when it ended, gradients among them."""
 
@@ -54,8 +55,8 @@ class Allocated:
 def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
     """Run ``step`` once on ``device``, and return what the allocator saw.
 
-    ``held_before_bytes``: bytes of the tensors that exist already.  The CPU's profiler sees only later allocations; of
-    what a GPU's allocator has handed out before, the rest belongs to libraries.
+    ``held_before_bytes``: bytes of the tensors that exist already.  On the CPU they are added to the peak, since the
+    profiler sees only later allocations.  On a GPU, whatever else was handed out before belongs to libraries.
     """
     if device.startswith("cuda"):
         return _on_cuda(step, device, held_before_bytes)
@@ -65,7 +66,7 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
 def growth(step: Callable[[], object], device: str) -> int:
     """Return the least bytes by which allocated memory grows from one of three calls of ``step`` to the next.
 
-    Reference cycles are collected after each, for they are no leak.
+    Garbage is collected after each call, since tensors in reference cycles are no leak.
     """
     ends = [*_ends_on_cuda(step, device)] if device.startswith("cuda") else _ends_on_cpu(step)
     return max(0, min(later - earlier for earlier, later in itertools.pairwise(ends)))
@@ -101,7 +102,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
     phases: dict[Phase, int] = {}
     latest: Phase | None = None
-    for start_ns, change in [*allocations, (sys.maxsize, 0)]:
+    for start_ns, change in [*allocations, (sys.maxsize, 0)]:  # the last entry lets all marks pass that are left
         while marks and marks[0][0] <= start_ns:
             latest = marks.pop(0)[1]
             phases[latest] = max(live, phases.get(latest, 0))
@@ -126,7 +127,10 @@ def _mark(phase: Phase) -> None:
 
 
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
-    """Yield the operators by time, each before those that it calls, without those that are set aside."""
+    """Yield the operators in ``events`` by time, each before those that it calls.
+
+    Operators inside an ``ASIDE`` event are left out: they are memopt's own, not the step's.
+    """
     aside_ns = 0
     for e in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
         end_ns = e.start_ns() + e.duration_ns()
@@ -139,20 +143,20 @@ def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     """Return start in ns and bytes of each allocation by time; bytes are negative where memory is freed.
 
-    Allocations in a part that is set aside do not count, nor does the freeing of memory that this profile did not see
-    allocated: the profiler remembers addresses of earlier profiles, and reports memory that was allocated between the
-    two, if it happens to lie at such an address, with the size that was there before.
+    Two kinds of events do not count: allocations inside an ``ASIDE`` event, which are memopt's own, and the freeing of
+    memory that this profile did not see allocated.  The profiler remembers the addresses of earlier profiles: memory
+    that was allocated between two profiles, at an address that the first one knew, is reported with its old size.
     """
-    pending, found = [(event, False) for event in tree], []
+    pending, seen = [(event, False) for event in tree], []
     while pending:
         event, aside = pending.pop()
         aside = aside or event.name == ASIDE
         pending += [(child, aside) for child in event.children]
         if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
-            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+            seen.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
     known: set[int] = set()  # addresses of memory that this profile saw allocated
     allocations = []
-    for start_ns, change, address in sorted(found):
+    for start_ns, change, address in sorted(seen):
         if change > 0:
             known.add(address)
         elif address not in known:
@@ -171,7 +175,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
     torch.cuda.reset_peak_memory_stats(device)
     peaks, reserved, entered = [], [], []
 
-    def enter(phase: Phase) -> None:  # without waiting: the allocator counts a request at once, not when it is used
+    def enter(phase: Phase) -> None:  # need not wait for the device: the allocator counts a request when it is made
         peaks.append(torch.cuda.max_memory_allocated(device))
         reserved.append(torch.cuda.max_memory_reserved(device))
         entered.append(phase)
@@ -181,7 +185,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
     peaks.append(torch.cuda.max_memory_allocated(device))
     reserved.append(torch.cuda.max_memory_reserved(device))
     phases: dict[Phase, int] = {}
-    for phase, peak in zip(entered, peaks[1:], strict=True):  # a step may enter one several times
+    for phase, peak in zip(entered, peaks[1:], strict=True):  # a step may enter a phase several times
         phases[phase] = max(peak, phases.get(phase, 0))
     return Allocated(
         max(peaks),

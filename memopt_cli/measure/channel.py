@@ -1,7 +1,8 @@
 """The pipes to a profiling subprocess: messages go out, bytes come in, until a deadline.
 
-A time limit, a signal and lack of memory are answers.  Nothing that a subprocess sends, or fails to send, blocks this
-end: it may have been taken over by the model that it runs.
+A subprocess that exceeds its time limit, is killed by a signal or runs out of memory does not raise an error here: each
+is a value that the caller gets instead of the answer (:data:`Ended`).  The subprocess may have been taken over by the
+model that it runs, so nothing that it sends, or fails to send, may block this end.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from memopt_cli.measure import processes
 from memopt_cli.records import Crashed, OutOfMemory, TimedOut
 from memopt_cli.text.documents import printable
 
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 4000  # of the subprocess's output, which the error of a crash shows
 _PATIENCE_S = 5.0
 """Seconds that a subprocess has to end by itself before it is killed."""
 _LOOK_S = 1.0
-"""Seconds between two looks at whether a silent subprocess is alive."""
-_CHUNK = 1 << 20
+"""Seconds after which memopt looks again whether a silent subprocess is alive."""
+_CHUNK = 1 << 20  # most bytes of one read
 _LEAST_BYTES_A_SECOND = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 
@@ -57,7 +58,7 @@ class Channel:
                 os.close(descriptor)
         self.more_time()
 
-    def started(self) -> int | None:
+    def wait_for_start(self) -> int | None:
         """Wait until the subprocess is started, and return its id; ``None`` if it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
@@ -65,7 +66,7 @@ class Channel:
             return None
 
     def close(self, *, patiently: bool) -> None:
-        """End the subprocess, which has a few seconds to end by itself if it is ended ``patiently``."""
+        """End the subprocess at once, or ``patiently`` only if it has not ended by itself in a few seconds."""
         self._jobs.close()
         if patiently and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
@@ -81,24 +82,24 @@ class Channel:
         self._deadline = time.monotonic() + self._timeout_s
 
     def time_for(self, size_bytes: int) -> None:
-        """Extend the time limit because ``size_bytes`` of a file have come, as long as a slow disk takes for them.
+        """Extend the time limit by the seconds that a slow disk takes for ``size_bytes`` of a file that have come.
 
-        If every part of a file started the time limit again, one that comes byte by byte would never end.
+        Starting the time limit again for each part would let a file that comes byte by byte go on forever.
         """
         later = self._deadline + size_bytes / _LEAST_BYTES_A_SECOND
         self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:
-        """Send ``message`` until the deadline; whoever waits for the answer learns why it was not sent."""
-        left = memoryview(json.dumps(message).encode() + b"\n")
+        """Send ``message`` as a line of JSON until the deadline; a failure shows when the answer is awaited."""
+        unsent = memoryview(json.dumps(message).encode() + b"\n")
         # A broken pipe means that the subprocess has ended: the missing reply gives the reason.
         with contextlib.suppress(BrokenPipeError), selectors.DefaultSelector() as selector:
             selector.register(self._jobs, selectors.EVENT_WRITE)
-            while left and selector.select(max(0.0, self._deadline - time.monotonic())):
-                left = left[self._jobs.write(left) or 0 :]
+            while unsent and selector.select(max(0.0, self._deadline - time.monotonic())):
+                unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or the reason why there is none; a longer line makes no sense."""
+        """Return the next line with its newline, or why there is none; a line beyond ``most_bytes`` makes no sense."""
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
@@ -115,7 +116,7 @@ class Channel:
         return taken
 
     def wait_for(self, size: int) -> Ended | None:
-        """Wait until ``size`` bytes have arrived; return the reason if they never will."""
+        """Wait until ``size`` bytes have arrived; return ``None``, or the reason why they never will."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._replies, selectors.EVENT_READ)
             while len(self._buffer) < size:
@@ -127,9 +128,9 @@ class Channel:
                     chunk = self._replies.read(_CHUNK)
                     if chunk == b"":
                         return self._post_mortem()
-                    self._buffer += chunk or b""  # ``None``: a subprocess can read its own pipe, and empty it
+                    self._buffer += chunk or b""  # ``None``: the subprocess itself has emptied the pipe by reading it
                 elif self._has_ended():
-                    return self._post_mortem()  # a process that it has started holds the pipe open
+                    return self._post_mortem()  # a process that the subprocess started still holds the pipe open
         return None
 
     # ------------------------------------------------------------------------------------------ its end
@@ -140,6 +141,7 @@ class Channel:
         return Crashed(reason="its answer makes no sense", output_tail=self._tail())
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
+        """Return why a subprocess that has closed its pipe gave no answer."""
         assert self.process is not None
         try:
             code = self.process.wait(_PATIENCE_S)

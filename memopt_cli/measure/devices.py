@@ -1,4 +1,8 @@
-"""Which device a step runs on; PyTorch is asked only where there can be another than the CPU."""
+"""Choosing the device that a step runs on, as ``--device`` names it.
+
+Importing PyTorch takes seconds, so it is asked only where a GPU is possible: PyTorch was built for GPUs, and the
+driver's library is installed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from typing import Final
 from memopt_cli.errors import UsageError
 
 _DRIVER: Final = "libcuda.so.1"
-"""NVIDIA's, which PyTorch opens as well."""
+"""The library of NVIDIA's driver, which PyTorch opens as well."""
 
 
 def resolve_device(text: str) -> str:
     """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.  Raises :class:`UsageError`."""
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
-    import torch  # which takes seconds
+    import torch  # here, since it takes seconds
 
     if text == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -33,7 +37,7 @@ def resolve_device(text: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Return whether only PyTorch itself can tell: it is built for GPUs, and the driver that it would ask is there."""
+    """Return whether there may be a GPU: PyTorch is built for GPUs, and the driver's library can be opened."""
     if "torch" in sys.modules:
         return True
     built_for = _built_for()
@@ -47,10 +51,10 @@ def _may_have_gpu() -> bool:
 
 
 def _built_for() -> set[str]:
-    """Return ``cuda``, ``hip`` or both, as PyTorch's ``version.py`` says; both where there is none to read."""
+    """Return the kinds of GPUs that PyTorch's ``version.py`` names, ``cuda`` or ``hip``; both if it cannot be read."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         return {"cuda", "hip"}
-    said = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
-    return {kind for kind in ("cuda", "hip") if said.get(kind, "") != "None"}
+    versions = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    return {kind for kind in ("cuda", "hip") if versions.get(kind, "") != "None"}

@@ -30,9 +30,9 @@ def _remove_in(process: int, path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove the folder at ``path``, which no process changes any longer.
+    """Remove the folder at ``path``, which no process may change meanwhile.
 
-    Unlike :func:`shutil.rmtree`, this works at any depth, and touches nothing outside of it, whatever links are in it.
+    Unlike :func:`shutil.rmtree`, this works at any depth of nested folders, and never follows a link out of ``path``.
     """
     with contextlib.suppress(OSError):
         _empty(path)
@@ -40,13 +40,13 @@ def remove(path: str) -> None:
 
 
 def _empty(path: str) -> None:
-    """Remove everything in the folder at ``path`` with one open descriptor, which moves down and up again."""
+    """Remove everything in the folder at ``path``, moving one open descriptor down into each folder and up again."""
     here, names = os.open(path, _ONLY_FOLDERS), list[str]()
     try:
         while True:
             inner = _first_folder(here)
             if inner is not None:
-                os.chmod(inner, 0o700, dir_fd=here)
+                os.chmod(inner, 0o700, dir_fd=here)  # the subprocess may have made it unreadable
                 names.append(inner)
                 here = _move(here, inner)
             elif names:
@@ -69,6 +69,6 @@ def _first_folder(here: int) -> str | None:
 
 
 def _move(here: int, name: str) -> int:
-    there = os.open(name, _ONLY_FOLDERS, dir_fd=here)
+    entered = os.open(name, _ONLY_FOLDERS, dir_fd=here)
     os.close(here)
-    return there
+    return entered

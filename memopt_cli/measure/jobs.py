@@ -1,11 +1,12 @@
-"""The questions to a profiling subprocess and its answers: one JSON line each way.
+"""The jobs that memopt gives a profiling subprocess, and the types of their answers; each travels as a line of JSON.
 
-A job names the type of its answer, and the function that gives it::
+To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
+answer and the function::
 
     class CountJob(StepJob[Counted]):                                    # answered by a ``Counted``, or a failure
         answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
 
-The worker knows none of them: it looks up the function that the job names.
+The worker has no list of jobs: it imports the function that the job names.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from memopt_cli.records import (
 Answer = TypeVar("Answer", covariant=True)
 
 ORIGINAL = Plan()
-"""The plan without segments, under which the model runs as it is."""
+"""The empty plan, which stands for the model as the user wrote it."""
 
 PER_TENSOR: Final = 512 << 20
 """Bytes of memory for an answer about each tensor or module of a model, of which there may be some 100,000."""
@@ -51,8 +52,8 @@ PER_TENSOR: Final = 512 << 20
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
 Data = Literal["full size", "small batch", "none"]
-"""The steps that may run on data: of any size; of a few samples, if the full step does not fit or must not be tried; or
-none, in which case the parameters have no data either."""
+"""The steps that may run on real tensors: steps of any size; steps of a few samples, if the full step does not fit or
+must not be tried; or none, in which case the parameters are tensors without data, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +65,23 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that is not here, whose peaks and times are estimated; ``None`` for the device of the step."""
+    """A device that this machine lacks, whose peaks and times are estimated; ``None`` to measure the step's device."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, each of which can be a segment."""
     tries_rows: bool = True
-    """Whether segments in chunks test that rows do not mix, which takes as long as a few forwards; needless if all
-    results of a plan are compared with the original's."""
+    """Whether segments in chunks test that no row of the batch changes the result of another.  The test takes as long
+    as a few forwards, and is needless where all results of a plan are compared with the original's."""
     layout: Layout | None = None
-    """The layout of the model over ranks, of which the subprocess is one; only steps without data run then.  ``None``
-    for a single device."""
+    """The layout of the model over ranks, if the subprocess is one rank of many: of a predicted group, whose steps run
+    without data, or of a real one.  ``None`` for a single device."""
     rank: int = 0
-    """Index of the rank."""
+    """Index of the subprocess's rank."""
     compiler_cache: str | None = None
-    """Folder in which PyTorch's compiler keeps what it makes; ``None`` for the user's own, or that of the sandbox."""
+    """Folder for the cache of PyTorch's compiler; ``None`` for the user's own cache, or that of the sandbox."""
     place: PlaceName = "device"
-    """Place where plans may send stored tensors; how fast they go there is measured when a step is recorded."""
+    """Place where plans may send stored tensors; the speed of these copies is measured when a step is recorded."""
     offload_folder: str | None = None
-    """Folder of the file in which they wait; ``None`` for that of temporary files."""
+    """Folder for the file of stored tensors, if ``place`` is a file; ``None`` for the folder of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -93,7 +94,7 @@ class Job(Generic[Answer]):
 
     __slots__ = ()
     answered_by: ClassVar[str]
-    """The function that answers it in the subprocess, ``module:function``, from the :class:`Subject` and the job."""
+    """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
     most_bytes: ClassVar[int] = 16 << 20
     """Bytes of memory that reading the answer may take: its sender is not trusted."""
 
@@ -108,21 +109,21 @@ class StepJob(Job[Answer]):
 
 def class_of(name: str) -> type[Job[Any]]:
     """Return the class of jobs called ``name``, which comes from the process that asks, and is trusted."""
-    found: type[Job[Any]] = globals()[name]
-    return found
+    kind: type[Job[Any]] = globals()[name]
+    return kind
 
 
 def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
     """Return the type of the answer to jobs of the class ``kind``."""
     (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+    answer: type[Answer]
     (answer,) = get_args(base)
-    found: type[Answer] = answer
-    return found
+    return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionsJob(Job[Conditions]):
-    """A question for the conditions of its measurements; no model is loaded."""
+    """A question for the conditions (device, libraries, settings) under which the subprocess would measure."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.conditions:conditions"
 
@@ -140,15 +141,15 @@ class DescribeJob(Job[ModelFacts]):
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
     most_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
-    """Whether to find the inputs of its step."""
+    """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
     """The description of the inputs that the user gave; ``None`` if they gave none."""
     remembered: InputSpec | None = None
     """The description that the user gave for an earlier command; ``None`` if none is known."""
     plan: Plan = ORIGINAL
-    """A plan that must suit the model."""
+    """A plan that must suit the model, or the answer is a failure."""
     replicas: bool = False
-    """Whether it must be possible to train copies of the model as one."""
+    """Whether copies of the model must be trainable as one, or the answer is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,7 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A file that was sent to its end, or that needs nothing that its original does not need."""
+    """The answer that a model was sent completely, or that a saved file needs no more than its original."""
 
     size_bytes: int
 
@@ -179,7 +180,7 @@ class Saved:
 class SaveJob(Job[Saved]):
     """A request for the model as a file, with ``plan`` installed.
 
-    The file comes in pieces before the answer.  No function answers it, it is part of the wire.
+    The file comes in pieces before the answer.  This job names no function: the worker itself sends the pieces.
     """
 
     plan: Plan
@@ -187,10 +188,10 @@ class SaveJob(Job[Saved]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareJob(Job[Saved]):
-    """A request to compare a file with its original; it was saved by a subprocess that has run the model.
+    """A request to compare the saved file at ``path`` with its original.
 
-    The one that compares reads both files and runs nothing of them.  The answer is a failure if the file could do
-    anything that the original could not.
+    A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
+    compares them; the answer is a failure if the saved one could do anything that the original could not.
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
@@ -199,7 +200,7 @@ class CompareJob(Job[Saved]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChanged:
-    """The answer to any job that loads the model from a changed file, which ends the command."""
+    """The answer to any job for which the model would be loaded from a file that has changed; it ends the command."""
 
     message: str
     hint: str
@@ -214,7 +215,7 @@ class Traced:
 
     trace: StepTrace
     fake: bool
-    """Whether it was recorded on fake tensors."""
+    """Whether the step was recorded on fake tensors."""
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors; ``None`` if the model does not run on them."""
     note: str = ""
@@ -262,7 +263,7 @@ class CountJob(StepJob[Counted]):
     """Batch size; ``None`` for the size in the description of the inputs.  Workspaces are not known at other sizes, so
     a dry run gives the tensor peak alone."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,15 +295,15 @@ class Measured:
     not_as_planned: tuple[str, ...] = ()
     """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
     broken: str = ""
-    """Reason by PyTorch why a model that the plan compiles is not one graph: parts of it, or all, run as they are.
-    Empty if it is one, and where nothing is compiled."""
+    """PyTorch's reason for a graph break, after which parts of a model that the plan compiles run uncompiled.  Empty if
+    the compiled model is one graph, and where nothing is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob(StepJob[Measured]):
-    """A request to time steps under a plan and to measure both peaks.
+    """A request to time steps under a plan, and to measure its tensor peak and its allocated peak.
 
-    In compiled code only the allocator sees tensors: its peak stands for both where the plan compiles the model.
+    The tensors of compiled code are seen by the allocator alone, so a plan that compiles the model has one peak.
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
@@ -338,14 +339,14 @@ class TimedInTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimedInTurns]):
-    """A question for the slowdown of plans, by steps in turns: another load of the machine slows all of them."""
+    """A question for the slowdown of plans, by steps in turns: what else the machine does slows all of them."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
     plans: tuple[Plan, ...]
     turns: int = 3
     """Number of timed steps of the original, and of each plan, at least."""
     most_slowdown: float | None = None
-    """The limit on the slowdown: a plan far beyond takes one turn.  ``None`` if there is no limit."""
+    """The limit on the slowdown; a plan that is far beyond it after one turn is timed no more.  ``None``: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +358,7 @@ class ProbeJob(StepJob[BatchProbe]):
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
@@ -373,7 +374,7 @@ class ReplicasJob(StepJob[BatchProbe]):
     replicas: int
     """Number of copies, at least 2."""
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     limit_bytes: int | None = None
     """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
@@ -383,7 +384,7 @@ class ReplicasJob(StepJob[BatchProbe]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineJob(StepJob[BatchProbe]):
-    """A question for the allocated peak and the time of a sequence."""
+    """A question for the allocated peak and the time of online learning from a sequence of ``steps`` time steps."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:probe"
     rule: OnlineRule
@@ -394,7 +395,7 @@ class OnlineJob(StepJob[BatchProbe]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementJob(StepJob[GradientAgreement]):
-    """A question how far the online gradient of a sequence is from that through time."""
+    """A question for the difference between the online gradient of a sequence and its gradient through time."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:compare"
     rule: OnlineRule
@@ -408,7 +409,7 @@ class AgreementJob(StepJob[GradientAgreement]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InGroup:
-    """The measurements of all ranks, or the loss of one."""
+    """The measurements of all ranks, or the reason why one was lost."""
 
     outcome: RanksMeasured | RankLost
 
@@ -435,12 +436,12 @@ class Sizes:
 
     batch: int
     dims: dict[str, int] = field(default_factory=dict)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizesJob(StepJob[Sizes]):
-    """A question for the least sizes at which all chunks of a plan run."""
+    """A question for the least sizes of the inputs at which every segment of a plan still runs in all its chunks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_least_sizes"
     plan: Plan
@@ -454,11 +455,12 @@ class VerifyJob(StepJob[Verification]):
     plan: Plan
     batch: int
     dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, where it differs from the description of the inputs."""
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
     further: bool = False
-    """Whether to compare the following steps, too."""
+    """Whether to compare the steps after the first, too."""
     asked_s: float = 0.0
-    """Seconds of a step of the original at its full sizes, if these are smaller: so the others may take longer."""
+    """Seconds of a step of the original at full size, if ``batch`` and ``dims`` are smaller: the slower it is, the
+    longer the further steps may take."""
 
 
 # ---------------------------------------------------------------------------------------------- consecutive steps
@@ -489,5 +491,5 @@ class FollowJob(StepJob[Followed]):
     """Whether everything is computed in float64."""
     mode: Mode = "training"
     detached: bool = False
-    """Whether hidden state is detached from its graph between steps, as training loops do for models that keep it."""
+    """Whether hidden state is detached from its graph between steps, as the training loops of recurrent models do."""
     compiled: Compiling = "as they are"

@@ -1,4 +1,4 @@
-"""Profiling in this process, for a model that cannot be sent to a subprocess.
+"""Profiling in the caller's own process, for a model that cannot be sent to a subprocess.
 
 A session here calls the worker directly, without a pipe.  There is no time limit, and a model that runs out of memory
 or crashes takes this process with it.
@@ -66,7 +66,7 @@ class LocalSession(Session):
         return False
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
-        """Return the answer to ``job``, or why there is none."""
+        """Return the answer to ``job``, or the failure that prevented it."""
         with _one_at_a_time, undisturbed():
             try:
                 answer = self._work().do(_over_the_wire(job, type(job)))

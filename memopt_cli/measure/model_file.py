@@ -1,4 +1,4 @@
-"""Answers to jobs that run no step of the model: describe a model or a file, and save a model with a plan."""
+"""Answers to the jobs that run no step: describe a model, inspect a file, save a model with a plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
     if environment != _environment() or sys.path[: len(path)] != path:
-        return facts  # a folder in front may hold a library of a known name, which is another one
+        return facts  # the model's code changed where modules are found: a library's name may mean something else now
     return replace(facts, libraries=imported_libraries(sys.modules))
 
 
@@ -64,9 +64,9 @@ def _environment() -> dict[str, str]:
 
 
 def inspect(subject: Subject, job: InspectJob) -> Inspection:
-    """Describe the file at the path of ``job``; of a folder of ``save_pretrained``, its weights.
+    """Describe the file at the path of ``job``, or the weights in a folder of ``save_pretrained``.
 
-    Raises :class:`MemoptError`, of a folder whose weights are split into several files too.
+    Raises :class:`MemoptError`, also if the weights of the folder are split into several files.
     """
     if not is_pretrained(job.path):
         return description.describe(read_file(job.path))
@@ -77,8 +77,8 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
             f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
             hint=f"Name one of them: memopt inspect {quoted_path(str(folder / first))}",
         )
-    found = description.describe(read_file(str(folder / first)))
-    return replace(found, notes=(*found.notes, f"The weights of {job.path}; its settings are beside it."))
+    inspection = description.describe(read_file(str(folder / first)))
+    return replace(inspection, notes=(*inspection.notes, f"The weights of {job.path}; its settings are beside it."))
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
@@ -129,10 +129,11 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
 
 
 def _indices_in(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the path and the largest value of each integer tensor that ``model`` holds: it may index an input."""
     for path, module in model.named_modules():
         for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
-            is_list = isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim()
-            if is_list and value.numel() and not value.is_meta:
+            has_integers = isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim()
+            if has_integers and value.numel() and not value.is_meta:
                 yield f"{path}.{name}".removeprefix("."), int(value.max())
 
 
@@ -153,9 +154,9 @@ def compare_saved(subject: Subject, job: CompareJob) -> Saved:
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
-    """Install ``plan`` on ``model``, and write it into ``file``.  Raises :class:`StepError` if it does not pickle.
+    """Write ``model`` with ``plan`` into ``file``.  Raises :class:`StepError` if it cannot be pickled.
 
-    The optimizer is the training script's, so a plan's part for it is left out.
+    The part of the plan for the optimizer is left out: the training script makes the optimizer, not the model file.
     """
     remove_plan(model)
     # A plan names modules by their paths, which are equal in all models of a :class:`BatchModule`.
@@ -202,5 +203,5 @@ def _refuse_without_memory(module: nn.Module) -> None:
 
 
 def _is_batch_norm(module: Any) -> bool:
-    """Return whether ``module`` is a batch norm, or was one before it was lifted."""
+    """Return whether ``module`` is a batch norm; one from TorchScript or an exported program shows by its old name."""
     return "BatchNorm" in getattr(module, "original_name", type(module).__name__)

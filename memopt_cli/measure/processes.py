@@ -3,8 +3,9 @@
 This is the side of the process that asks; :mod:`memopt_cli.measure.server` is the other.  On systems whose libraries do
 not survive a fork, subprocesses start as fresh interpreters.
 
-``multiprocessing``'s fork server would not do: a subprocess runs a stranger's model, so it and everything that it
-starts must be gone when its session ends, whatever it did to get away, and its output must not reach the terminal.
+``multiprocessing``'s fork server would not do.  A subprocess runs a stranger's model: the subprocess and everything
+that it starts must be gone when its session ends, even if the model tries to escape, and its output must not reach the
+terminal.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Role = Literal["early", "late"]
 """The time at which PyTorch is imported: before the fork, or after."""
 _NUMBER = struct.Struct("!q")
 START, STEPS_FOLLOW, LIBRARIES_FOLLOW = b"!", b"+", b"m"
-"""Messages to the server: start a subprocess; steps will be run, so import the modules that they need; import the
-libraries of a model."""
+"""Messages to the server: start a subprocess; import the modules that running steps needs; import the libraries of a
+model."""
 
 
 def encoded(number: int) -> bytes:
@@ -35,7 +36,7 @@ def encoded(number: int) -> bytes:
 
 
 class Lost(Exception):
-    """A server that has ended, and its subprocesses with it, or that could not start one."""
+    """The server has ended, and its subprocesses with it, or it could not start a subprocess."""
 
 
 class Subprocess:
@@ -43,38 +44,38 @@ class Subprocess:
 
     def __init__(self, status: socket.socket, server: ForkServer) -> None:
         self._status = status
-        self._server = server  # keeps it alive
+        self._server = server  # a reference, since the server ends with the last one
         self._pid: int | None = None
         self._code: int | None = None
 
     @property
     def pid(self) -> int:
-        """The process id, once it is started.  Raises :class:`Lost`."""
-        return self._born(None)
+        """The process id; waits until the process is started.  Raises :class:`Lost`."""
+        return self._await_pid(None)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative if a signal ended it; ``None`` while it lives.  Raises :class:`Lost`."""
+        """Return the exit code, negative after a signal; ``None`` while the process lives.  Raises :class:`Lost`."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
-        self._born(timeout_s)
+        """Wait for the exit code, and return it.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
+        self._await_pid(timeout_s)
         if self._code is None:
             self._code = self._receive(timeout_s)
         return self._code
 
     def end(self) -> None:
-        """Kill it and all that it has started, and wait until it is gone; one that is not started yet never will be."""
+        """Kill the process and all that it has started, and wait for that; a process not started yet never starts."""
         with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
-            self._born(0.0)
+            self._await_pid(0.0)
             self._status.shutdown(socket.SHUT_WR)
             if self._code is None:
                 self._code = self._receive(None)
 
-    def _born(self, timeout_s: float | None) -> int:
+    def _await_pid(self, timeout_s: float | None) -> int:
         if self._pid is None:
             self._pid = self._receive(timeout_s)
         return self._pid
@@ -94,7 +95,7 @@ class Subprocess:
 
 
 class ForkServer:
-    """The process that forks subprocesses; it ends with the last reference to it, and with this process or thread."""
+    """The process that forks subprocesses; ends with the last reference to this object, or with this process."""
 
     def __init__(self, role: Role) -> None:
         self._environment = _environment()
@@ -110,36 +111,36 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                cwd=os.sep,  # what it imports finds nothing among the user's files, and leaves nothing there
+                cwd=os.sep,  # not the user's folder: imports must neither find modules there nor write files
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))},
             )
         self._control = ours
         weakref.finalize(self, _end_server, ours, self._process, self._user)
 
     def serves(self) -> bool:
-        """Return whether it is alive, and its environment is that of this process."""
+        """Return whether the server is alive, belongs to this process, and still has this process's environment."""
         is_ours = self._user == os.getpid()
         return is_ours and self._process.poll() is None and self._environment == _environment()
 
     def announce_steps(self) -> None:
-        """Let it import what steps without data need, for the next subprocess and all later ones."""
+        """Let the server import the modules that running steps needs, for the next subprocess and all later ones."""
         with contextlib.suppress(OSError):
             self._control.send(STEPS_FOLLOW)
 
     def import_libraries(self, names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
-        """Let it import the modules ``names`` of model libraries, found on ``path``, for all later subprocesses."""
-        wanted = json.dumps({"names": names, "path": path, "timeout_s": timeout_s}).encode()
+        """Let the server import the modules ``names``, found on ``path``, for all later subprocesses."""
+        request = json.dumps({"names": names, "path": path, "timeout_s": timeout_s}).encode()
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb") as inlet, os.fdopen(writing, "wb", buffering=0) as outlet:
             os.set_blocking(writing, False)
-            if outlet.write(wanted) != len(wanted):  # more than a pipe holds: each subprocess imports by itself
+            if outlet.write(request) != len(request):  # more than a pipe holds: each subprocess imports by itself
                 return
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the server has just ended
                 socket.send_fds(self._control, [LIBRARIES_FOLLOW], [inlet.fileno()])
 
     def ask(self, files: Sequence[int]) -> None:
-        """Ask for a subprocess with these open files."""
-        with contextlib.suppress(ConnectionError):  # it has just ended; the status of the subprocess says so
+        """Ask the server for a subprocess that gets the open ``files``."""
+        with contextlib.suppress(ConnectionError):  # the server has just ended, as the status socket will show
             socket.send_fds(self._control, [START], list(files))
 
 
@@ -151,14 +152,16 @@ def _environment() -> dict[str, str]:
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes], user: int) -> None:
     control.close()
     if user == os.getpid():
-        process.terminate()  # it ends its subprocesses first
+        process.terminate()  # on SIGTERM the server kills its subprocesses, then ends
         process.wait()
 
 
 class _Servers(threading.local):
     def __init__(self) -> None:
         self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
+        """Role -> the running server, as long as a subprocess or :attr:`kept` refers to it."""
         self.kept: dict[Role, ForkServer] | None = None
+        """Servers that :func:`kept` keeps alive inside its block; ``None`` outside of one."""
 
 
 _servers = _Servers()
@@ -194,8 +197,8 @@ def start(jobs: int, replies: int, output: int, *, steps: bool) -> Subprocess:
 def import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
     """Import the modules ``names`` of model libraries, found on ``path``, once for all later subprocesses.
 
-    Those that are not imported within ``timeout_s`` are left to each subprocess.  Where no server is kept for them,
-    there is nothing to do.
+    Modules that are not imported within ``timeout_s`` are left to each subprocess.  Without a server that is kept for
+    later subprocesses, this does nothing.
     """
     server = _servers.used.get(_role())
     if names and server is not None:

@@ -1,4 +1,8 @@
-"""The user's classes and functions in this process: can a profiling subprocess import them?"""
+"""Deciding whether a profiling subprocess can import the user's classes and functions that live in this process.
+
+A function at the top of an importable file can be named to a subprocess as ``file.py:function``.  A lambda, a closure
+or anything typed into a notebook cannot; a model that needs it is profiled in this process.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,11 @@ class UserFunction:
     function: Callable[..., Any] | None = None
     """The function in memory; ``None`` if it is loaded by its reference."""
     obstacle: str = ""
-    """The reason why a subprocess cannot import it; empty if it can."""
+    """The reason why a subprocess cannot import the function; empty if it can."""
 
 
 def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return the function that is ``given``, or named by a text; the obstacle calls it a ``what``."""
+    """Return the user's function that is ``given`` itself or by its reference; messages call it a ``what``."""
     if given is None or isinstance(given, str):
         return UserFunction(reference=given or "")
     name = getattr(given, "__qualname__", type(given).__name__)
@@ -42,7 +46,7 @@ def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunc
 
 
 def _unreachable_alone(module: ModuleType | None, name: str) -> str:
-    """Say why a subprocess does not get the function ``name`` by running its file; empty if it does."""
+    """Say why running the file of ``module`` in a subprocess does not define ``name``; empty if it does."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))

@@ -1,4 +1,8 @@
-"""The answers of a profiling subprocess, which may be made up: they are read as the job says, or not at all."""
+"""Reading the answers of a profiling subprocess, which a hostile model may have made up.
+
+An answer becomes a record only if it has the type that the job names and its numbers are possible: no negative bytes,
+no index of an operator that does not exist.  Everything else is refused.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +55,9 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
         if isinstance(failure, StepFailed) and failure.exit_code not in _EXIT_CODES:
             raise ValueError(failure.exit_code)
         return failure
-    found = from_data(answer_of(type(job)), reply["answer"])
-    _check_amounts(found)
-    match found:
+    answer = from_data(answer_of(type(job)), reply["answer"])
+    _check_amounts(answer)
+    match answer:
         case Measured(measurement=measurement):
             _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
         case TimedInTurns(original_times_s=times, planned_times_s=planned) if isinstance(job, TimeInTurnsJob):
@@ -65,12 +69,12 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
             _check_trace(trace)
         case ModelFacts(spec=spec) if isinstance(job, DescribeJob):
             _require((spec is not None) == job.inputs)
-            return found if spec is None else replace(found, spec=_with_named_inputs(spec, job.spec))
-    return found
+            return answer if spec is None else replace(answer, spec=_with_named_inputs(spec, job.spec))
+    return answer
 
 
 def _check_amounts(value: Any, name: str = "") -> None:
-    """Raise :class:`ValueError` for impossible bytes and seconds, told by names of fields: sums and ratios use them."""
+    """Raise :class:`ValueError` for impossible bytes and seconds in ``value``, recognized by the names of fields."""
     if is_dataclass(value):
         for f in fields(value):
             _check_amounts(getattr(value, f.name), f.name)
@@ -87,7 +91,10 @@ _MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "wa
 
 
 def _check_trace(trace: StepTrace) -> None:
-    """Raise :class:`ValueError` for indices of operators and storages that do not exist: readers use them unchecked."""
+    """Raise :class:`ValueError` if ``trace`` has indices of operators or storages that do not exist.
+
+    The search and the replay use these indices without checks of their own.
+    """
     count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
     places, instants = range(count), range(-1, count + 1)
     spans, storages = list[tuple[int, ...]](), list[int]()
@@ -111,7 +118,10 @@ def _require(holds: bool) -> None:
 
 
 def _with_named_inputs(found: InputSpec, given: InputSpec | None) -> InputSpec:
-    """Return ``found`` with the files that the user named: a subprocess must not name others, which would be run."""
+    """Return ``found`` with the files that the user named.
+
+    A subprocess must not name files of its own: the next subprocess would read its data, or run its script.
+    """
     named = (given.data_file, given.script) if given is not None else (None, None)
     if found.tensors and any(named):
         raise ValueError(named)

@@ -1,4 +1,7 @@
-"""Sessions with a profiling subprocess, which may die: a time limit, a signal and lack of memory are answers."""
+"""Sessions: a parent starts a profiling subprocess, asks it jobs, and gets an answer to each or a failure.
+
+A crash, a time limit and running out of memory are failures that are returned, not exceptions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _ENDED = Crashed(reason="the subprocess of this session has ended", output_tail=
 class Session:
     """One profiling subprocess; a context manager that leaves no process behind.
 
-    Every job raises :class:`ChangedFileError` if a file of the model is not what the subject says.
+    Asking any job raises :class:`ChangedFileError` if a file of the model has changed since it was first read.
     """
 
     def __init__(self, subject: Subject, timeout_s: float) -> None:
@@ -62,22 +65,22 @@ class Session:
     @property
     def pid(self) -> int | None:
         """The process id of the subprocess; ``None`` if there is none, or it has ended."""
-        return self._channel.started() if self._channel is not None else None
+        return self._channel.wait_for_start() if self._channel is not None else None
 
     @property
     def ended(self) -> bool:
-        """Whether the subprocess has ended, as an answer has told."""
+        """Whether the subprocess is known to have ended, since a job failed for that reason."""
         return self._channel is None or self._channel.process is None
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
-        """Return the answer to ``job``, or why there is none."""
+        """Return the answer to ``job``, or the failure that prevented it."""
         channel = self._send(job)
         return self._answer(job, channel) if channel is not None else _ENDED
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
-        """Write the file that answers ``job`` into ``file``, unless it is far larger than the model can be.
+        """Write the model that the subprocess saves into ``file``, unless it is far larger than the model can be.
 
-        Raises :class:`OSError` if ``file`` takes no more.
+        Raises :class:`OSError` if ``file`` cannot be written, as on a full disk.
         """
         channel = self._send(job)
         if channel is None:
@@ -87,12 +90,12 @@ class Session:
             failure = channel.wait_for(SIZE.size)
             if failure is not None:
                 return failure
-            (left,) = SIZE.unpack(channel.take(SIZE.size))
-            if left == 0:
+            (piece_bytes,) = SIZE.unpack(channel.take(SIZE.size))
+            if piece_bytes == 0:
                 saved = self._answer(job, channel)
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
                 return saved if is_whole else channel.nonsense()
-            received_bytes += left
+            received_bytes += piece_bytes
             if received_bytes > most_bytes:
                 channel.end()
                 return StepFailed(
@@ -100,19 +103,19 @@ class Session:
                     "was loaded from holds far less",
                     hint="With `--plan-only` no model is written.",
                 )
-            while left:
+            while piece_bytes:
                 failure = channel.wait_for(1)
                 if failure is not None:
                     return failure
-                written = file.write(channel.take(left))
+                written = file.write(channel.take(piece_bytes))
                 channel.time_for(written)
-                left -= written
+                piece_bytes -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
         """Send ``job``, and return the channel for its answer; ``None`` if the subprocess has ended."""
         if self.ended or self._channel is None:
             return None
-        self._channel.started()  # if it cannot be started, the answer says why
+        self._channel.wait_for_start()  # starting takes no time from the job; a failed start shows in the answer
         self._channel.more_time()
         self._channel.send({"kind": type(job).__name__, "job": to_data(job)})
         return self._channel
@@ -122,19 +125,18 @@ class Session:
         if not isinstance(line, bytes):
             return line
         try:
-            found = read(line, job)
+            answer = read(line, job)
         except Exception:  # reading an answer that is made up may raise anything
             return channel.nonsense()
-        if isinstance(found, FileChanged):
-            raise ChangedFileError(found.message, hint=found.hint)
-        return found
+        if isinstance(answer, FileChanged):
+            raise ChangedFileError(answer.message, hint=answer.hint)
+        return answer
 
 
 def import_path(source: ModelSource) -> list[str]:
     """Return ``sys.path`` for a subprocess, without the current folder: a file there may have the name of a library.
 
-    If the current folder is memopt's own, it stays.  A model that is trusted also finds what ``PYTHONPATH`` names,
-    which the command line leaves out.
+    The folder of memopt's own source stays, as does the current folder for a trusted model if ``PYTHONPATH`` names it.
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:

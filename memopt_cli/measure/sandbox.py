@@ -1,9 +1,9 @@
-"""A sandbox around a process that loads and runs somebody's file, the second wall behind the checks of the file.
+"""A sandbox around a process that loads and runs a stranger's model, the second wall behind the checks of the file.
 
-It consists of Linux's Landlock, a filter of system calls and the loss of privileges, and needs no privilege itself.
-A confined process can read the files that it could read before, but no terminal; it can write to a folder of its own
-alone; it starts no programs, opens no connections and does nothing to other processes.  Nothing lifts the sandbox
-again.  If a kernel cannot refuse a part of this, the user is told.
+It is made of Linux's Landlock, a filter of system calls (:mod:`memopt_cli.measure.seccomp`) and the loss of root's
+privileges; it needs no privilege itself.  A confined process can read the files that it could read before, but no
+terminal; it can write only to a folder of its own; it starts no programs, opens no connections and does nothing to
+other processes.  Nothing lifts the sandbox again.  If the kernel cannot refuse a part of this, the user is told.
 
 Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)
 """
@@ -26,15 +26,16 @@ from typing import Final
 from memopt_cli.measure import seccomp
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
-"""Numbers of the system calls, the same on every processor that Linux runs on."""
-_ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+"""Numbers of Landlock's system calls, the same on every processor that Linux runs on."""
+_ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38  # LANDLOCK_CREATE_RULESET_VERSION, …_RULE_PATH_BENEATH, prctl's
 
+# Rights on files, LANDLOCK_ACCESS_FS_*.
 _EXECUTE, _WRITE, _READ, _READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_DEVICES: Final = 1 << 6 | 1 << 11
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Version of Landlock -> the number of rights on files that it knows."""
-_TCP: Final = 0b11
+_TCP: Final = 0b11  # to bind, and to connect
 _SCOPES: Final = 0b11
 """Bits for signals, and for sockets without a name in the file system."""
 _NET_FROM, _SCOPES_FROM = 4, 6
@@ -53,7 +54,7 @@ CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CA
 _IN_MEMORY: Final = "/dev/shm"
 _LARGEST_FILE_BYTES: Final = 16 << 30
 """Bytes of a file that a confined process writes, at most; a model that it saves goes to the parent instead."""
-_CAPABILITIES: Final = 0x20080522
+_CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
 
@@ -66,7 +67,7 @@ _REFUSALS: Final = re.compile(
     r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"
 )
 _ERROR_CLASSES: Final = ("RuntimeError", "AcceleratorError")
-"""The first lines of PyTorch's errors for a refusal, and the classes of these errors."""
+"""The first lines of the errors by which PyTorch reports a refusal, and the classes of these errors."""
 
 
 _confined = False
@@ -78,9 +79,10 @@ def is_confined() -> bool:
 
 
 def confine(folder: str, *, gpu: bool) -> str:
-    """Confine this process to ``folder``, for good, and say what the kernel cannot refuse; empty if it can.
+    """Confine this process to ``folder``, for good; return what the kernel cannot refuse, empty if it refuses all.
 
-    Must be called before there is a second thread.  Temporary files and the caches of compilers go to the folder.
+    Landlock restricts only the calling thread and threads that it starts later, so this must come before any other
+    thread starts.  Temporary files and the caches of compilers go to the folder.
     """
     if sys.platform != "linux":
         return f"{platform.system()} has no Landlock"
@@ -105,7 +107,7 @@ def caches_in(folder: str) -> dict[str, str]:
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
-    """Restrict access to files by Landlock, and say why that cannot be; empty if it can."""
+    """Restrict access to files by Landlock; return the reason if that fails, else an empty text."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1
@@ -130,9 +132,9 @@ def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) 
 
 
 def _places_of_files() -> Iterator[str]:
-    """Yield all folders and files of the root folder but ``/dev``: Landlock allows paths, and cannot except one.
+    """Yield the folders and files in ``/`` except ``/dev``: Landlock can allow a path, but not make an exception in it.
 
-    In ``/dev``, only the file system in memory has files, which may be a model's.
+    In ``/dev``, only ``/dev/shm`` holds ordinary files, and a model may be among them.
     """
     with os.scandir("/") as entries:
         yield from (entry.path for entry in entries if entry.name != "dev" and not entry.is_symlink())
@@ -141,7 +143,7 @@ def _places_of_files() -> Iterator[str]:
 
 
 def _give_up_privileges(libc: ctypes.CDLL) -> None:
-    """Drop the privileges of root, which needs no privilege."""
+    """Drop root's privileges except that to read all files; dropping needs no privilege."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITIES, 0))
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, the lower halves first
     if libc.capget(header, sets) == 0:
@@ -160,7 +162,7 @@ def is_refusal(error: BaseException) -> bool:
         if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
             path = getattr(seen, "filename", None)
             is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
-            return not is_unreadable  # by its mode, with a sandbox or without
+            return not is_unreadable  # a file that its mode makes unreadable is so without a sandbox, too
         seen = seen.__cause__ or seen.__context__
     return False
 

@@ -4,15 +4,17 @@ Importing PyTorch takes seconds.  This process does so once (``early``), then fo
 session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
 code.
 
-A byte on the control socket asks for a subprocess.  With it come four open files: one to read jobs from, one for
-replies, one for output, and a socket for its status.  On that, the server sends the subprocess's id, and at the end,
-when nothing is left of it and of all that it started, its exit code.  If the session closes the socket, the subprocess
-is killed.  Other bytes say that steps will be run, and that the modules they need should be imported; or, with a file
-of their names, that the libraries of a model should be.
+The messages on the control socket are single bytes, named in :mod:`memopt_cli.measure.processes`:
+
+- ``START`` starts a subprocess.  With the byte come four open files: one to read jobs from, one for replies, one for
+  output, and a socket for the status.  On the status socket the server sends the subprocess's id, and its exit code
+  once the subprocess and all that it started are gone.  If the session closes the socket, the subprocess is killed.
+- ``STEPS_FOLLOW`` imports the modules that running steps needs.
+- ``LIBRARIES_FOLLOW`` imports the libraries of a model; with the byte comes a file of their names.
 
 A subprocess that was taken over by its model must not survive its session.  It leads a process group, which is killed
-as a whole.  Processes that leave the group become orphans when their parent dies, and the server, as the nearest
-subreaper, becomes their parent: it kills all children that belong to no living session.
+as a whole.  A process that leaves the group becomes an orphan when its parent dies.  Linux hands orphans to the nearest
+"subreaper" among their ancestors, which is the server: it kills all children that belong to no living session.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class _Server:
                     self._start()
                 elif key.fileobj is self._deaths:
                     self._reap()
-                elif key.data in self._alive:  # its session is over; its end is noticed as any other's
+                elif key.data in self._alive:  # the session closed its socket: kill the subprocess, and reap it later
                     self._selector.unregister(key.fileobj)
                     _kill(key.data)
 
@@ -82,9 +84,9 @@ class _Server:
             self._import.join()  # a fork in the middle of an import would inherit its locks
         if message == LIBRARIES_FOLLOW:
             with os.fdopen(files[0], "rb") as file:
-                wanted = json.load(file)
+                request = json.load(file)
             if self._has_imported:
-                _import_libraries(wanted["names"], wanted["path"], wanted["timeout_s"])
+                _import_libraries(request["names"], request["path"], request["timeout_s"])
             return
         if message == STEPS_FOLLOW:
             if self._has_imported and self._import is None:
@@ -93,10 +95,10 @@ class _Server:
             return
         *streams, status_fd = files
         status, server = socket.socket(fileno=status_fd), os.getpid()
-        gc.freeze()  # so that the child's garbage collections do not touch, and copy, the memory of imported modules
+        gc.freeze()  # else the child's garbage collections write to the pages of imported modules, and copy them
         try:
             pid = os.fork()
-        except OSError as error:
+        except OSError as error:  # the message goes to the subprocess's output, which an error shows
             os.write(streams[-1], f"no process could be started: {error.strerror}".encode())
             pid = -1
         if pid == 0:
@@ -131,7 +133,7 @@ class _Server:
             ended, how = os.waitpid(pid, os.WNOHANG)
             if ended:
                 status = self._alive.pop(pid)
-                _kill(pid)  # its group
+                _kill(pid)  # the process itself is gone; this kills its group
                 self._kill_orphans()
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(status)
@@ -139,7 +141,7 @@ class _Server:
                 status.close()
 
     def _kill_orphans(self) -> None:
-        """Kill the children that belong to no living subprocess, nor to the server, in which imports start some."""
+        """Kill the children that belong to no living subprocess, except those that imports start in the server."""
         sessions = {os.getpid(), *self._alive}
         for _ in range(_SWEEPS):
             orphans = [pid for pid in _children() if _session(pid) not in sessions]
@@ -160,12 +162,12 @@ class _Server:
 
 
 def _children() -> list[int]:
-    """Return the ids of the children of this process, on systems that tell them."""
-    found: list[int] = []
+    """Return the ids of the children of this process; none on systems without ``/proc``."""
+    pids: list[int] = []
     for children in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            found += map(int, children.read_text().split())
-    return found
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            pids += map(int, children.read_text().split())
+    return pids
 
 
 def _session(pid: int) -> int:
@@ -176,7 +178,7 @@ def _session(pid: int) -> int:
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # it may be too young to lead a group
+    for kill in (os.killpg, os.kill):  # a process killed right after its fork may lead no group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
@@ -200,7 +202,7 @@ def _import_early() -> bool:
 
 
 def _import_the_rest() -> None:
-    """Import what steps without data need, which takes as long again; a file that is refused does not need it."""
+    """Import PyTorch's compiler for steps without data: it takes as long as PyTorch, so only a request imports it."""
     with contextlib.suppress(Exception):
         from memopt_cli.runtime.private_torch import import_compiler
 
@@ -208,15 +210,15 @@ def _import_the_rest() -> None:
 
 
 class _OutOfTime(BaseException):
-    """The end of the time for imports, which no library takes for a failure of its own."""
+    """The time for imports is over; not an ``Exception``, so that no library catches it as a failure of its own."""
 
 
 def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
     """Import the modules ``names``, found on ``path``, as far as they belong to libraries of models.
 
-    The names come from a subprocess, which a hostile model may have taken over, so they are not believed.  Libraries
-    that are imported survive a fork: data loaders of PyTorch fork with all that a script has imported.  As in a
-    subprocess, whatever they write while they are imported goes to a temporary folder, and the time is limited.
+    The names come from a subprocess that a hostile model may have taken over, so only known libraries are imported.
+    These work after a fork: PyTorch's data loaders fork with everything that a script has imported.  As in a
+    subprocess, files that an import writes go to a temporary folder, and the time is limited.
     """
     from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 
@@ -236,7 +238,7 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
 
 @contextlib.contextmanager
 def _limited(left_s: float) -> Iterator[None]:
-    """Raise :class:`_OutOfTime` inside the block when ``left_s`` seconds have passed, or at once if none are left."""
+    """Raise :class:`_OutOfTime` in the block after ``left_s`` seconds, or before it if ``left_s`` is not positive."""
 
     def end(*_: object) -> None:
         raise _OutOfTime
@@ -291,7 +293,7 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
 
         try:
             main(jobs, replies, unconfined, surroundings["places"])
-        except SystemExit as stop:  # of the user's code
+        except SystemExit as stop:  # the user's code called ``sys.exit``
             if stop.code is None or isinstance(stop.code, int):
                 return stop.code or 0
             sys.stderr.write(f"{stop.code}\n")
@@ -300,9 +302,9 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
 
 
 def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> None:
-    """Make the signal ``by`` end this process when its parent ends, in whatever way, or has already ended.
+    """Make the kernel send this process the signal ``by`` when its parent ends, and exit if the parent has ended.
 
-    ``first``: also make it the first to be killed when memory runs out.
+    ``first``: also make this process the first that the kernel kills when memory runs out.
     """
     if sys.platform == "linux":
         parent_death_signal = 1
@@ -310,7 +312,7 @@ def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> No
         if first:
             with contextlib.suppress(OSError):  # refused in a hardened container
                 Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent_pid:
+    if os.getppid() != parent_pid:  # the parent ended before the kernel was told to watch it
         os._exit(1)
 
 
@@ -318,7 +320,7 @@ def main(role: str, first: int, second: int) -> NoReturn:
     """Serve the process that started this one; or, with the role ``work``, be a subprocess in a fresh interpreter."""
     if role == "work":
         sys.exit(_work(first, second))
-    _die_with(second, signal.SIGTERM)  # on which a server ends its subprocesses first
+    _die_with(second, signal.SIGTERM)  # not SIGKILL: the handler of SIGTERM kills the subprocesses first
     _Server(socket.socket(fileno=first), has_imported=role == "early" and _import_early()).serve()
 
 

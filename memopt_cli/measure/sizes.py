@@ -1,4 +1,4 @@
-"""A bound on the size of a saved model, and the models that are confined to it."""
+"""Which models run in the sandbox, and how large the files that they save may become."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from memopt_cli.records import ModelSource
 from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
 
 _WIDENING, _MARGIN_BYTES = 4, 1 << 30
-"""Bytes of a saved model for each byte of its original, and besides: weights of 8 bits may be trained in 32, and a
-model makes buffers that its file does not hold, such as masks."""
+"""Bytes of a saved model for each byte of its original, and a constant on top: weights of 8 bits may be trained in 32,
+and a model may make buffers, such as masks, that its file does not hold."""
 _UNBOUNDED_BYTES: Final = 1 << 50
 """The bound for models of the user's own code, larger than any disk."""
 
 
 def is_confined(source: ModelSource) -> bool:
-    """Return whether the model of ``source`` runs in the sandbox: code that the user names is trusted."""
+    """Return whether the model of ``source`` runs in the sandbox; the user's own code does not."""
     return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
 
 
 def most_saved_bytes(source: ModelSource) -> int:
     """Return the bytes that the model of ``source`` may take when it is saved.
 
-    For one from a file, these are far more than the file has, but they do not fill the disk.
+    The bound for a model from a file is generous, but keeps a hostile one from filling the disk.
     """
     if not is_confined(source):
         return _UNBOUNDED_BYTES

@@ -1,4 +1,4 @@
-"""The format of replies and files from a profiling subprocess, which may be made up.
+"""The wire format of replies and files from a profiling subprocess, which a hostile model may have made up.
 
 A reply is one line of JSON.  A file comes in pieces, each behind its size, and ends with a size of 0.
 """
@@ -17,9 +17,10 @@ from memopt_cli.text.documents import printable, whole_number
 SIZE: Final = struct.Struct("!Q")
 """The size of a piece in bytes."""
 _MEMORY: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
-"""Character of JSON -> the most bytes of memory for the value that it starts or separates, without its text."""
+"""Character of JSON -> the most bytes of memory for the Python object that it starts or separates, without its text."""
 _COPIES, _WIDTH = 4, 5
-"""Copies of the text in memory, and bytes for a character of a text with escapes once it is read."""
+"""Bytes of memory for a character of the line, in all copies of it; and further bytes if the line has escapes, which
+may become characters of 4 bytes."""
 
 
 def memory_of(text: str) -> int:
@@ -44,14 +45,14 @@ def reply_in(line: bytes, most_bytes: int) -> Any:
 
 
 _ESCAPE: Final = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u....|.)")
-"""An escape in a text of JSON, which stands for one character."""
+"""An escape in a text of JSON for one character; a character above U+FFFF takes two ``\\u`` escapes."""
 
 
 @functools.lru_cache(1024)
 def _printable(escape: str) -> str:
-    """Return ``escape``, or the escape of a printable text for it.
+    """Return ``escape``, or the escape of a printable replacement if its character is not printable.
 
-    This changes the line before it is read, since a printable copy of all values would take as much memory again.
+    The line is changed before it is parsed: a printable copy of the parsed values would take as much memory again.
     """
     character = json.loads(f'"{escape}"')
     return escape if character.isprintable() else json.dumps(printable(character))[1:-1]

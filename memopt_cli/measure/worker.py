@@ -1,7 +1,7 @@
 """The worker, which answers jobs in a profiling subprocess.
 
-It loads the model and answers one job after another, each from the state in which the model was loaded.  Its output
-goes to a file of the parent, its answers go through a pipe.
+It loads the model once and answers one job after another, each from the state in which the model was loaded.  Answers
+go to the parent through a pipe; what the model prints goes to a file of the parent.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from memopt_cli.training.wrappers import uncompiled
 Answer = TypeVar("Answer")
 
 _PIECE = 1 << 20
-"""Bytes of a file that are sent together, at least."""
+"""Least bytes of a saved model that are sent as one piece."""
 
 
 class Worker:
-    """A subject, and the answers to jobs about it, in any order."""
+    """Answers jobs about one subject, in any order."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class Worker:
         self._subject = subject
         self._build = build
         self._functions = functions
-        if subject.offload_folder is not None and not sandbox.is_confined():  # else in the folder that it may write to
+        if (
+            subject.offload_folder is not None and not sandbox.is_confined()
+        ):  # a confined process may write only to its own folder
             wait_in(subject.offload_folder)
 
     @functools.cached_property
@@ -80,7 +82,7 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Leave what was kept for further jobs."""
+        """Leave the contexts that the bench keeps open for further jobs, such as a group of ranks."""
         if "bench" in vars(self):
             self.bench.held.close()
 
@@ -115,14 +117,14 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
         except ChangedFileError as error:
             changed = FileChanged(message=error.message, hint=error.hint)
             reply = {"kind": type(changed).__name__, **to_data(changed)}
-        except (Exception, KeyboardInterrupt) as error:  # the user's code runs here, and no Ctrl-C reaches it
+        except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the parent alone: the user's code raised this
             reply = to_data(failure_of(error))
         replies.write(_line(reply, job.most_bytes) + "\n")
         replies.flush()
 
 
 def _line(reply: Any, most_bytes: int) -> str:
-    """Return ``reply`` as a line, or an error if it is so long that the parent would take it for made up."""
+    """Return ``reply`` as a line of JSON, or a failure in its place if the parent would refuse it as too large."""
     line = json.dumps(reply)
     if memory_of(line) <= most_bytes:
         return line
@@ -153,10 +155,12 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    is_explained = isinstance(error, FileFormatError) and hint  # such as a script that trains when it is imported
+    is_explained = (
+        isinstance(error, FileFormatError) and hint
+    )  # the hint tells the cause, such as a script that trains when it is imported
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        wanted = error.requests if isinstance(error, Unvouched) else ()
-        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=wanted)
+        requests = error.requests if isinstance(error, Unvouched) else ()
+        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

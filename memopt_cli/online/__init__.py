@@ -1,9 +1,10 @@
-"""Stateful batching and online learning: gradients of recurrent models in memory that does not grow with time.
+"""Online learning of recurrent models, in memory that does not grow with the number of time steps.
 
 A cell declares its states (``declare_state``).  A model is batched by hand (``init_all_states(model, batch_size=B)``,
-``mode=Batching()``) or written for one sample and run by ``Vmap``.  Weights whose past is to be followed are tagged
-(``traced``), and an algorithm (``D_RTRL``, ``ES_D_RTRL``, ``HybridTrace``) around the model makes each step's
-``backward`` the gradient of the sequence.
+``mode=Batching()``), or written for one sample and run by ``Vmap``.  Weights that should learn from the past carry a
+tag (``traced``).  An algorithm (``D_RTRL``, ``ES_D_RTRL``, ``HybridTrace``) wraps the model, and keeps eligibility
+traces for the tagged weights: with them, ``backward`` on the loss of one time step gives the gradient by all steps so
+far.
 """
 
 from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, HybridTrace, OnlineAlgorithm

@@ -1,8 +1,9 @@
-"""Online learning: gradients of a recurrent model step by step, in memory that does not grow with time.
+"""The online algorithms: gradients of a recurrent model step by step, in memory that does not grow with time.
 
 D-RTRL and ES-D-RTRL are those of Wang et al. (BrainScale); :mod:`memopt_cli.online.traces` has the equations.  Both
-follow the recurrence of each neuron with itself and cut the recurrence through weights: D-RTRL is the gradient of
-back-propagation through time on the graph so cut, exactly; ES-D-RTRL approximates it.
+follow how the states of a neuron depend on its own past states, and ignore how they depend on other neurons through
+recurrent weights.  On the graph without these paths, D-RTRL gives exactly the gradient of backpropagation through
+time, and ES-D-RTRL approximates it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Correction = Literal["reference", "exact", "none"]
 class OnlineAlgorithm(nn.Module):
     """A model that learns while it runs: call it once per time step, and ``backward`` on the loss of each step.
 
-    Which weights carry traces is decided by tags (``traced``) and found by :meth:`compile_graph`.  Their gradients
-    accumulate in ``.grad``, as do those of all other parameters, which see one step at a time.
+    Tagged weights (``traced``) for which :meth:`compile_graph` finds a path to a state carry traces.  Gradients
+    accumulate in ``.grad``; those of parameters without a trace are of each step alone.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class OnlineAlgorithm(nn.Module):
     ) -> None:
         """Learn the weights of ``model``, a module of one time step.
 
-        ``mode``: ``Batching()`` if inputs and states carry a batch axis; by default that of ``environ``.
+        ``mode``: ``Batching()`` if inputs and states have a batch axis; ``None`` for the mode of ``environ``.
         ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
         ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry
         what came before the window.
@@ -61,7 +62,7 @@ class OnlineAlgorithm(nn.Module):
     # ------------------------------------------------------------------ before the first step
 
     def compile_graph(self, *inputs: Tensor) -> None:
-        """Find the weights that carry traces by a step on ``inputs``, and make the traces; later calls do nothing.
+        """Find by a step on ``inputs`` which weights carry traces, and make the traces; later calls do nothing.
 
         The model's states must be initialized.  Warns if no weight was given to ``traced`` or ``untraced``.  Raises
         :class:`MemoptError` for a model that traces cannot follow.
@@ -104,26 +105,26 @@ class OnlineAlgorithm(nn.Module):
 
     @property
     def untraced(self) -> dict[str, str]:
-        """Path of a tagged module that carries no trace -> why."""
+        """Path of a tagged module that carries no trace -> the reason."""
         return dict(self._compiled().structure.untraced)
 
     def get_etrace_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Return the traces of ``weight`` by name, in the shapes in which they are kept.
 
-        Raises :class:`MemoptError` if it carries none.
+        Raises :class:`MemoptError` if the weight carries no trace.
         """
-        found: dict[str, Tensor] = {}
+        traces: dict[str, Tensor] = {}
         step = self._compiled()
         for trace in step.traces.by_use.values():
             operation = operation_of(step.weights[trace.use.path])
             if operation.weight is weight or operation.bias is weight:
-                found |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
-        if not found:
+                traces |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
+        if not traces:
             raise MemoptError(
                 "the parameter carries no eligibility trace",
                 hint=f"These carry traces: {', '.join(step.weights) or 'none'}.",
             )
-        return found
+        return traces
 
     # ------------------------------------------------------------------ steps
 
@@ -173,7 +174,7 @@ class OnlineAlgorithm(nn.Module):
         return self._step
 
     def _held(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that a step hands to the next: followed states, traces, and the algorithm's own."""
+        """Return the tensors that a step hands to the next: followed states, traces, and the algorithm's buffers."""
         run = self._compiled()
         followed = [(name, state.value) for name, state in run.followed_states.items()]
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
@@ -181,7 +182,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
 
     def keep(self) -> None:
-        """Accept states and traces, as they are now, as those of the last step."""
+        """Accept the present states and traces as those of the last step, though something else may have set them."""
         self._past.keep(self._held())
 
 
@@ -211,9 +212,9 @@ class ES_D_RTRL(OnlineAlgorithm):
     ) -> None:
         """Filter by ``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
 
-        ``correction``: the divisor of step t, from 0.  ``"exact"`` is ``1 - a^(t + 1)``, which takes the bias of
-        the filter's start away (the first gradient is that of D-RTRL); ``"reference"`` is ``1 - (1 - a)^(t + 1)``, as
-        in the authors' first code; ``"none"`` is 1.
+        ``correction``: the divisor of the gradients of step t, from 0.  ``"exact"`` is ``1 - a^(t + 1)``, which removes
+        the bias of the filter's start, so that the first gradient equals that of D-RTRL; ``"reference"`` is
+        ``1 - (1 - a)^(t + 1)``, as in the authors' first code; ``"none"`` is 1.
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
@@ -238,7 +239,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         return 1 - unseen
 
     def _scale_of_past(self) -> float | Tensor:
-        # Before the first step there is no past, and the traces of none are zero.
+        # Before the first step the traces are zero; the clamp only avoids dividing these zeros by zero.
         return 1.0 if self.correction == "none" else 1 - self.unseen.clamp_max(self._base)
 
     def _make_trace(
@@ -248,11 +249,11 @@ class ES_D_RTRL(OnlineAlgorithm):
 
 
 class HybridTrace(ES_D_RTRL):
-    """D-RTRL with full traces where they are no larger than factored ones; ``traced(layer, kind)`` overrides.
+    """D-RTRL with full traces where these are no larger than factored ones; ``traced(layer, kind)`` overrides.
 
-    A weight gets a full trace if ``I + k * O >= k * O * K`` per sample, for I inputs, O outputs and K weights per
-    output: the reference's rule ``I + O > numel(W)`` for linear layers of one state.  A convolution's trace is kept
-    for every position (the reference sums over positions, which is not exact), and that is what is counted.
+    A weight gets a full trace if ``k * O * K <= I + k * O`` numbers per sample, for I inputs, O outputs, K weights per
+    output and k states.  For linear layers with one state this is nearly the reference's rule ``I + O > numel(W)``.  A
+    convolution's trace is kept, and counted, for every position; the reference sums over positions, which is not exact.
     """
 
     def _make_trace(
@@ -267,7 +268,7 @@ class HybridTrace(ES_D_RTRL):
 
 
 def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
-    """Return decay ``a`` and rank ``n`` of ``decay_or_rank``, which is either: ``a = (n - 1) / (n + 1)``."""
+    """Return decay ``a`` and rank ``n``, of which ``decay_or_rank`` is one: ``a = (n - 1) / (n + 1)``."""
     if isinstance(decay_or_rank, int) and not isinstance(decay_or_rank, bool) and decay_or_rank > 0:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:

@@ -1,4 +1,4 @@
-"""Checks of every call of an algorithm: the sizes of inputs and states, and that all belong to one past."""
+"""Checks of every call of an algorithm: the sizes of inputs and states, and that states and traces belong together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Sizes:
     """The shapes of inputs and states, per sample."""
 
     def __init__(self, states: Iterable[State], compiled: Sequence[Tensor] = (), *, has_batch: bool) -> None:
-        """Take the shapes from ``states`` and ``compiled``, the inputs of the step that was compiled.
+        """Take the shapes from ``states``, and from ``compiled``, the inputs of the step that was compiled.
 
-        ``has_batch``: the first axis is that of the batch.
+        ``has_batch``: whether the first axis is the batch.
         """
         self._has_batch = has_batch
         self._inputs = [self._of_sample(tensor) for tensor in compiled]
@@ -54,30 +54,34 @@ class Sizes:
 
 
 class Past:
-    """The tensors after the last step, and how often each had been written; none before the first step."""
+    """The states and traces after the last step, with their version counters; empty before the first step.
+
+    If a script sets the states, say to zero for a new sequence, but not the traces, the traces belong to a past that
+    the states no longer have, and gradients would be wrong.
+    """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, int]] = []
 
     def __reduce__(self) -> tuple[type[Past], tuple[()]]:
-        return Past, ()  # a copy's tensors are others
+        return Past, ()  # a copy of the algorithm has tensors of its own, so what is kept here means nothing to it
 
     def keep(self, held: Iterable[tuple[str, Tensor]]) -> None:
-        """Remember ``held``, by name, as the tensors after the last step."""
+        """Remember ``held``, pairs of name and tensor, as the tensors after the last step."""
         self._kept = [(tensor, version_of(tensor)) for _, tensor in held]
 
     def check(self, held: Iterable[tuple[str, Tensor]]) -> None:
         """Raise :class:`MemoptError` if some of ``held`` were written since the last step and others were not."""
         if not self._kept:
             return
-        others = [
+        written = [
             name
             for (name, now), (kept, version) in zip(held, self._kept, strict=True)
             if now.data_ptr() != kept.data_ptr() or version_of(now) != version
         ]
-        if others and len(others) < len(self._kept):
+        if written and len(written) < len(self._kept):
             raise MemoptError(
-                f"{others[0]} was written after the last step, and the traces were not: they belong to another past",
+                f"{written[0]} was written after the last step, and the traces were not: they belong to another past",
                 hint="Begin a sequence with reset_state(batch_size=B), or reset_state() within vmap_new_states. To "
                 "forget the past of some samples, let the cell multiply its state by a mask.",
             )

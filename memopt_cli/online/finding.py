@@ -1,4 +1,4 @@
-"""The search for the structure of a time step, by running one and differentiating it."""
+"""Finding the structure of a time step, by running one and differentiating its parts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from memopt_cli.runtime.state import StartingState
 _SPREADS = (1.0, 10.0)
 """Distances from rest of the states with which the step is probed.
 
-The structure is that at the first; the last shows what mixes neurons only where states are large.
+The structure is taken from the first probe; the second only adds parts that mix neurons where states are large.
 """
 
 
 def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool) -> Structure:
     """Run ``model`` on one step's ``inputs``, and return the structure of the step.
 
-    Its states and buffers, and the random generator, stay as they were.
+    The model's states and buffers, and the random generator, are restored.
     Raises :class:`MemoptError` if a traced weight reaches a state in a way that eligibility traces cannot follow.
     """
     weights = {path: m for path, m in model.named_modules() if trace_kind(m)}
@@ -60,7 +60,7 @@ def _structure(reach: Reach) -> Structure:
     check_tagged(reach)
     edges = {out: reach.edges(out) for out in outs}
     constant = frozenset(use for use in reach.reached if reach.is_constant(use))
-    exposed = frozenset(held for held in reach.held if reach.is_exposed(held))
+    exposed = frozenset(held for held in reach.followed_states if reach.is_exposed(held))
     for held in exposed:
         check_exposed(reach, held, constant)
     attached = frozenset(out for out in outs if reach.is_attached(out, edges[out]))
@@ -84,29 +84,29 @@ def _structure(reach: Reach) -> Structure:
         known={out: reach.known(out) for out in outs},
         not_followed=_not_followed(reach),
         unread=unread,
-        entering=frozenset(reach.held) - unread - exposed,
+        entering=frozenset(reach.followed_states) - unread - exposed,
         weighted=_weighted(reach),
     )
 
 
 def _not_followed(reach: Reach) -> dict[PastState, frozenset[Source]]:
-    """Return state that carries nothing of traced weights -> all that it was computed from."""
-    found: dict[PastState, frozenset[Source]] = {}
+    """Map each state that does not depend on traced weights to the parts that it was computed from."""
+    sources_of: dict[PastState, frozenset[Source]] = {}
     for cell in reach.probe.cells.keys() - reach.cells:
         outs = [out for out in reach.outs if out.cell == cell]
         known = frozenset[Source]().union(*map(reach.known, outs))
-        found |= {PastState(cell, state.name): known for state in reach.probe.states[cell]}
-    return found
+        sources_of |= {PastState(cell, state.name): known for state in reach.probe.states[cell]}
+    return sources_of
 
 
 def _unread(
     reach: Reach, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
 ) -> frozenset[PastState | Use]:
-    """Return the states, and the uses of traced weights, that only cells which are tied to them read."""
+    """Return the states, and the uses of traced weights, that are read only by cells that are tied to them."""
     inputs = [reach.reads[use] for use in reach.uses if use not in constant]
-    others = [reach.reads[out] for out in reach.outs if out not in reach.followed]
+    unfollowed = [reach.reads[out] for out in reach.outs if out not in reach.followed]
     read = set[Source](reach.probe.overwritten | reach.probe.read_outside).union(
-        *(reach.sources_behind(r)[1] for r in (*inputs, *others, *reach.probe.of_output))
+        *(reach.sources_behind(r)[1] for r in (*inputs, *unfollowed, *reach.probe.of_output))
     )
     for out in reach.followed:
         own = reach.reads[out]
@@ -116,20 +116,20 @@ def _unread(
 
 
 def _weighted(reach: Reach) -> dict[CellOutput | PastState, frozenset[Source]]:
-    """Return output of a cell, or state not followed -> parts that carry traces and reach it through weights alone."""
-    found: list[tuple[CellOutput | PastState, frozenset[Source]]] = [
+    """Map outputs of cells, and states not followed, to the traced parts that reach them only through weights."""
+    sources_of: list[tuple[CellOutput | PastState, frozenset[Source]]] = [
         (out, reach.known(out) - reach.reads[out].direct) for out in reach.outs if out in reach.followed
     ]
-    found += _not_followed(reach).items()  # by no path past weights: else they would be
-    carrying = {key: frozenset(filter(reach.carries, sources)) for key, sources in found}
+    sources_of += _not_followed(reach).items()  # a state that a traced part reaches without a weight is followed
+    carrying = {key: frozenset(filter(reach.carries, sources)) for key, sources in sources_of}
     return {key: sources for key, sources in carrying.items() if sources}
 
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
-    """Make all parameters of ``model`` trainable inside the block, and yield the ids of those that were so before.
+    """Make all parameters of ``model`` trainable inside the block, and yield the ids of those that were trainable.
 
-    Otherwise a product with a frozen weight could not be told from one with a constant.
+    A frozen weight is not in autograd's graph, so that a product with it would look like a product with a constant.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}

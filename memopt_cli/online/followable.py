@@ -1,4 +1,4 @@
-"""Refusals of models that eligibility traces cannot follow, each with advice on what to change in the model."""
+"""Refusing models that eligibility traces cannot follow, each time with advice on what to change in the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt_cli.online.traces import CellOutput, PastState, Use
 
 
 def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
-    """Raise :class:`MemoptError` if ``out`` mixes neurons, or depends on a part both through a weight and past it."""
+    """Raise :class:`MemoptError` if ``out`` mixes neurons, or reads a part both through a weight and directly."""
     for source in sorted(filter(reach.carries, reach.reads[out].mixed), key=str):
         name, of = _name(reach, source), _name(reach, out)
         if source in reach.reads[out].weighted:
@@ -31,7 +31,10 @@ def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
 
 
 def check_tagged(reach: Reach) -> None:
-    """Raise :class:`MemoptError` for a tagged weight whose past would be followed for only some of its uses."""
+    """Raise :class:`MemoptError` for a tagged weight that reaches a state without a call of its module.
+
+    Such a use of the weight carries no trace, so its gradient would leave out the past.
+    """
     tagged: dict[Source, set[str]] = {}
     for out in reach.outs:
         tagged[out] = reach.reads[out].tagged.union(*(tagged.get(s, ()) for s in reach.reads[out].direct))
@@ -46,7 +49,7 @@ def check_tagged(reach: Reach) -> None:
 
 
 def check_exposed(reach: Reach, held: PastState, constant: frozenset[Use]) -> None:
-    """Raise :class:`MemoptError` if ``held``, read outside its cell, enters a weight and is read past it as well."""
+    """Raise :class:`MemoptError` if ``held``, read outside its cell, is read both by a weight and around it."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
     weighted = [reads for out in reach.followed if held not in (reads := reach.reads[out]).direct - reads.weighted]
     if any(held in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):

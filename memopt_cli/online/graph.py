@@ -1,4 +1,4 @@
-"""Autograd's graph of one time step, and the tensors that a tensor was computed from."""
+"""Walking autograd's graph of one time step, to find the parts that a tensor was computed from, and Jacobians."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRODUCTS = (
     "Addbmm", "Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "CudnnRnn", "Dot", "Embedding", "Linear", "Miopen",
     "Mkldnn", "Mm", "Mv", "Trilinear",
 )  # fmt: skip
-"""Nodes of autograd's graph that multiply with a weight, if one of their factors is a parameter."""
+"""Beginnings of the names of nodes that are products with a weight, if one of their factors is a parameter."""
 
 
 def jacobian_row(
@@ -25,7 +25,7 @@ def jacobian_row(
 ) -> list[Tensor | None]:
     """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell; ``None`` without a path.
 
-    With the default, a cotangent of ones, that is the diagonal of an elementwise Jacobian.
+    Without a ``cotangent``, ones are taken, which gives the diagonal of an elementwise Jacobian.
     """
     if not q.requires_grad or not inputs:
         return [None] * len(inputs)
@@ -46,11 +46,11 @@ class Reads:
     weighted: set[Source] = field(default_factory=set)
     """Parts on paths that enter a weight without a tag."""
     parameters: bool = False
-    """Whether it reads trainable parameters, or inputs of the model that want a gradient."""
+    """Whether the tensor reads trainable parameters, or inputs of the model that require a gradient."""
     tagged: set[str] = field(default_factory=set)
-    """Modules whose tagged weights it reads without calling them."""
+    """Paths of modules whose tagged weights the tensor reads without a call of the module."""
     mixed: set[Source] = field(default_factory=set)
-    """Members of ``direct`` that do not act neuron by neuron, or that are in ``weighted`` as well."""
+    """Parts in ``direct`` that are not read neuron by neuron, or that are in ``weighted`` as well."""
 
     @property
     def sources(self) -> set[Source]:
@@ -75,17 +75,17 @@ class Graph:
         self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
 
     def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> Reads:
-        """Return the parts, of those that ``leaves`` stands for, that ``tensor`` was computed from."""
+        """Return the parts that ``tensor`` was computed from; ``leaves`` maps each part to its leaf in the graph."""
         names = {id(leaf): source for source, leaf in leaves.items()}
-        found = Reads()
+        reads = Reads()
         for leaf, weighted in self._walk(tensor):
             if (source := names.get(id(leaf))) is not None:
-                (found.weighted if weighted else found.direct).add(source)
+                (reads.weighted if weighted else reads.direct).add(source)
             elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
-                found.parameters = True
+                reads.parameters = True
                 if (path := self._tagged.get(id(leaf))) is not None:
-                    found.tagged.add(path)
-        return found
+                    reads.tagged.add(path)
+        return reads
 
     def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield each leaf behind ``tensor``, and whether a path to it enters a weight."""
@@ -106,7 +106,7 @@ class Graph:
             pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
 
     def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
-        """Return the ``sources`` from which a path leads to ``tensor`` past weights and other sources."""
+        """Return the ``sources`` from which a path leads to ``tensor`` without a weight or another source on it."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
         pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
         while pending:
@@ -135,9 +135,9 @@ class Graph:
 
 
 def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
-    """Return the numbers of the ``ends`` that ``tensor`` depends on, if it depends on nothing else.
+    """Return the numbers of the ``ends`` that ``tensor`` depends on; empty if it depends on anything else.
 
-    The set is empty as well if one of these ends depends on another.
+    The set is also empty if one of these ends depends on another.
     """
     reached: set[int] = set()
     if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:

@@ -1,8 +1,8 @@
-"""One time step of a model with its traced weights and its cells under an algorithm's control.
+"""Running one time step of a model while an algorithm controls the calls of traced weights and of cells.
 
-A *cell* is a module that declares states.  Its call is the boundary: inside are the states of the last step, the
-outputs of traced weights and whatever is computed from them neuron by neuron; its new states and the tensors that it
-returns come out tied to the weights.
+A *cell* is a module that declares states.  Inside a call of a cell, new tensors are computed neuron by neuron from the
+states of the last step and the outputs of traced weights.  What leaves the call, its new states and the tensors that it
+returns, is tied to the weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unfl
 
 
 class WholeBatch:
-    """A runner of functions on whole batches, whether the model sees these or one lane of a ``vmap``."""
+    """Runs functions on tensors of the whole batch, also if the model sees one sample, a lane of a ``vmap``."""
 
     def __init__(self, *, is_seen: bool) -> None:
-        """Say by ``is_seen`` whether the model sees the batch, or else one sample."""
+        """Prepare for a model that sees the batch (``is_seen``), or one sample of it."""
         self._is_seen = is_seen
         self._witness = torch.empty(0)
         self.size = 1
@@ -35,7 +35,7 @@ class WholeBatch:
 
     @contextmanager
     def like(self, witness: Tensor) -> Iterator[None]:
-        """Take ``witness``, an input of the model, inside the block for how tensors are batched."""
+        """Take the batch size, and the lane of a ``vmap``, from ``witness``, an input of the model, in the block."""
         self._witness = witness
         try:
             yield
@@ -43,7 +43,7 @@ class WholeBatch:
             self._witness = torch.empty(0)
 
     def lift(self, act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run ``act`` on ``tensors`` of all samples, ``[B, ...]``, and return its results as the model sees them."""
+        """Run ``act`` on ``tensors`` with all samples, ``[B, ...]``, and return its results as the model sees them."""
         if self._is_seen:
             self.size = self._witness.shape[0]
             return act(*tensors)
@@ -68,34 +68,34 @@ class Interception:
         self.watched: dict[str, nn.Module] = {}
         """Further modules whose calls are counted."""
         self.most_calls: Mapping[str, int] | None = None
-        """Dotted path -> most calls of the module in a step; ``None``: any number."""
+        """Dotted path -> most calls of the module in a step; ``None`` for any number."""
         self._seen: dict[str, list[tuple[Tensor, int]]] = {}
-        """Cell -> the last known value of each of its states, and how often that had been written."""
+        """Cell -> the last known value of each of its states, with the version counter of the tensor."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        """Return the output of ``use``, a call of a traced weight with input ``z``, as the model is to see it."""
+        """Return the output that the model shall see of ``use``, a call of a traced weight with the input ``z``."""
         raise NotImplementedError
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that ``cell`` finds in its ``states``, at its call number ``call`` in this step, from 0."""
+        """Return the values that ``cell`` shall find in its ``states`` in call number ``call`` of this step, from 0."""
         raise NotImplementedError
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the new states of ``cell`` and then the tensors that it returns, as the model is to see them."""
+        """Return the tensors that the model shall see: the new states of ``cell``, then the tensors that it returns."""
         raise NotImplementedError
 
     def on_overwritten(self, held: PastState) -> None:
-        """Take note that another module wrote ``held`` before its cell was called."""
+        """Handle that another module wrote the state ``held`` before its cell was called."""
         raise NotImplementedError
 
     def on_forgotten(self, held: PastState) -> None:
-        """Take note that the step ends with a constant in ``held`` that its cell did not write: its past is gone."""
+        """Handle that another module left a constant in the state ``held`` at the end of the step: its past is gone."""
         raise NotImplementedError
 
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """Run one time step of ``model`` on ``inputs``, and return its output; its states advance."""
         self._calls.clear()
-        self._seen = {cell: _as_they_are(states) for cell, states in self.states.items()}
+        self._seen = {cell: _versions(states) for cell, states in self.states.items()}
         with self._installed():
             output = model(*inputs)
         for cell in self.cells:
@@ -111,7 +111,7 @@ class Interception:
         return output
 
     def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
-        """Replace the values of ``states`` by those that ``act`` returns for them, over the whole batch."""
+        """Replace the values of ``states``, with all samples, by those that ``act`` returns for them."""
         if states:
             for state, value in zip(states, self.batch.lift(act, *_values(states)), strict=True):
                 state.value = value
@@ -142,13 +142,13 @@ class Interception:
         return [
             state
             for state, (seen, version), (now, written) in zip(
-                self.states[cell], self._seen[cell], _as_they_are(self.states[cell]), strict=True
+                self.states[cell], self._seen[cell], _versions(self.states[cell]), strict=True
             )
             if now is not seen or written != version
         ]
 
     def _count(self, path: str) -> int:
-        """Count a call of the module at ``path``, and return how many there were in this step before."""
+        """Count a call of the module at ``path``, and return the number of its earlier calls in this step."""
         call = self._calls.get(path, 0)
         if self.most_calls is not None and call >= self.most_calls.get(path, 0):
             raise changed(path, f"is called {call + 1} times" if call else "is called")
@@ -172,8 +172,8 @@ class Interception:
         seen = self.batch.lift(partial(self.on_leave, path, call), *values, *outputs.values())
         replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
         for state, value in zip(states, seen, strict=False):
-            state.value = value.clone()  # what leaves a cell may not be written in place, a state may
-        self._seen[path] = _as_they_are(states)
+            state.value = value.clone()  # the model may write a state in place, but not a tensor that is tied
+        self._seen[path] = _versions(states)
         return tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -184,7 +184,7 @@ def cell_states(cell: nn.Module) -> list[State]:
 
 
 def changed(path: str, what: str) -> MemoptError:
-    """Return the error for a step that does ``what``, which that of ``compile_graph`` did not."""
+    """Return the error for a step in which ``path`` does ``what`` it did not do in the step of ``compile_graph``."""
     return MemoptError(
         f"{path or 'the model'} {what}, which was not so in the step that compile_graph ran",
         hint="Let every step take the same path, and multiply by a mask where some steps skip a part; or compile with "
@@ -200,6 +200,6 @@ def _values(states: Sequence[State]) -> list[Tensor]:
     return [state.value for state in states]
 
 
-def _as_they_are(states: Sequence[State]) -> list[tuple[Tensor, int]]:
-    """Return the values of ``states``, and how often each was written in place."""
+def _versions(states: Sequence[State]) -> list[tuple[Tensor, int]]:
+    """Return the values of ``states``, each with its version counter, which writing in place increases."""
     return [(v, version_of(without_transform(v) if is_of_vmap(v) else v)) for v in _values(states)]

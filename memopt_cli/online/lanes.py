@@ -1,4 +1,4 @@
-"""Automatic batching: a model written for one sample runs a batch by ``torch.func.vmap``, one lane per sample."""
+"""Automatic batching: a model written for one sample runs a batch by ``torch.func.vmap``, one *lane* per sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 Act = Callable[..., tuple[Tensor, ...]]
-"""Function of tensors with a leading batch axis that returns tensors with a leading batch axis."""
+"""Function of tensors with a leading batch axis that returns such tensors."""
 
 BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
 _STRUCTURE = frozenset(vars(nn.Module()))
@@ -60,9 +60,9 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
 
     def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
         def for_every_lane() -> None:
-            with recording_new_states() as made:
+            with recording_new_states() as initialized:
                 initialize()
-            unique = list({(id(state.module), state.name): state for state in made}.values())
+            unique = list({(id(state.module), state.name): state for state in initialized}.values())
 
             def lane(_: Tensor) -> list[Tensor]:
                 initialize()
@@ -70,7 +70,7 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
 
             values = torch.func.vmap(lane, randomness="different")(torch.arange(axis_size))
             for state, value in zip(unique, values, strict=True):
-                state.value = value.contiguous()  # lanes of one value are an expanded view
+                state.value = value.contiguous()  # if all lanes have one value, vmap returns an expanded view
                 state.set_tag(state_tag)
 
         return for_every_lane
@@ -79,10 +79,10 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
 
 
 class Vmap(nn.Module):
-    """A model written for one sample that runs a batch: its parameters are shared, its tagged states are one per lane.
+    """A model written for one sample, run on a batch: parameters are shared, and each lane has its own tagged states.
 
-    Inputs are mapped over ``in_axes``, outputs come back with the batch at ``out_axes``.  A state or any other tensor
-    that the model writes and that differs from lane to lane must carry the tag, otherwise :class:`MemoptError`.
+    Inputs are mapped over ``in_axes``, outputs have the batch at ``out_axes``.  A tensor that the model writes and that
+    differs from lane to lane must be a tagged state; otherwise forward raises :class:`MemoptError`.
     """
 
     def __init__(self, model: nn.Module, vmap_states: str = "new", *, in_axes: int = 0, out_axes: int = 0) -> None:
@@ -150,10 +150,10 @@ def _nothing_mapped(model: nn.Module, tag: str) -> MemoptError:
 
 
 def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Run ``act`` on ``tensors`` of all lanes, from within one lane of a ``vmap``; or on a batch of one sample.
+    """Run ``act`` on ``tensors`` of all lanes, called from within a lane of a ``vmap``; else on a batch of one sample.
 
-    Its arguments get a leading batch axis and its results lose it.  Below the ``vmap``, ordinary autograd records what
-    the act does; the ``vmap`` rule of an ``autograd.Function`` would do the same at a much higher cost per call.
+    Arguments get a leading batch axis, and results lose it.  ``act`` runs below the ``vmap``, where ordinary autograd
+    records it; a ``vmap`` rule of an ``autograd.Function`` would do the same at a much higher cost per call.
     """
     if not any(map(is_of_vmap, tensors)):
         return tuple(result.squeeze(0) for result in act(*(t.unsqueeze(0) for t in tensors)))
@@ -169,8 +169,8 @@ def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _functions_of_whole_batches() -> Iterator[None]:
     """Apply every ``autograd.Function`` that has no rule for ``vmap`` to the batch of all lanes, inside the block.
 
-    The surrogate gradients of spiking neurons are such functions, written for batches.  One that does not treat a batch
-    as its samples side by side raises :class:`MemoptError`.
+    The surrogate gradients of spiking neurons are functions of this kind, written for batches.  A function that mixes
+    the samples of a batch raises :class:`MemoptError`.
     """
     own = vars(Function)["apply"]
 
@@ -195,7 +195,7 @@ def _functions_of_whole_batches() -> Iterator[None]:
 
 
 _separate: WeakSet[type[Function]] = WeakSet()
-"""Functions that were found to do to a batch what they do to each of its samples."""
+"""Functions that were found not to mix the samples of a batch."""
 
 
 def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batched: Sequence[bool], size: int) -> None:
@@ -217,7 +217,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
 
 
 def _results_and_gradients(function: type[Function], args: Sequence[Any], batched: Sequence[bool]) -> list[Tensor]:
-    """Return the results of ``function``, and the gradients of their sum by the arguments with a value per sample."""
+    """Return the results of ``function``, and the gradients of their sum by those arguments that are batched."""
     leaves = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
     inputs = [arg for arg, lane in zip(leaves, batched, strict=True) if lane and arg.is_floating_point()]
     for arg in inputs:
@@ -234,11 +234,11 @@ def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
     if level_of(tensor) != level:
         return tensor.expand(size, *tensor.shape)
     whole, axis = without_transform(tensor), lane_axis(tensor)
-    return whole.movedim(axis, 0) if axis else whole  # a view would be another node of the graph
+    return whole.movedim(axis, 0) if axis else whole  # no view if the axis is in front: each is a node of the graph
 
 
 def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the dotted path of each attribute and buffer, and a tensor that it is or holds."""
+    """Yield path and tensor for each attribute and buffer that is a tensor, or a container of tensors."""
     for path, module in model.named_modules():
         for name, value in (*buffers_of(module).items(), *vars(module).items()):
             if isinstance(value, Tensor):

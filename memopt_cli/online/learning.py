@@ -1,4 +1,4 @@
-"""A training step of a sequence that is learnt online: its memory, its time, and the error of its gradient."""
+"""Learning a sequence online as a training step of memopt's, and comparing its gradient with that through time."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class OnlineSequence:
 
     algorithm: OnlineAlgorithm
     step: Step
-    """Step of the whole sequence, whose settings, loss and optimizer each time step has."""
+    """Training step of the whole sequence, whose settings and loss each time step uses."""
     inputs: StepInputs
 
     def run(self, steps: range) -> None:
-        """Take forward and backward of each time step in ``steps``, after those that were run before."""
+        """Take forward and backward of each time step in ``steps``, which continue those run before."""
         for number in steps:
             self._take(number)
 
     def _take(self, number: int) -> None:
-        # A function of its own: its graph, and with it the traces before this step, is gone when the next step begins.
-        one = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
-        roots, cotangents = _seeds(one.forward(), self.step, number)
+        # A function of its own, so that its graph, which holds the traces before this step, is freed before the next.
+        time_step = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
+        roots, cotangents = _seeds(time_step.forward(), self.step, number)
         torch.autograd.backward(roots, cotangents)
 
     @property
@@ -55,7 +55,7 @@ class OnlineSequence:
 
 
 def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequence:
-    """Return ``step``, whose model changes, as a sequence that is learnt by ``rule``.
+    """Return a sequence that the model of ``step`` learns by ``rule``; the model is changed.
 
     Raises :class:`MemoptError` if the model cannot be run online.
     """
@@ -68,7 +68,7 @@ def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequ
 def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
     """Compare the online gradient of a sequence, ``[T, B, ...]`` in ``step.args``, with that through time, in float64.
 
-    Through time, a loss is taken of the whole sequence, as it is trained; online, of each step.
+    Through time, the loss is of the whole sequence, as in training; online, of each time step.
     """
     steps = len(step.args[0])
     with step_in_double(step) as double:
@@ -100,12 +100,12 @@ def _at(output: Any, number: int) -> Any:
 
 
 def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return where backward of one time step starts, and with which gradients.
+    """Return the tensors at which backward of one time step starts, and their gradients.
 
-    A loss is written for sequences, and is called with a sequence of one step.
+    The user's loss is written for sequences, so it is called with a sequence of one step.
     """
-    given = tree_map(lambda x: x.unsqueeze(0), output) if step.loss is not None else output
-    return seeds_of_backward(given, step.loss, step.settings.seed + number)
+    sequence = tree_map(lambda x: x.unsqueeze(0), output) if step.loss is not None else output
+    return seeds_of_backward(sequence, step.loss, step.settings.seed + number)
 
 
 def _gradients(model: nn.Module) -> Tensor:

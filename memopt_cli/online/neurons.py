@@ -21,7 +21,7 @@ class _Spike(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, threshold: float) -> Tensor:
-        ctx.save_for_backward(v)  # not ``v - threshold``: the state ``v`` is in memory anyway
+        ctx.save_for_backward(v)  # the state ``v`` is in memory anyway; ``v - threshold`` would be a further tensor
         ctx.threshold = threshold
         return _heaviside(v, threshold)
 
@@ -57,7 +57,7 @@ Reset = Literal["soft", "hard"]
 
 
 class Neuron(nn.Module):
-    """Neurons that step once per call, with everything that was projected to them since their last step."""
+    """Neurons that take one step per call, with the sum of the inputs that they received since their last step."""
 
     _projected: Tensor | None = None
 
@@ -66,7 +66,7 @@ class Neuron(nn.Module):
         self._projected = y if self._projected is None else self._projected + y
 
     def take_projected(self, like: Tensor) -> Tensor:
-        """Return the sum of all that was received since the last step, zeros shaped like ``like`` if nothing was."""
+        """Return the sum of the inputs received since the last step, or zeros of the shape of ``like`` if none was."""
         projected, self._projected = self._projected, None
         return torch.zeros_like(like) if projected is None else projected
 
@@ -127,19 +127,19 @@ class LIF(Neuron):
         return self.get_spike()
 
     def _leaked(self, v: Tensor) -> Tensor:
-        # A name for ``v`` in the caller would keep its tensor until the end of the step.
+        # A function of its own: a local variable of ``forward`` would keep the tensor ``v`` until the end of the step.
         return self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
 
 
 def decay_of(tau: float) -> float:
-    """Return ``exp(-dt / tau)``: how much of a state is left after one time step of ``environ.dt``."""
+    """Return ``exp(-dt / tau)``, the share of a state that is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
         raise UsageError(f"tau={tau!r}", hint="Give a time constant above 0, in the unit of environ.dt.")
     return math.exp(-environ.dt / tau)
 
 
 class DeltaProj(nn.Module):
-    """A projection: adds the output of ``comm`` to the potential of ``post``, in the step that ``post`` takes next."""
+    """A projection: the output of ``comm`` is added to the potential of ``post`` in the next step of ``post``."""
 
     def __init__(self, comm: nn.Module, post: Neuron) -> None:
         """Project by ``comm``, usually a tagged linear layer, to the neurons ``post``, which the model calls itself."""
@@ -173,7 +173,7 @@ class LeakyRateReadout(nn.Module):
 
     def forward(self, spikes: Tensor) -> Tensor:
         """Add ``spikes``, ``[B, size]``, and return the outputs, ``[B, outputs]``."""
-        # Not an add with alpha, which torch.compile drops where it adds to a matrix product.
+        # Not ``torch.add(..., alpha=self.decay)``: torch.compile drops alpha where it adds to a matrix product.
         self.r = self.decay * self.r + self.linear(spikes)
         return self.r
 
@@ -185,13 +185,13 @@ _FITTING = (
 
 
 class ExplicitState(nn.Module):
-    """A cell around one that takes and returns its states: ``cell(input, *states) -> (output, *new states)``.
+    """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
 
-    snnTorch's cells are such: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.  A cell whose states come as one
-    named tuple, ``cell(input, state) -> (output, new state)``, is given a tuple of their shapes, as Norse's:
-    ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  Of one that returns its new states
-    alone, the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem":
-    200})``.  Attributes that the cell writes are put back after each call.
+    The cell returns ``(output, *new states)``, as snnTorch's do: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
+    A cell whose states are one named tuple, as Norse's, needs a tuple of their shapes:
+    ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  If a cell returns only its new states,
+    the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem": 200})``.
+    Attributes that the cell writes are restored after each call.
     """
 
     def __init__(
@@ -275,7 +275,8 @@ def _types_of(returned: object) -> str:
 def kaiming_normal_(weight: Tensor) -> Tensor:
     """Fill ``weight``, ``[O, I]``, with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
 
-    The cut leaves 0.8796 of the standard deviation, which is made up for, as in JAX's and BrainState's initializers.
+    The cut reduces the standard deviation to 0.8796 of it, which is compensated, as in JAX's and BrainState's
+    initializers.
     """
     std = math.sqrt(2 / weight.shape[1]) / 0.87962566
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

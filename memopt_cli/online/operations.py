@@ -1,7 +1,7 @@
-"""Trace-tagged weights, and the operations through which they act.
+"""Tagging weights for eligibility traces, and the operations by which tagged weights act.
 
-An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  That is all that the
-eligibility traces of linear, convolutional and elementwise weights need to know.
+An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  The traces of linear,
+convolutional and elementwise weights need to know no more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.runtime.private_torch import convolve, padding_of
 
 TraceKind = Literal["full", "approx", "adaptive"]
-"""Kind of trace that :class:`HybridTrace` keeps for a weight: full, of two factors, or the smaller of these."""
+"""Kind of trace that :class:`HybridTrace` keeps for a weight: full, in two factors, or whichever is smaller."""
 
 _TAG = "_eligibility_trace"
 
@@ -26,9 +26,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ElementWise(nn.Module):
-    """A parameter that acts on each neuron by itself: a leak, a threshold, a gain.  Trace-tagged from the start.
+    """A parameter that acts on each neuron by itself: a leak, a threshold, a gain.  It is tagged from the start.
 
-    Calling the module gives the parameter, expanded to ``shape``: the shape of the state it acts on, per sample.
+    Calling the module returns the parameter, expanded to ``shape``, the shape per sample of the state it acts on.
     """
 
     def __init__(self, initial: Tensor, shape: int | Sequence[int] | None = None) -> None:
@@ -43,21 +43,21 @@ class ElementWise(nn.Module):
 
 
 class Operation(Protocol):
-    """The action of one kind of module's weight on tensors with a leading batch axis."""
+    """How the weight of one kind of module acts on tensors with a leading batch axis."""
 
     @property
     def weight(self) -> Tensor | None:
-        """Present weight of the module; ``None`` if there is only a bias, as which an elementwise parameter counts."""
+        """Present weight of the module; ``None`` for an elementwise parameter, which counts as a bias."""
 
     @property
     def bias(self) -> Tensor | None:
-        """Present bias of the module; ``None`` without one."""
+        """Present bias of the module; ``None`` if it has no bias."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return ``y`` for the input ``z``, of the shape of the states that it reaches: ``[B, ...]``."""
+        """Return ``y``, ``[B, ...]``, for the input ``z``."""
 
     def rows(self, z: Tensor) -> Tensor:
-        """Return the factors of the ``K`` weights of each output in ``z``, broadcastable to ``[*y.shape, K]``."""
+        """Return the inputs that the ``K`` weights of each output multiply, broadcastable to ``[*y.shape, K]``."""
 
     def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
         """Return ``sum cotangent * dy/dweight`` over the batch, of the weight's shape."""
@@ -69,7 +69,7 @@ class Operation(Protocol):
         """
 
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
-        """Return ``sum cotangent`` over all that share a bias, of the bias's shape."""
+        """Return ``sum cotangent`` over all outputs that share a bias, of the bias's shape."""
 
 
 class LinearOperation:
@@ -141,8 +141,8 @@ class ConvOperation:
         _, gradient, _ = torch.ops.aten.convolution_backward(
             cotangent.contiguous(), self._padded(z), conv.weight.detach(), None, *arguments, [False, True, False]
         )
-        found: Tensor = gradient
-        return found
+        weight_gradient: Tensor = gradient
+        return weight_gradient
 
     def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
         flat = torch.einsum("bcp,bcpk->ck", cotangent.flatten(2), trace.flatten(2, -2))
@@ -186,7 +186,7 @@ class ElementWiseOperation:
 
 
 def operation_of(module: nn.Module) -> Operation:
-    """Return the operation of ``module``, which is trace-tagged."""
+    """Return the operation of ``module``, a layer that can carry a trace."""
     if isinstance(module, nn.Linear):
         return LinearOperation(module)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -216,13 +216,13 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     """
     if kind not in ("full", "approx", "adaptive"):
         raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
-    found = list(_traceable(module))
-    if not found:
+    layers = list(_traceable(module))
+    if not layers:
         raise UsageError(
             f"{type(module).__name__} has no weight that can carry a trace",
             hint="Tag nn.Linear, nn.Conv1d/2d/3d, or wrap a parameter of the neuron in ElementWise.",
         )
-    for layer in found:
+    for layer in layers:
         setattr(layer, _TAG, kind)
     return module
 
@@ -245,7 +245,7 @@ def untraced(module: M) -> M:
 
 
 def trace_kind(module: nn.Module) -> TraceKind | None:
-    """Return the kind of trace that ``module`` is tagged for; ``None`` without a tag."""
+    """Return the kind of trace that the tag of ``module`` names; ``None`` without a tag."""
     kind: TraceKind | None = getattr(module, _TAG, None)
     return kind
 
@@ -264,5 +264,5 @@ def _traceable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def weights_per_output(operation: Operation) -> int:
-    """Return ``K``, the number of weights that one output of ``operation`` is a sum over."""
+    """Return ``K``, the number of weights that each output of ``operation`` sums over."""
     return 0 if operation.weight is None else math.prod(operation.weight.shape[1:])

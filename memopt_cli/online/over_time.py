@@ -1,4 +1,4 @@
-"""Models of one time step as models of sequences: run as a whole, through time, or step by step, online."""
+"""Turning a model of one time step into a model of sequences (:class:`OverTime`), and back for online learning."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from memopt_cli.runtime.state import StartingState
 
 
 class OverTime(nn.Module):
-    """A model that runs one of a single time step over whole sequences, each from fresh states.
+    """A model of sequences, ``[T, B, ...]``, that runs a model of one time step over them, from fresh states.
 
-    Inputs and outputs are ``[T, B, ...]``.
-    To back-propagation through time, and to every command of memopt, it is a model like any other; online learning
-    takes :attr:`model` out of it and runs that step by step.  States may be declared ones or those that neurons keep
-    to themselves, as snnTorch's do (``init_hidden=True``).  As a segment in chunks along time (axis 0) it hands them
-    from one chunk to the next; along the batch (axis 1) each chunk starts afresh, and the last one leaves the states of
-    all.
+    To backpropagation through time, and to every command of memopt, it is a model like any other.  Online learning
+    takes :attr:`model` out of it, and runs that step by step.  States may be declared, or kept by the neurons
+    themselves, as snnTorch's are (``init_hidden=True``).  As a segment in chunks along time (axis 0), it hands the
+    states from one chunk to the next; along the batch (axis 1), each chunk starts from fresh states, and after the last
+    chunk the states of all chunks are joined.
     """
 
     resumes_in_chunks = True
@@ -34,10 +33,10 @@ class OverTime(nn.Module):
         super().__init__()
         self.model = model
         self._left: list[list[Tensor]] = []
-        """Values of all states after each chunk of a batch so far."""
+        """Values of all states after each chunk of the batch that has run so far."""
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the outputs of all steps of ``inputs``, stacked; the states become constants."""
+        """Return the outputs of all time steps of ``inputs``, stacked; the states become constants."""
         _check_sequences(inputs)
         chunk = running_chunk()
         axis = None if chunk is None else chunk.axis % inputs[0].dim()
@@ -84,7 +83,7 @@ def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def start_sequence(model: nn.Module, batch_size: int) -> None:
-    """Start every state of ``model``, one of a single time step, anew, undeclared ones as well."""
+    """Start every state of ``model``, a model of one time step, anew, undeclared states as well."""
     reset_hidden_state(model)
     init_all_states(model, batch_size)
 
@@ -92,8 +91,9 @@ def start_sequence(model: nn.Module, batch_size: int) -> None:
 def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
     """Return the model of one time step in ``model``, ready for an online algorithm on a batch.
 
-    ``inputs``: those of one step, ``[B, ...]``.  States that are not declared are found by running it, and declared;
-    if no weight is tagged, all that can carry a trace are.  Raises :class:`MemoptError` that says why there is none.
+    ``inputs``: inputs of one step, ``[B, ...]``.  Undeclared states are found by running the step, and declared.  If no
+    weight is tagged, all weights that can carry a trace get the tag.  Raises :class:`MemoptError` if the model cannot
+    be run step by step.
     """
     if not isinstance(model, OverTime):
         raise MemoptError(
@@ -117,19 +117,19 @@ def step_model(model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
 
 
 def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return module, attribute and value of each tensor that a step assigns, the next one reads, and none declares."""
+    """Return module, attribute and value of each undeclared tensor that a step assigns and the next step reads."""
     start = StartingState(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             before = dict(_held(model, inputs))
             _take_step(model, inputs)
-            found = {key: value for key, value in _held(model, inputs) if before.get(key) is not value}
-            leaves = [_put(*key, value.detach().requires_grad_()) for key, value in found.items()]
-            results = [*_take_step(model, inputs), *(value for key, value in _held(model, inputs) if key in found)]
+            assigned = {key: value for key, value in _held(model, inputs) if before.get(key) is not value}
+            leaves = [_put(*key, value.detach().requires_grad_()) for key, value in assigned.items()]
+            results = [*_take_step(model, inputs), *(value for key, value in _held(model, inputs) if key in assigned)]
             reached = _reached([t for t in results if t.requires_grad], leaves)
     finally:
         start.enter()
-    return [(*key, value) for (key, value), read in zip(found.items(), reached, strict=True) if read]
+    return [(*key, value) for (key, value), read in zip(assigned.items(), reached, strict=True) if read]
 
 
 def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:

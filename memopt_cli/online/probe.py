@@ -1,4 +1,8 @@
-"""One time step of a model, taken apart: which parts each part reads, and whether neuron by neuron."""
+"""Taking one time step of a model apart, to record which parts each part reads, and whether neuron by neuron.
+
+Every part (a state from the last step, an output of a tagged weight or of a cell) is replaced by a detached copy that
+requires gradients, a *leaf*.  The leaves behind a tensor in autograd's graph are then the parts that it reads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class Probe(Interception):
-    """A step in which every part is cut off from the others, and the parts that it reads are recorded."""
+    """A time step in which every part is cut off from the others, and the parts that it reads are recorded."""
 
     def __init__(
         self,
@@ -29,22 +33,25 @@ class Probe(Interception):
         batched: bool,
         spread: float,
     ) -> None:
-        """Take the step with random states, ``spread`` away from rest on average."""
+        """Prepare a step from random states, on average ``spread`` away from their values at rest."""
         super().__init__(weights, cells, batched=batched)
         self.reads: dict[Use | CellOutput, Reads] = {}
-        """Use or output of a cell -> the parts that its input, or it, reads, in the order in which they were made."""
+        """Use -> the parts that its input reads; output of a cell -> the parts that it reads.  In the order of
+        computation."""
         self.of_output: list[Reads] = []
+        """The parts that each tensor of the model's output reads."""
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         self.derived: dict[CellOutput, frozenset[int]] = {}
         self.overwritten: set[PastState] = set()
         """States that another module writes before their cell is called."""
         self.forgotten: set[PastState] = set()
-        """States that are constants at the end of the step."""
+        """States that another module has set to a constant when the step ends."""
         self.read_outside: set[PastState] = set()
-        """States that the caller of their own cell passes to it as an argument."""
+        """States that the model reads and passes to their own cell as an argument."""
         self._graph = graph
         self.leaves: dict[Source, Tensor] = {}
+        """Part -> the leaf that takes its place."""
         self._shown: dict[Node, int] = {}
         """Node of the tensor that the model sees of a state -> its index in ``_shown_states``."""
         self._shown_states: list[PastState] = []
@@ -100,7 +107,7 @@ class Probe(Interception):
         return tuple(self._cut(out, q) for out, q in zip(outs, tensors, strict=True))
 
     def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # Away from rest, where surrogates and gates have slopes.
+        # Random values: at rest (mostly 0) surrogates and gates may have no slope, and nothing seems to depend on them.
         names = [PastState(cell, state.name) for state in self.states[cell]]
         shown = tuple(
             self._cut(held, value + self._spread * self._noise(value)).clone()
@@ -127,11 +134,11 @@ class Probe(Interception):
         return self.leaves[source]
 
     def _elementwise(self, q: Tensor, leaf: Tensor) -> bool:
-        """Return whether ``q`` depends on ``leaf`` neuron by neuron.
+        """Return whether ``q`` depends on ``leaf`` neuron by neuron, that is, by a diagonal Jacobian.
 
-        Such a Jacobian is diagonal: it maps a random cotangent to its product with the diagonal, and zeros to zeros.
-        With ``q = [x0, x0 + x1]`` the diagonal by a cotangent of ones is ``[2, 1]``, but ``[c0, c1]`` maps to
-        ``[c0 + c1, c1]``.
+        Backward of a cotangent of ones gives the diagonal, if there is only a diagonal.  If so, a random cotangent must
+        give its product with the diagonal, and zeros where it is zero.  With ``q = [x0, x0 + x1]``, ones give
+        ``[2, 1]``, but ``[c0, c1]`` gives ``[c0 + c1, c1]`` instead of ``[2 c0, c1]``.
         """
         (diagonal,) = jacobian_row(self.gate, q, [leaf])
         if diagonal is None:
@@ -148,7 +155,7 @@ class Probe(Interception):
 
 
 def _check_weight(path: str, module: nn.Module) -> None:
-    """Raise :class:`MemoptError` if two readings of the weight of ``module`` have different values."""
+    """Raise :class:`MemoptError` if the weight of ``module`` is not the same each time it is read."""
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
             f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
@@ -175,5 +182,5 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
 def _same(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
-    # Of float32 whatever the dtype: surrogates may compute in it, as snnTorch's do.
+    # The precision of float32, whatever the dtype: surrogates may compute in float32, as snnTorch's do.
     return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(torch.float32).eps ** 0.5)

@@ -1,4 +1,4 @@
-"""The states that each weight reaches in a step that was taken apart, and in the steps after it."""
+"""Finding the states that each tagged weight reaches: in the step that was taken apart, and in the steps after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reach:
         self.outs = [part for part in self.reads if isinstance(part, CellOutput)]
         self.uses = [part for part in self.reads if isinstance(part, Use)]
         self.behind: dict[CellOutput, set[Source]] = {}
-        """Output of a cell -> the uses and states that it comes from, with other cells looked through."""
+        """Output of a cell -> the uses and states that it was computed from, through other cells as well."""
         for out in self.outs:
             behind = (self.behind[s] if isinstance(s, CellOutput) else {s} for s in self.reads[out].direct)
             self.behind[out] = set[Source]().union(*behind)
@@ -31,16 +31,17 @@ class Reach:
             if out.number < len(names := probe.states[out.cell])
             and PastState(out.cell, names[out.number].name) not in probe.forgotten
         }
-        """State -> its new value, by the cell's last call in the step."""
-        self.reached = {use: held for use in self.uses if (held := self._states_reached(use))}
-        self.held: set[PastState] = set().union(*self.reached.values())
+        """State -> the cell output that is its new value, by the cell's last call in the step."""
+        self.reached = {use: states for use in self.uses if (states := self._states_reached(use))}
+        """Use of a traced weight -> the states that it reaches; a use that reaches none carries no trace."""
+        self.followed_states: set[PastState] = set().union(*self.reached.values())
         needed = self._needed()
         self.cells = {out.cell for out in needed if self.carries(out)}
         self.followed = {out for out in needed if out.cell in self.cells}
         self.traced = {use.path for use in self.reached}
         untraced = {use for use in self.uses if use.path not in self.traced}
         self.skipped: set[Source] = set[Source](untraced).union(self.outs) - self.followed
-        """Parts that are not followed: each counts as a part of whatever reads it."""
+        """Parts that are not followed: whoever reads such a part counts as reading what the part reads."""
 
     def _states_reached(self, use: Use) -> set[PastState]:
         """Return the states that ``use`` reaches, in its own step and from there in later ones."""
@@ -53,19 +54,19 @@ class Reach:
         """Return whether ``source`` depends on traced weights neuron by neuron."""
         if isinstance(source, CellOutput):
             return any(map(self.carries, self.behind[source]))
-        return source in self.held or source in self.reached
+        return source in self.followed_states or source in self.reached
 
     def _needed(self) -> set[CellOutput]:
-        """Return the outputs of cells to follow: states, their sources, and all outputs beside traced states."""
+        """Return the outputs of cells to follow: new states, what leads to them, all outputs beside traced states."""
         needed: set[CellOutput] = set()
-        with_states = {held.cell for held in self.held}
+        with_states = {held.cell for held in self.followed_states}
         for out in reversed(self.outs):
             if out.number < len(self.probe.states[out.cell]) or out.cell in with_states or out in needed:
                 needed |= {out, *(s for s in self.reads[out].direct if isinstance(s, CellOutput))}
         return needed
 
     def edges(self, out: CellOutput) -> Edges:
-        """Return the parts that ``out`` depends on neuron by neuron."""
+        """Return the parts that ``out`` depends on neuron by neuron, and that depend on traced weights."""
         direct = [s for s in self.probe.leaves if s in self.reads[out].direct and self.carries(s)]
         return Edges(
             held=tuple(s for s in direct if isinstance(s, PastState)),
@@ -91,12 +92,12 @@ class Reach:
         return reads.parameters or any(not isinstance(source, PastState) for source in others)
 
     def is_constant(self, use: Use) -> bool:
-        """Return whether the input of ``use`` comes from the last step's states and the model's inputs alone."""
+        """Return whether the input of ``use`` is computed only from the last step's states and the model's inputs."""
         parameters, sources = self.sources_behind(self.reads[use])
         return not parameters and all(isinstance(source, PastState) for source in sources)
 
     def sources_behind(self, reads: Reads) -> tuple[bool, set[Source]]:
-        """Return whether untraced parameters are behind ``reads``, and its sources, seen through skipped parts."""
+        """Return whether ``reads`` has untraced parameters, and its sources, both also behind skipped parts."""
         pending, seen, parameters = [reads], set[Source](), False
         while pending:
             reads = pending.pop()
@@ -110,9 +111,9 @@ class Reach:
         return parameters, seen - self.skipped
 
     def is_connected(self, use: Use) -> bool:
-        """Return whether ``use`` is read by more than cells that follow it.
+        """Return whether ``use`` is also read outside of the cells that are tied to it.
 
-        That is by the output, by weights, or by an output of a cell that is not followed neuron by neuron.
+        Other readers are the model's output, weights, and outputs of cells that are not followed.
         """
         parts = ((part in self.followed, reads) for part, reads in self.reads.items())
         return any(use in reads.sources for reads in self.probe.of_output) or any(
@@ -120,9 +121,9 @@ class Reach:
         )
 
     def is_exposed(self, held: PastState) -> bool:
-        """Return whether ``held`` is read by more than its own cell, or changed before that is called.
+        """Return whether ``held`` is read outside of its own cell, or overwritten before the cell is called.
 
-        Other readers are the model's output, past all cells that are followed, and other cells, neuron by neuron.
+        Other readers are the model's output, by a path around all followed cells, and other cells, neuron by neuron.
         """
         return (
             held in self.probe.overwritten

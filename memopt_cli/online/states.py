@@ -39,12 +39,12 @@ def check_mode(mode: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether ``value`` is a real number; a truth value is none."""
+    """Return whether ``value`` is a real number, and not a truth value."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_size(value: object, least: int) -> bool:
-    """Return whether ``value`` is a whole number of at least ``least``; a truth value is none."""
+    """Return whether ``value`` is a whole number of at least ``least``, and not a truth value."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -53,7 +53,7 @@ class Environment:
 
     def __init__(self) -> None:
         self.mode: Batching | None = None
-        """Mode of algorithms; ``None``: models see one sample at a time."""
+        """Mode of algorithms; ``None`` if models see one sample at a time."""
         self.dt = 1.0
         """Length of a time step, in the unit of the time constants of neurons: ms."""
 
@@ -73,7 +73,7 @@ environ = Environment()
 
 
 _Declaration = tuple[tuple[int, ...], Initializer | None, str | None]
-"""Shape per sample, initializer (``None``: zeros) and tag; a tuple, so that it pickles as plain data."""
+"""Shape per sample, initializer (``None`` for zeros) and tag; a plain tuple, so that models pickle it as plain data."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,10 +101,10 @@ class State:
 
     @value.setter
     def value(self, value: Tensor) -> None:
-        buffers_of(self.module)[self.name] = value  # assigning the attribute takes a module ten times as long
+        buffers_of(self.module)[self.name] = value  # ten times as fast as ``setattr`` on a module
 
     def initialize(self, batch_size: int | None = None) -> None:
-        """Start anew, ``(*shape)`` or ``(batch_size, *shape)``; dtype and device stay as they are."""
+        """Set the initial value, ``(*shape)`` or ``(batch_size, *shape)``; dtype and device stay the same."""
         lead = () if batch_size is None else (batch_size,)
         old, (shape, initializer, _) = self.value, self._declaration
         self.value = (initializer or torch.zeros)((*lead, *shape), dtype=old.dtype, device=old.device)
@@ -205,5 +205,5 @@ def recording_new_states() -> Iterator[list[State]]:
 
 
 def _declarations(module: nn.Module) -> dict[str, _Declaration]:
-    found: dict[str, _Declaration] = module.__dict__.get(_DECLARED, {})
-    return found
+    declarations: dict[str, _Declaration] = module.__dict__.get(_DECLARED, {})
+    return declarations

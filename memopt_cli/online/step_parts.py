@@ -1,4 +1,8 @@
-"""The parts of the step that runs: their rows, and the checks that it reads no more than the compiled one did."""
+"""The parts of a time step while it runs: their rows, and the checks against the step that ``compile_graph`` ran.
+
+The structure was found in one step.  If a later step takes another path, and a part reads something that it did not
+read then, the traces would be wrong without a sign of it; the checks raise an error instead.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +22,32 @@ K = TypeVar("K")
 
 
 class StepParts:
-    """The tensors at which a step is taken apart, and the rows of the outputs of its cells so far."""
+    """The tensors at which a step is taken apart, and the rows of the cells' outputs so far."""
 
     def __init__(self, structure: Structure, gate: Gate) -> None:
         self.structure = structure
         self.gate = gate
         self.graph: Graph | None = None
-        """Graph of the step; ``None`` if no part must be checked to enter weights alone."""
-        self.found: dict[PastState, Tensor] = {}
+        """Graph of the step; ``None`` if no part is checked to be read only by weights."""
+        self.past_values: dict[PastState, Tensor] = {}
         """State of the last step -> its value."""
         self.outputs: dict[Use, Tensor] = {}
         """Use of a traced weight -> its output."""
         self.out: dict[CellOutput, Tensor] = {}
+        """Output of a cell -> the tensor."""
         self.rows: dict[CellOutput, Row] = {}
         """Output of a cell -> its row by all paths."""
-        self.new: dict[PastState, Row] = {}
-        """State -> the row of its new value by all paths."""
+        self.new_rows: dict[PastState, Row] = {}
+        """State -> the row of its new value, by all paths."""
         self._followed: set[Node] = set()
         """Nodes at which a walk of the graph ends: the tensors there were checked when they were made."""
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """End later walks of the graph at ``tensors``, which have been checked."""
+        """End later walks of the graph at ``tensors``, which are checked when they are made."""
         self._followed.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
     def row(self, out: CellOutput, q: Tensor, new: Sequence[Tensor]) -> Row:
-        """Return the row of ``q`` by paths in its cell: through the ``new`` states, if it depends on these alone."""
+        """Return the row of ``q`` by paths inside its cell; through ``new`` states if ``q`` depends only on these."""
         if out in self.structure.derived:
             states = sorted(only(q, _made_by(new)))
             slopes = jacobian_row(self.gate, q, [new[j] for j in states])
@@ -52,40 +57,42 @@ class StepParts:
             if through:
                 return Row(through=through)
         edges, known = self.structure.edges[out], self.structure.known[out]
-        held = {key: self.found[key] for key in edges.held if key in self.found}
+        held = {key: self.past_values[key] for key in edges.held if key in self.past_values}
         uses = {key: self.outputs[key] for key in edges.uses if key in self.outputs}
-        past = {key: self.out[key] for key in edges.out if key in self.out}
-        others = self._others(known)
-        row = iter(jacobian_row(self.gate, q, [*held.values(), *uses.values(), *past.values(), *others.values()]))
-        found = Row(_entries(held, row), _entries(uses, row), _entries(past, row))
-        _refuse_further(out.cell, _entries(others, row))
-        return found
+        earlier = {key: self.out[key] for key in edges.out if key in self.out}
+        others = self._unknown_parts(known)
+        entries = iter(
+            jacobian_row(self.gate, q, [*held.values(), *uses.values(), *earlier.values(), *others.values()])
+        )
+        row = Row(_entries(held, entries), _entries(uses, entries), _entries(earlier, entries))
+        _refuse_further(out.cell, _entries(others, entries))
+        return row
 
     def check_weighted(self, key: CellOutput | PastState, q: Tensor) -> None:
-        """Raise :class:`MemoptError` if a part that entered weights alone reaches ``q`` past them as well."""
+        """Raise :class:`MemoptError` if ``q`` now reads a part directly that it read only through weights."""
         if self.graph is not None and key in self.structure.weighted:
-            for source in self.graph.read_directly(q, self._others(frozenset())) & self.structure.weighted[key]:
+            for source in self.graph.read_directly(q, self._unknown_parts(frozenset())) & self.structure.weighted[key]:
                 raise changed(key.cell, f"reads {name_of(source)} past the weight that it entered")
 
     def check_not_followed(self, cells: Sequence[PastState], values: Sequence[Tensor]) -> None:
-        """Raise :class:`MemoptError` if a state that carried nothing of a traced weight has come to do so."""
+        """Raise :class:`MemoptError` if a state that did not depend on traced weights now does."""
         for held, value in zip(cells, values, strict=True):
             self.check_weighted(held, value)
-            others = self._others(self.structure.not_followed[held])
+            others = self._unknown_parts(self.structure.not_followed[held])
             row = jacobian_row(self.gate, value, list(others.values()))
             _refuse_further(held.cell, _entries(others, iter(row)))
 
     def check_results(self, *results: Tensor) -> tuple[Tensor, ...]:
-        """Raise :class:`MemoptError` if ``results`` of the step read a state that is followed in its cell alone."""
+        """Raise :class:`MemoptError` if ``results`` of the step read a state that only its cell may read."""
         read = {id(leaf) for leaf in leaves_before(results, self._followed)}
         for held in self.structure.entering:
-            if id(self.found[held]) in read:
+            if id(self.past_values[held]) in read:
                 raise changed(name_of(held), "is read outside its cell")
         return ()
 
-    def _others(self, known: frozenset[Source]) -> dict[Source, Tensor]:
+    def _unknown_parts(self, known: frozenset[Source]) -> dict[Source, Tensor]:
         """Return the parts of this step so far that are not ``known``."""
-        parts: tuple[Mapping[Any, Tensor], ...] = (self.found, self.outputs, self.out)
+        parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.outputs, self.out)
         return {key: tensor for part in parts for key, tensor in part.items() if key not in known}
 
 

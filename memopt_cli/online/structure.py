@@ -1,11 +1,13 @@
 """The structure of one time step: which weights carry traces, which states they reach, and which tensors are tied.
 
-A step is taken apart at the states from the last step, at the outputs of tagged weights, and at the outputs of cells.
-Which of the others each part reads, and whether it does so neuron by neuron, shows the states that a weight reaches:
-paths from cell to cell are followed through the time steps, and end where they enter a weight, traced or not.
+A step is taken apart into its *parts*: the states from the last step, the outputs of tagged weights, and the outputs of
+cells.  It is recorded which parts each part reads, and whether it reads them neuron by neuron.  From that follow the
+states that a weight reaches: paths lead from cell to cell and on through the time steps, and end where they enter a
+weight, traced or not.
 
-:mod:`memopt_cli.online.graph` walks autograd's graph, :mod:`memopt_cli.online.probe` takes a step apart,
-:mod:`memopt_cli.online.reach` follows the weights from part to part, for :mod:`memopt_cli.online.finding`.
+:mod:`memopt_cli.online.finding` finds the structure: :mod:`memopt_cli.online.probe` takes a step apart,
+:mod:`memopt_cli.online.graph` walks autograd's graph, and :mod:`memopt_cli.online.reach` follows the weights from part
+to part.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Source = PastState | Use | CellOutput
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Parts that carry traces, and that an output of a cell depends on neuron by neuron."""
+    """The parts that an output of a cell depends on neuron by neuron, and that depend on traced weights themselves."""
 
     held: tuple[PastState, ...] = ()
     uses: tuple[Use, ...] = ()
@@ -35,25 +37,25 @@ class Structure:
     """Use of a traced weight -> the groups of states it reaches neuron by neuron, in this step or a later one, without
     passing another weight."""
     z_shapes: dict[Use, tuple[int, ...] | None]
-    """Shape of the weight's input per sample; ``None`` for an elementwise parameter, which has none."""
+    """Use of a traced weight -> shape of its input per sample; ``None`` for an elementwise parameter, without input."""
     cells: tuple[str, ...]
-    """Paths of the cells that have states in a group, or through which others are reached."""
+    """Paths of the cells that have states in a group, or through which cells with such states are reached."""
     edges: dict[CellOutput, Edges]
-    """Output of a cell that is followed -> what it depends on."""
+    """Output of a cell that is followed -> the parts that it depends on."""
     constant: frozenset[Use]
-    """Uses whose input was computed from nothing but the last step's states and the model's inputs."""
+    """Uses whose input was computed only from the last step's states and the model's inputs."""
     connected: frozenset[Use]
-    """Uses whose output is read by more than the cells, which are tied to it."""
+    """Uses whose output is also read outside of the cells that are tied to it."""
     doubled: frozenset[Use]
     """Connected uses that a cell reads through the graph of an attached tensor."""
     exposed: frozenset[PastState]
-    """States of the last step that are read by more than the cell that declares them."""
+    """States of the last step that are also read outside of the cell that declares them."""
     attached: frozenset[CellOutput]
-    """Outputs of cells that depend on more than their edges, and stay attached to their graphs."""
+    """Outputs of cells that depend on more than their edges, so that autograd's graph behind them must stay."""
     derived: dict[CellOutput, frozenset[int]]
-    """Output that depends on nothing but the cell's new states -> the numbers of those states."""
+    """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
     untraced: dict[str, str]
-    """Tagged module -> why it carries no trace: it gets the gradient of each step alone."""
+    """Path of a tagged module -> the reason why it carries no trace, and gets the gradient of each step alone."""
     calls: dict[str, int]
     """Tagged module or cell -> how often the step called it."""
     known: dict[CellOutput, frozenset[Source]]
@@ -61,15 +63,15 @@ class Structure:
     not_followed: dict[PastState, frozenset[Source]]
     """State that carries nothing of traced weights -> all that it was computed from, by any path."""
     unread: frozenset[PastState | Use]
-    """States, and outputs of traced weights, that only cells which are tied to them read."""
+    """States, and outputs of traced weights, that are read only by cells that are tied to them."""
     entering: frozenset[PastState]
-    """States of the last step that are read outside their cells by weights and by their own cells alone."""
+    """States of the last step that are read only by their own cells and by weights."""
     weighted: dict[CellOutput | PastState, frozenset[Source]]
-    """Output of a cell, or state that is not followed -> parts that carry traces and reach it, but only through weights
-    without tags."""
+    """Output of a cell, or state that is not followed -> parts that depend on traced weights and reach it, but only
+    through weights without tags."""
 
     def beside_its_graph(self, row: Row) -> Row:
-        """Return ``row`` without the entries that an attached tensor's own graph accounts for."""
+        """Return ``row`` without the entries whose gradients autograd computes by an attached tensor's own graph."""
         return Row(
             {held: d for held, d in row.hidden.items() if held not in self.exposed},
             {use: d for use, d in row.inputs.items() if use not in self.connected},

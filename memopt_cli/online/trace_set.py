@@ -1,4 +1,4 @@
-"""The traces of all weights of a model, which begin, advance and end together."""
+"""The traces of all weights of a model, whose time steps begin and end together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TraceSet:
         return {held for trace in self.by_use.values() for held in trace.shapes}
 
     def load(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Begin the first step with ``values`` of the states, ``[B, ...]`` each."""
+        """Begin the first step with ``values`` for :attr:`states`, ``[B, ...]`` each."""
         loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.by_use}
         for (trace, name, _), value in zip(self._named, values, strict=True):
             loaded[trace.use][name] = value
@@ -37,7 +37,7 @@ class TraceSet:
         return ()
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return the values of the states after the last step, ``[B, ...]`` each."""
+        """Return the values of :attr:`states` after the last step, ``[B, ...]`` each."""
         return tuple(trace.live.values[name] for trace, name, _ in self._named)
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class TraceSet:
             trace.end()
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Divide by ``scale`` the gradients of all that is tied from now on."""
+        """Divide by ``scale`` the gradients of all tensors that are tied from now on."""
         for trace in self.by_use.values():
             trace.set_scale(scale)
 

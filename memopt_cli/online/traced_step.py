@@ -1,4 +1,4 @@
-"""Time steps of a model that advance eligibility traces."""
+"""Running time steps of a model that advance its eligibility traces."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class TracedStep(Interception):
-    """A runner of time steps that advances the traces, and ties the outputs of cells to the weights.
+    """Runs time steps, advances the traces, and ties the outputs of cells to the weights.
 
-    In a single step, a cell's graph serves for its Jacobian only and is cut from the loss: the gradient of an output
-    goes straight to the weights and to whatever their inputs were computed from.  For ``v = 0.9 v + w(x)`` of a
-    neuron, the row of ``v`` is ``dv/dv^(t-1) = 0.9`` and ``dv/dy = 1``; the gradient ``l`` of ``v`` gives ``w`` its
-    ordinary gradient of this step by the second entry, and ``0.9 l`` times the trace by the first.
+    In a single step, the graph inside a cell serves only for its Jacobian and is cut from the loss: the gradient of an
+    output goes by ties straight to the weights, and to whatever their inputs were computed from.  For a neuron
+    ``v = 0.9 v + w(x)``, the row of ``v`` is ``dv/dv^(t-1) = 0.9`` and ``dv/dy = 1``.  Of the gradient ``l`` of ``v``,
+    the second entry gives ``w`` its ordinary gradient of this step, and the first gives it ``0.9 l`` times the trace.
 
-    In a window of several steps nothing is cut; the gradient that reaches the window's first states goes to the
-    weights by their traces.
+    In a window of several steps nothing is cut: autograd computes the gradients inside the window, and the gradient
+    that reaches the window's first states goes to the weights by their traces.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TracedStep(Interception):
 
     @contextmanager
     def traces_loaded(self) -> Iterator[None]:
-        """Load the traces for the block; after it they have advanced, and the model's states are constants."""
+        """Load the traces for the steps in the block; store them after it, and make the model's states constants."""
         self.batch.lift(self.traces.load, *(state.value for state in self.traces.states))
         try:
             yield
@@ -75,10 +75,10 @@ class TracedStep(Interception):
             state.value = value
 
     def tie_to_past(self, scale: float | Tensor) -> None:
-        """Turn gradients of the present states into gradients of the weights, by the traces.
+        """Tie the present states to the traces, which turn gradients of the states into gradients of the weights.
 
-        Those are all states in a window, and in a single step the ones that are read outside their cells.  ``scale``:
-        the divisor of the last step's gradients.
+        In a window all states are tied, in a single step those that are read outside their cells.  ``scale``: the
+        divisor of the last step's gradients.
         """
         self.traces.set_scale(scale)
         for cell, states in self.states.items():
@@ -91,7 +91,7 @@ class TracedStep(Interception):
         if self.structure.weighted:
             self._parts.graph = Graph(model, set(), {})
         for cell, states in self.states.items():
-            self.act_on(states, partial(self._find, [PastState(cell, state.name) for state in states]))
+            self.act_on(states, partial(self._keep_past, [PastState(cell, state.name) for state in states]))
         output = self.run(model, inputs)
         if self.structure.entering and not self._window:
             results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -105,24 +105,24 @@ class TracedStep(Interception):
             raise changed(f"{held.cell}.{held.name}".removeprefix("."), "is written outside its cell")
 
     def on_forgotten(self, held: PastState) -> None:
-        self._parts.new[held] = Row()
+        self._parts.new_rows[held] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        z = tuple(tensor.view_as(tensor) for tensor in z)
+        z = tuple(tensor.view_as(tensor) for tensor in z)  # a new node of the graph, at which later walks end
         self._parts.follow(z)
-        if use not in self.traces.by_use:  # an earlier call, which reaches a cell past a later one alone
+        if use not in self.traces.by_use:  # a call without a trace, whose output reaches cells only through later calls
             operation = operation_of(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias),)
-        if use in self.structure.constant and not self._window:
+        if use in self.structure.constant and not self._window:  # no parameter is behind the input: no gradient needed
             z = tuple(tensor.detach() for tensor in z)
-        trace, given = self.traces.by_use[use], z[0] if z else None
-        y = trace.use_weight(given, self.batch.size, attached=self._window)
+        trace, weight_input = self.traces.by_use[use], z[0] if z else None
+        y = trace.use_weight(weight_input, self.batch.size, attached=self._window)
         if use in self.structure.connected and not self._window:
-            y = trace.attached(given, self.batch.size)
+            y = trace.attached(weight_input, self.batch.size)
         uncut = (self._window or use in self.structure.connected) and y.requires_grad
         if uncut:
             (output,) = self.gate.tie([y], [[]])
-        else:
+        else:  # a leaf for the cells: their Jacobians end here, and the ties carry the gradient of the loss onward
             output = y.detach().requires_grad_()
             if use in self.structure.unread:
                 _refuse_gradient(self.gate, output, name_of(use))
@@ -133,7 +133,7 @@ class TracedStep(Interception):
         names = [PastState(cell, state.name) for state in self.states[cell]]
         is_guarded = not call and not self._window
         return tuple(
-            self._parts.found[held].clone() if is_guarded and held in self.structure.unread else value
+            self._parts.past_values[held].clone() if is_guarded and held in self.structure.unread else value
             for held, value in zip(names, states, strict=True)
         )
 
@@ -143,14 +143,14 @@ class TracedStep(Interception):
         ties: list[Ties] = [[] for _ in tensors]
         values = list(tensors)
         for out, q in zip(outs, tensors, strict=True):
-            is_state = out.number < len(names)
+            is_state = out.number < len(names)  # new states come before returned tensors
             if out not in self.structure.edges or (self._window and not is_state and out not in self._read):
-                continue  # its own graph carries the whole gradient
+                continue  # autograd computes its whole gradient by the graph behind it
             self._parts.check_weighted(out, q)
             row = self._parts.row(out, q, tensors[: len(names)])
             total = self._parts.rows[out] = row.total(self._parts.rows)
             if is_state:
-                self._parts.new[PastState(cell, names[out.number])] = total
+                self._parts.new_rows[PastState(cell, names[out.number])] = total
             if not self._window:
                 attached = out in self.structure.attached and not row.through.keys() & set(outs)
                 ties[out.number] = self._ties(self.structure.beside_its_graph(row) if attached else row)
@@ -170,17 +170,17 @@ class TracedStep(Interception):
 
     def _advance(self, not_followed: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         self._parts.check_not_followed(not_followed, values)
-        self.traces.advance(self._parts.new)
+        self.traces.advance(self._parts.new_rows)
         self._parts = StepParts(self.structure, self.gate)
         return ()
 
-    def _find(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
-        """Keep the states, ``values``, for Jacobians, and return copies, which the model may write in place."""
+    def _keep_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
+        """Keep the ``values`` of states for Jacobians, and return copies, which the model may write in place."""
         shown: list[Tensor] = []
         for held, value in zip(names, values, strict=True):
             is_tied = value.requires_grad and (self._window or held in self.structure.exposed)
-            self._parts.found[held] = value.view_as(value) if is_tied else value.detach().requires_grad_()
-            shown.append(self._parts.found[held].clone())
+            self._parts.past_values[held] = value.view_as(value) if is_tied else value.detach().requires_grad_()
+            shown.append(self._parts.past_values[held].clone())
             if held in self.structure.unread and not self._window:
                 _refuse_gradient(self.gate, shown[-1], name_of(held))
         return tuple(shown)
@@ -190,7 +190,7 @@ class TracedStep(Interception):
 
 
 def _refuse_gradient(gate: Gate, tensor: Tensor, name: str) -> None:
-    """Raise an error in backward if a loss reads ``tensor``, which only cells read in the step of ``compile_graph``."""
+    """Raise an error in backward if a loss reads ``tensor``, which only cells read when the graph was compiled."""
 
     def refuse(gradient: Tensor) -> None:
         if not gate.closed and gradient.any():

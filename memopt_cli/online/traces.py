@@ -1,13 +1,16 @@
-"""Eligibility traces: the memory that D-RTRL and ES-D-RTRL keep of the past, for one use of one weight.
+"""Eligibility traces: what D-RTRL and ES-D-RTRL remember of the past, for one use of one weight.
 
-Notation, for a weight ``W`` with ``y = W z`` that reaches a group ``h`` of k states per neuron, of one cell or of
-several that are connected neuron by neuron: ``D = dh^t/dh^(t-1)`` and ``F = dh^t/dy``, both diagonal over neurons, and
-``l = dL^t/dh^t``.
+Take a weight ``W`` with ``y = W z`` and a neuron with the state ``h^t = 0.9 h^(t-1) + y``.  The derivative of the
+present state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
+``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step need be kept.
 
-A :class:`Row` is one line of these Jacobians: that of any tensor ``q`` that depends on ``(h^(t-1), y)`` neuron by
-neuron, a new state or a spike computed from it.  The gradient reaches the weights through *channels* that ``q`` is
-tied to, with a coefficient each.  A channel gets the sum of ``coefficient * dL/dq`` over all ``q`` that leave a cell
-and turns it into gradients of weights, once.
+In general the weight reaches a group ``h`` of k states per neuron, of one cell or of several that are connected neuron
+by neuron.  The factors are ``D = dh^t/dh^(t-1)`` (0.9 above) and ``F = dh^t/dy`` (1 above), both diagonal over neurons.
+
+A :class:`Row` holds one line of these Jacobians: the derivatives of a tensor ``q`` that a cell computes from
+``(h^(t-1), y)`` neuron by neuron, such as a new state or a spike.  In backward the gradient of ``q`` must reach the
+weights.  For that ``q`` is *tied* to :class:`Channel` s: each sums ``coefficient * dL/dq`` over all ``q`` that are tied
+to it, and turns the sum into gradients of weights, once.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ class Use(NamedTuple):
 
 
 class PastState(NamedTuple):
-    """A state with the value that the last step gave it."""
+    """A state as the last step left it: ``h^(t-1)``; in code a variable named ``held``."""
 
     cell: str
-    """Dotted path of the module that declares it."""
+    """Dotted path of the module that declares the state."""
     name: str
 
 
@@ -47,7 +50,7 @@ class CellOutput(NamedTuple):
     call: int
     """Number of the call in the step; 0 for the cell's first."""
     number: int
-    """Number of the tensor: first the new states, in the order of declaration, then the tensors that are returned."""
+    """Number of the tensor in the call: new states come first, in the order of declaration, then returned tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,12 @@ class Group:
     cell: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """Shape of each of them, per sample."""
+    """Shape of each state, per sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Diagonal Jacobian of one tensor ``q``; every entry has the shape of ``q``.
+    """The derivatives of one tensor ``q``, as diagonals: every entry has the shape of ``q``.
 
     There is no entry for a tensor that ``q`` does not depend on.
     """
@@ -72,10 +75,11 @@ class Row:
     inputs: Mapping[Use, Tensor] = field(default_factory=dict)
     """Use of a weight -> ``dq/dy``."""
     through: Mapping[CellOutput, Tensor] = field(default_factory=dict)
-    """Earlier output of a cell in this step -> ``dq/doutput``.  The other entries are for the paths past these."""
+    """Earlier output of a cell in this step -> ``dq/doutput``.  ``hidden`` and ``inputs`` then leave out the paths that
+    lead through these outputs."""
 
     def total(self, rows: Mapping[CellOutput, Row]) -> Row:
-        """Return the row by all paths, given the total ``rows`` of the outputs of cells that ``q`` depends on."""
+        """Return the row by all paths, without ``through``; ``rows`` has the total rows of these outputs."""
         if not self.through:
             return self
         hidden, inputs = dict(self.hidden), dict(self.inputs)
@@ -95,20 +99,21 @@ def _add_times(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, Ten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Channel:
-    """A place where the gradients of several outputs of cells are summed, and turned into gradients of weights."""
+    """A sum of gradients of several outputs of cells, which becomes gradients of weights."""
 
     targets: tuple[Tensor | None, ...]
+    """Tensors that get the gradients, mostly a weight and its bias; ``None`` for one that needs none."""
     to_targets: Callable[[Tensor], tuple[Tensor | None, ...]]
     """Function of the sum that returns the gradients of ``targets``."""
 
 
 Ties = list[tuple[Tensor | None, "Channel | int"]]
-"""Pairs of a coefficient (``None`` for 1) and where the gradient goes times that: a channel, or the number of an
-earlier output of the same call."""
+"""Pairs of a coefficient (``None`` for 1) and the end to which the gradient times the coefficient goes: a channel, or
+the number of an earlier output of the same call."""
 
 
 class _TiedTensors(torch.autograd.Function):
-    """The identity on several tensors, whose gradients go on to them and, times coefficients, to their ties."""
+    """The identity on several tensors; in backward, their gradients also go to their ties."""
 
     @staticmethod
     def forward(
@@ -126,7 +131,8 @@ class _TiedTensors(torch.autograd.Function):
         sums: dict[Channel | int, Tensor] = {
             i: gradient for i, gradient in enumerate(gradients) if gradient is not None
         }
-        # Backwards: an output may be tied to an earlier one of the same call, whose gradient is then complete.
+        # From the last output to the first: an output may be tied to an earlier one of the same call, whose gradient
+        # is complete only after all later ones have added their parts.
         for i in reversed(range(len(ctx.ties))):
             for coefficient, end in ctx.ties[i] if i in sums else ():
                 part = sums[i] if coefficient is None else sums[i] * coefficient
@@ -147,12 +153,16 @@ def _refuse_second_derivative() -> None:
 
 @dataclass(slots=True)
 class Gate:
-    """A gate at states and weights: closed while a Jacobian is taken, whose paths end there, and open to losses."""
+    """A switch at the tied tensors of a step, through which gradients of a loss pass, and Jacobians do not.
+
+    A Jacobian is taken within one cell, so backward must end at the tensors that enter the cell.
+    """
 
     closed: bool = False
+    """Whether a Jacobian is taken now."""
 
     def tie(self, values: Sequence[Tensor], ties: Sequence[Ties]) -> tuple[Tensor, ...]:
-        """Return ``values`` unchanged, but with the gradient of each sent to its ``ties``, too."""
+        """Return ``values`` unchanged; in backward the gradient of each also goes to its ``ties``."""
         channels = list(dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, Channel)))
         targets = (target for channel in channels for target in channel.targets)
         tied: tuple[Tensor, ...] = _TiedTensors.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
@@ -164,12 +174,12 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class _Filtered:
-    """The factors that turn a neuron's gradient into that of a weight, in ES-D-RTRL."""
+    """The factors that turn a neuron's gradient into a weight's gradient in ES-D-RTRL."""
 
     z: Tensor | None
-    """Filtered input, ``[B, ...]``; ``None`` without one."""
+    """Filtered input, ``[B, ...]``; ``None`` for a weight without an input."""
     scale: float | Tensor = 1.0
-    """Divisor of the gradient."""
+    """Divisor of the gradient, which corrects the bias of the filter's start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,17 +187,18 @@ class _Live:
     """The tensors of a trace while a step runs, each with a leading batch axis."""
 
     values: dict[str, Tensor]
-    """Name of the declared state -> its value after the last step."""
+    """Name of the trace's declared state -> its value after the last step."""
     filtered: _Filtered
     z: Tensor | None = None
+    """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Output of the weight, through which gradients reach whatever ``z`` was computed from."""
+    """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, Channel] = field(default_factory=dict)
     """Channels of this step, by the state or the use whose gradient they sum."""
 
 
 class Trace(nn.Module):
-    """The eligibility trace of one use of a weight.  Its states are declared, and so batched like any other."""
+    """The eligibility trace of one use of a weight; it is kept in declared states, which are batched like any other."""
 
     live: _Live
 
@@ -207,7 +218,7 @@ class Trace(nn.Module):
         del self.live
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
-        """Return ``y`` for the input ``z``, ``[batch, ...]``; with ``attached`` it is in the graph of the weight."""
+        """Return ``y`` for the input ``z``, ``[batch, ...]``; ``attached``: in the graph of the weight."""
         live, operation = self.live, self.operation
         live.z = None if z is None else z.detach()
         weight, bias = operation.weight, operation.bias
@@ -215,19 +226,19 @@ class Trace(nn.Module):
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
-        """Return ``y`` in the graph of the weight, for readers that are not cells."""
+        """Return ``y`` in the graph of the weight, for parts of the model outside of cells that read it."""
         return self.operation.apply(z, batch, self.operation.weight, self.operation.bias)
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Divide by ``scale`` the gradients of all that is tied from now on."""
+        """Divide by ``scale`` the gradients of all tensors that are tied from now on."""
         self.live.filtered.scale = scale
 
     def ties(self, row: Row) -> Ties:
-        """Return the ties of a tensor with ``row`` to the weights, but for the gradient that :meth:`onward` carries."""
+        """Return the ties by which the gradient of a tensor with ``row`` reaches the weights through the trace."""
         raise NotImplementedError
 
     def onward(self, row: Row) -> Ties:
-        """Return the ties of a tensor with ``row`` to whatever ``y`` was computed from in this step."""
+        """Return the ties by which the gradient of a tensor with ``row`` reaches ``y`` and what is behind ``y``."""
         live = self.live
         if self.use not in row.inputs or not live.y.requires_grad:
             return []
@@ -235,11 +246,11 @@ class Trace(nn.Module):
         return [(row.inputs[self.use], channel)]
 
     def past(self, held: PastState) -> Channel:
-        """Return a channel that takes ``dL/dh`` of ``held``, a state after the last step."""
+        """Return the channel of ``held``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
         raise NotImplementedError
 
     def advance(self, rows: Mapping[PastState, Row]) -> None:
-        """Advance by one step, by the total ``rows`` of the new states; a state without one keeps its trace."""
+        """Advance the trace by one step, by the total ``rows`` of the new states; without a row, nothing changes."""
         self.begin(self.live.values | self._advanced({h: row for h, row in rows.items() if h in self.shapes}))
 
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
@@ -255,8 +266,8 @@ class Trace(nn.Module):
 class FullTrace(Trace):
     """The trace of D-RTRL, ``e^t = D e^(t-1) + F (x) z``: ``B * I * H * k`` numbers, one per weight, neuron and state.
 
-    The gradient ``l e^t`` is taken in two parts: ``l F (x) z`` is the weight's ordinary gradient of this step;
-    ``l D e^(t-1)``, the past, comes through one channel per state.
+    The gradient ``l e^t`` has two parts: ``l F (x) z`` is the weight's ordinary gradient of this step, which autograd
+    computes; ``l D e^(t-1)``, by the steps before, comes through one channel per state.
     """
 
     def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
@@ -317,11 +328,11 @@ class FullTrace(Trace):
 
 
 class FactoredTrace(Trace):
-    """The trace of ES-D-RTRL: the input and the neurons are filtered apart, ``B * (I + k * H)`` numbers.
+    """The trace of ES-D-RTRL, in two factors: ``B * (I + k * H)`` numbers.
 
-    ``e_x^t = a e_x^(t-1) + z`` and ``e_f^t = a D e_f^(t-1) + (1 - a) F``; the gradient of a weight is
-    ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``, with ``c`` of
-    :meth:`set_scale`.
+    One factor filters the input, ``e_x^t = a e_x^(t-1) + z``, the other the neurons, ``e_f^t = a D e_f^(t-1) +
+    (1 - a) F``.  The gradient of a weight is ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``,
+    with the ``c`` of :meth:`set_scale`.
     """
 
     def __init__(
@@ -344,7 +355,7 @@ class FactoredTrace(Trace):
         factor, filtered = self._factor(row), self.live.filtered
         if factor is None:
             return []
-        # What is filtered is looked up in backward: the weight may be used after this tensor has left its cell.
+        # The filtered input is looked up in backward: the weight may be used only after this tensor has left its cell.
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 

@@ -1,4 +1,4 @@
-"""Gradients of a whole sequence, online and through time, and a compiled time step."""
+"""Loops over a whole sequence, online and through time, and a time step that is compiled as one graph."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object
     """
     total, steps = torch.zeros(()), 0
     for x in inputs:
-        found = _learn_step(model, x, target, loss)
-        total, steps = total + found if steps else found, steps + 1
+        step_loss = _learn_step(model, x, target, loss)
+        total, steps = total + step_loss if steps else step_loss, steps + 1
     return total / _at_least_one(steps)
 
 
 def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tensor:
-    # A function of its own: its graph, and with it the traces before this step, is gone when the next step begins.
-    found = loss(model(x), target)
-    found.backward()
-    return found.detach()
+    # A function of its own, so that its graph, which holds the traces before this step, is freed before the next step.
+    step_loss = loss(model(x), target)
+    step_loss.backward()
+    return step_loss.detach()
 
 
 def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
@@ -102,7 +102,7 @@ class CompiledStep:
         self._model, self._loss = model, loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        graph = make_fx(lambda *step: self._pure(*step))(  # a bound method is one argument too many
+        graph = make_fx(lambda *step: self._pure(*step))(  # make_fx would count the ``self`` of a bound method
             _detached(self._parameters), buffers, x, target
         )
         self._compiled = torch.compile(graph, backend=backend)
@@ -126,8 +126,8 @@ class CompiledStep:
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         held = {**leaves, **buffers}
         loss = self._loss(functional_call(self._model, held, (x,)), target)
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+        per_leaf = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(leaves, per_leaf, strict=True) if g is not None}
         return loss.detach(), gradients, {name: held[name].detach() for name in buffers}
 
 

@@ -1,4 +1,4 @@
-"""The refusal of a past that a model carries from step to step undeclared, which no trace would follow."""
+"""Refusing models that carry a tensor from one time step to the next undeclared, so that no trace would follow it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _STRUCTURE = frozenset(vars(nn.Module()))
 
 
 def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Take two steps, and raise an error if more than the declared states connects their graphs.
+    """Take two steps, and raise an error if anything but the declared states connects their graphs.
 
-    A constant (detached) that a module keeps connects nothing.  The states advance by both steps.
-    Raises :class:`MemoptError` that names the attribute.
+    A detached tensor that a module keeps connects nothing.  The states advance by both steps.
+    Raises :class:`MemoptError`, which names the attribute.
     """
     first = _step(model, inputs)
     kept = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
     made = set(_nodes([tensor.grad_fn for tensor in [*first, *(t for _, t in _undeclared(model))]]))
     for state in states_of(model).values():
         state.value = state.value.detach()
-    second = _step(model, inputs)  # held: in PyTorch 2.8 the node of a function of the user's lives no longer than it
+    second = _step(model, inputs)  # a variable, since in PyTorch 2.8 the nodes of a user's Function die with its result
     for node in _nodes([tensor.grad_fn for tensor in second]):
         if node in made and not hasattr(node, "variable"):
             raise MemoptError(
@@ -45,7 +45,7 @@ def _step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and value of every tensor that an attribute or a buffer is or holds, but for declared states."""
+    """Yield path and value of every tensor in an attribute or a buffer that is not a declared state."""
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     for path, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}

@@ -1,6 +1,6 @@
-"""The records that stages hand each other: frozen dataclasses, sizes in bytes, times in seconds.
+"""The records that the stages of the pipeline hand each other: frozen dataclasses, sizes in bytes, times in seconds.
 
-A file a topic; ``wire`` turns any of them into plain JSON/YAML values and back.
+Each file has the records of one command or topic.  ``wire`` turns any record into plain JSON or YAML values and back.
 """
 
 from memopt_cli.records.baseline import METRICS as METRICS

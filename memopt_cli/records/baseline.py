@@ -1,4 +1,4 @@
-"""Records of ``memopt baseline``, ``check`` and ``compare``: the needs of a step, now and before."""
+"""The requests and results of ``memopt baseline``, ``check`` and ``compare``: the needs of a step, now and before."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Metric = Literal[
 ]
 
 METRICS: tuple[Metric, ...] = typing.get_args(Metric)
-"""Tensor peak, allocated peak, step time and most bytes that wait elsewhere, and each category of bytes alive at the
-instant of the tensor peak."""
+"""The tensor peak, the allocated peak, the step time, the most bytes in host memory or on the disk; then each category
+of bytes alive at the instant of the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The growth over the baseline that is allowed to a metric (``--fail-on``)."""
+    """The growth of a metric over the baseline that ``--fail-on`` allows."""
 
     text: str
     """Limit as typed: ``peak:5%``."""
@@ -81,7 +81,7 @@ class ModuleBytes:
     path: str
     class_name: str
     output_bytes: int
-    """Bytes of its output tensors over all calls, alive at the peak or not."""
+    """Bytes of the module's output tensors over all calls, alive at the peak or not."""
     held_bytes: dict[str, int]
     """Category -> bytes alive at the instant of the tensor peak; categories that hold nothing are left out."""
 
@@ -181,12 +181,12 @@ class ModuleChange:
 
     path: str
     was: str
-    """Its path before, if it has changed; else empty."""
+    """Path of the module before, if it has changed; else empty."""
     class_name: str
     before_bytes: int
     after_bytes: int
     growth_bytes: dict[str, int]
-    """Category -> bytes that it holds more, if any."""
+    """Category -> bytes that the module holds more than before; only categories that grew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class Rename:
     """A group of modules with the same classes and bytes under another path."""
 
     before: str
-    """Beginning of their paths before; empty for the root."""
+    """Beginning of the modules' paths before; empty for the root."""
     after: str
     modules: int
 
@@ -209,12 +209,12 @@ class PlanChange:
     packing: Literal["same", "dropped", "added"] = "same"
     """Change of packing outside of segments."""
     sending: Literal["same", "dropped", "added"] = "same"
-    """Change of sending away what is saved outside of segments."""
+    """Change of sending tensors that are saved outside of segments to another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The comparison of the needs of a training step with those before, and the reasons for changes."""
+    """A training step's needs now and before, whether limits are exceeded, and what explains the changes."""
 
     before: FileHeader
     after: FileHeader
@@ -225,7 +225,7 @@ class Comparison:
     modules: tuple[ModuleChange, ...]
     """Modules that changed, largest growth first."""
     new_saved: tuple[SavedTensor, ...]
-    """Tensors without a counterpart before, among the largest kept for backward."""
+    """Tensors among the largest kept for backward that had no counterpart before."""
     renames: tuple[Rename, ...]
     plan: PlanChange
     peak_before: PeakPlace | None
@@ -233,13 +233,14 @@ class Comparison:
     peak_moved: bool
     """Whether the peak is in another operator or module; renames do not count."""
     unlike: tuple[Difference, ...]
-    """Differences for which the comparison is not about the model alone; never any in a check."""
+    """Differences in the step itself (inputs, settings), so that changes may not come from the model; a check refuses
+    them."""
     surroundings: tuple[Difference, ...]
-    """Differences in versions and machines, most of which leave the tensor peak alone."""
+    """Differences in versions and machines, most of which do not change the tensor peak."""
     layout: Layout | None = None
     """Layout of the model now, for predicted peaks of one rank; ``None`` for one device."""
     at: str = ""
-    """Length, as in :class:`Verdict`."""
+    """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()
     """Comparisons at the largest length of each shorter range of a plan by length."""
 
@@ -256,7 +257,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineRequest(StepRequest):
-    """Everything ``memopt baseline`` was asked for."""
+    """The options of ``memopt baseline``, resolved."""
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
@@ -270,7 +271,7 @@ class BaselineRequest(StepRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest(StepRequest):
-    """Everything ``memopt check`` was asked for; ``None`` stands for the value in the baseline."""
+    """The options of ``memopt check``, resolved; ``None`` stands for the value in the baseline."""
 
     baseline_path: str
     limits: tuple[Limit, ...]

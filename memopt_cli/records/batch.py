@@ -1,4 +1,4 @@
-"""Records of ``memopt recommend-batch``: how large a step fits."""
+"""The request and the results of ``memopt recommend-batch``: the largest or fastest batch that fits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from memopt_cli.records.settings import StepSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProbe:
-    """One point of the memory model: the allocated peak at a batch size."""
+    """A step that was run at one batch size: one point of the memory model ``peak = intercept + slope * batch``."""
 
     batch: int
-    """Batch of each replica."""
+    """Batch size of each copy of the model."""
     allocated_peak_bytes: int
     step_s: float
-    """Wall time of a step."""
+    """Wall time of a step in seconds."""
     update_s: float = 0.0
-    """Part of it that clipping and the optimizers took; 0 where it was not measured."""
+    """Seconds of the step that clipping and the optimizers took; 0 if not measured."""
     replicas: int = 1
-    """Copies of the model that took the step at once."""
+    """Number of copies of the model that took the step at once."""
     route: str = ""
-    """Class that ran the copies (``BatchModule``); empty for one copy, which runs as it is."""
+    """Class that ran the copies (``BatchModule``); empty for a single model."""
     waited: float = 0.0
     """Share of the time in which the steps waited for a processor, as on a busy machine."""
 
@@ -46,9 +46,9 @@ class BatchAdvice:
     recommended_batch: int
     """Largest batch that was run and stayed within the budget."""
     fastest_batch: int
-    """Batch with most samples per second of those that did."""
+    """Batch with most samples per second, of those that were run and stayed within the budget."""
     estimated_batch: int
-    """Largest batch by the model; equal to ``recommended_batch`` if no larger one is expected to fit."""
+    """Largest batch by the memory model; equal to ``recommended_batch`` if no larger one is expected to fit."""
     probes: tuple[BatchProbe, ...]
     intercept_bytes: float
     slope_bytes: float
@@ -61,13 +61,13 @@ class BatchAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The largest batch that fits by the model; none was run."""
+    """The largest batch that fits by the memory model alone; no batch was run."""
 
     batch: int
     predicted_peak_bytes: int
     budget_bytes: int
     is_limited_by_memory: bool = True
-    """Whether anybody might train with so large a batch; if not, memory is no reason to choose another."""
+    """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class NoBatchFits:
     """Smallest batch."""
     budget_bytes: int
     reason: str
-    """Reason why it does not fit."""
+    """Reason why the smallest batch does not fit."""
 
 
 BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
@@ -86,7 +86,7 @@ BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAdvice:
-    """The number of copies of a model that train fastest as one, each with the batch that is described."""
+    """The number of copies of a model that train fastest as one, each at the batch that the inputs describe."""
 
     fastest: int
     """Number of copies with most samples per second, of those within the budget."""
@@ -125,16 +125,16 @@ class DimRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """The answer for one case."""
+    """One row of the answer: the batch that fits with or without the plan, at one size of the ranged dimension."""
 
     planned: bool
     """Whether the step runs under the plan."""
     dims: dict[str, int]
     """Size of the symbol that has a range; empty without one."""
     outcome: BatchOutcome
-    """Batch that fits; with copies, the batch of each of the fastest number of them."""
+    """Batch that fits; with copies, the batch of each copy at their fastest number."""
     replicas: ReplicaAdvice | None = None
-    """Numbers of copies that were tried; ``None`` if not asked for."""
+    """Numbers of copies that were tried; ``None`` without ``--replicas``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +142,9 @@ class Accumulation:
     """A step of the optimizer made up of several steps that fit."""
 
     global_batch: int
-    """Samples per optimizer step, as asked for: by ``--global-batch``, or by ``--accumulate`` as so many batches."""
+    """Samples per optimizer step: ``--global-batch``, or ``--accumulate`` times the batch."""
     batch: int
-    """Samples of one forward and backward, which was run."""
+    """Samples of one forward and backward pass, the batch that was run."""
     steps: int
     """Forward and backward passes per optimizer step."""
 
@@ -169,16 +169,16 @@ class LengthBatching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest(StepRequest):
-    """Everything ``memopt recommend-batch`` was asked for, resolved, and checked for options that exclude each other.
+    """The options of ``memopt recommend-batch``, resolved.
 
-    Making one raises :class:`OptionError` for those that do, so that what takes a request asks nothing again.
+    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
     objective: Objective | None = None
-    """Objective that was asked for; ``None`` for none: see :attr:`aim`."""
+    """Objective that the user gave; ``None`` for the default, which is in :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
@@ -186,22 +186,22 @@ class BatchRequest(StepRequest):
     replicas: DimRange | None = None
     """Numbers of copies of the model to try; ``None`` for a single model."""
     plan_path: str | None = None
-    """Path of a plan to recommend for as well; ``None`` for none."""
+    """Path of a plan under which a batch is recommended as well; ``None`` for none."""
     lengths_path: str | None = None
     """Path of a file of sequence lengths; ``None`` for none."""
     strategies: tuple[StrategyName, ...] = ()
-    """Strategies to learn sequences, which are compared over ``dim_range`` instead."""
+    """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
-    """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` for no such
-    search."""
+    """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` without
+    ``--search``."""
     card: DeviceProfile | None = None
-    """Device that is not here, to estimate for without any run at full size; ``None`` for the one here."""
+    """Device that this machine lacks, for which everything is estimated; ``None`` for the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     layouts: tuple[Layout, ...] = ()
-    """Layouts, of each of which one rank is predicted; empty for a single device."""
+    """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
     search_limit_s: float | None = None
-    """Seconds after which that search tries no more pairs; ``None`` for no limit."""
+    """Seconds after which ``--search`` tries no more pairs; ``None`` for no limit."""
     backend: str | None = None
     """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
     output: str | None = None
@@ -217,20 +217,21 @@ class BatchRequest(StepRequest):
 
     @property
     def aim(self) -> Objective:
-        """Objective by which the batch is chosen: the largest, of copies the fastest, if none was asked for."""
+        """Objective by which the batch is chosen; by default the largest batch, or the fastest number of copies."""
         return self.objective or ("max" if self.replicas is None else "throughput")
 
     @property
     def step(self) -> StepSettings:
-        """Settings of the step that is run: one that accumulates, where passes are to make up a global batch.
+        """Settings of the step that is run.
 
-        Two passes stand for any number: a step with earlier gradients in memory always takes the same.
+        If passes make up a global batch, the step accumulates two: with gradients of an earlier pass in memory, every
+        later pass takes the same memory and time.
         """
         return self.settings if self.global_batch is None else replace(self.settings, micro_batches=2)
 
     @property
     def uncompiled(self) -> str:
-        """Option for which steps run, or are predicted, without a compiler; empty if none was given."""
+        """The first given option for which steps run, or are predicted, without a compiler; empty if there is none."""
         given = {
             "`--search`": self.search,
             "`--strategy`": self.strategies or None,
@@ -244,7 +245,7 @@ class BatchRequest(StepRequest):
         return next((option for option, value in given.items() if value is not None), "")
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        """Raise :class:`OptionError` for options that exclude or need each other."""
         if self.backend is not None and self.uncompiled:
             raise OptionError(
                 f"`--compile` measures compiled steps, but {self.uncompiled} measures or predicts others",
@@ -355,15 +356,15 @@ class BatchRecommendation:
     rows: tuple[BatchRow, ...]
     """Cases, those without the plan first; sizes ascending."""
     chosen: int
-    """Index of the recommended row: at the largest size at which a batch was run, the better one by the objective."""
+    """Index of the recommended row: the better one by the objective, at the largest size at which a batch was run."""
     batch: int
-    """Batch of that row by the objective."""
+    """Recommended batch, that of the chosen row."""
     verified: bool
-    """Whether it was run; if not, it is an estimate."""
+    """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None
-    """Steps that make up one of the optimizer; ``None`` if not asked for."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` or ``--accumulate``."""
     lengths: tuple[LengthBatching, ...]
-    """Strategies to batch the user's sequences; empty if not asked for."""
+    """Costs of the strategies to batch the user's sequences; empty without ``--lengths``."""
     notes: tuple[str, ...]
     probes: int
     """Number of runs on data, failed ones included."""
@@ -377,6 +378,6 @@ class BatchRecommendation:
     plan: str = ""
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""
-    """Name of the device that is not here, for which it is an estimate; empty for the one here."""
+    """Name of the device that this machine lacks, for which the batch is an estimate; empty for the device here."""
     backend: str = ""
-    """Backend of ``torch.compile`` that was asked for; empty if the step is compiled only where the plan says so."""
+    """Backend of ``torch.compile`` that ``--compile`` named; empty if only the plan decides about compiling."""

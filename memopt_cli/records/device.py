@@ -1,4 +1,4 @@
-"""Devices that are not here, and the estimated needs of a step on them."""
+"""Devices that this machine lacks (``--for``), the estimated needs of a step on them, and what confirms an estimate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt_cli.records.measurement import Measurement
 from memopt_cli.records.settings import StepSettings
 
 Rate = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-"""Precision of products; ``tf32`` is that of convolutions in fp32 by cuDNN, which PyTorch allows by default."""
+"""Precision of matrix products; cuDNN computes convolutions of fp32 in ``tf32``, which PyTorch allows by default."""
 
 RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
@@ -30,6 +30,7 @@ def check_amounts(record: Any, *, least: int) -> None:
 
 
 LONGEST_NAME = 60
+"""Most characters of a device's name, which must fit a line of a report."""
 
 
 def _check_name(key: str, name: str) -> None:
@@ -46,17 +47,17 @@ class AllocatorRules:
     """
 
     block_bytes: int = 512
-    """Every block is a multiple of it (``kMinBlockSize``)."""
+    """Unit of blocks, whose sizes are multiples of it (``kMinBlockSize``)."""
     small_bytes: int = 1 << 20
-    """Blocks up to this size come from small segments (``kSmallSize``)."""
+    """Largest size of a block in a small segment (``kSmallSize``)."""
     small_segment_bytes: int = 2 << 20
     """Size of a small segment (``kSmallBuffer``)."""
     large_bytes: int = 10 << 20
-    """Blocks below this size come from middle segments (``kMinLargeAlloc``)."""
+    """Size below which blocks come from middle segments (``kMinLargeAlloc``)."""
     middle_segment_bytes: int = 20 << 20
     """Size of a middle segment (``kLargeBuffer``)."""
     round_bytes: int = 2 << 20
-    """Larger blocks have a segment of their own, a multiple of this (``kRoundLarge``)."""
+    """Unit of the segments of larger blocks, each of which has its own segment (``kRoundLarge``)."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=1)
@@ -73,19 +74,19 @@ class DeviceProfile:
 
     name: str
     memory_bytes: int
-    """Memory that a process can allocate: without that of the driver, ECC and the process's context."""
+    """Memory that a process can allocate: what the driver, ECC and the process's context take is subtracted."""
     bandwidth_bytes_per_s: float
     """Bandwidth between memory and processors."""
     flops_per_s: Mapping[Rate, float]
-    """Rates of matrix products, a multiply-add counted as two.  ``fp32`` is always there, and stands in for rates that
-    are missing."""
+    """Precision -> rate of matrix products, a multiply-add counted as two.  ``fp32`` must be there, and is used for
+    rates that are missing."""
     launch_s: float = 5e-6
     """Least seconds of an operator, however small its tensors are: the host's time to launch it."""
     library_bytes: int = 0
     """Bytes that the matrix library keeps for products, once in forward and once in backward."""
     allocator: AllocatorRules = AllocatorRules()
     source: str = ""
-    """Source of the figures."""
+    """Source of the figures, such as a data sheet."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
@@ -102,7 +103,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """The needs of a step on a device that is not here, computed from its operators."""
+    """The needs of a step on a device that this machine lacks, computed from its operators."""
 
     device: str
     """Name of the profile."""
@@ -113,9 +114,9 @@ class DeviceEstimate:
     reserved_peak_bytes: int
     """Bytes that the allocator would take from the device."""
     fits: bool
-    """Whether the allocator finds room for every block, giving unused segments back where it has to."""
+    """Whether the allocator finds room for every block, after it has given unused segments back if it must."""
     step_s: float
-    """Seconds by a roofline of the profile's figures, which kernels do not reach: most steps take longer."""
+    """Seconds of a step by a roofline of the profile's figures; most take longer, since kernels do not reach these."""
 
     def __post_init__(self) -> None:
         check_amounts(self, least=0)
@@ -124,7 +125,7 @@ class DeviceEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimates:
-    """The needs of a step on a device that is not here, as it is and under the applied plan."""
+    """The estimated needs of a step on a device that this machine lacks, without a plan and under the applied plan."""
 
     original: DeviceEstimate
     planned: DeviceEstimate
@@ -132,7 +133,7 @@ class PlanEstimates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """The prediction in a plan file for a device, and the settings of the step that it is for."""
+    """The prediction in a plan's file for a device, and the settings of the step that was predicted."""
 
     estimate: DeviceEstimate
     settings: StepSettings
@@ -144,12 +145,12 @@ class Confirmation:
     """A step under a plan, measured, and the error of the plan's prediction."""
 
     device: str
-    """Device on which it was measured."""
+    """Device on which the step was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
     """Prediction in the plan's file; ``None`` if it has none."""
     confirms: bool = False
-    """Whether the measurement is of the same step on a GPU, so that it can confirm the estimate."""
+    """Whether the measurement can confirm the estimate, since it is of the same step on a GPU."""
     notes: tuple[str, ...] = ()
     """Notes on parts of training that the measurement lacks."""
     unlike: tuple[str, ...] = ()

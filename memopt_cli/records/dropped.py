@@ -1,4 +1,8 @@
-"""Plans that were found and are not applied, each with a reason, which is a type that knows its words."""
+"""Plans that the search found and that are not applied, each with its reason.
+
+A reason is a class (``TooSlow``, ``SavesTooLittle`` …) that words itself: its ``because`` and ``remedy`` become
+sentences of the summary.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from memopt_cli.text.units import counted, format_apart, format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooSlow:
-    """The reason that a step takes longer than allowed."""
+    """The reason that a plan's step takes longer than allowed."""
 
     slowdown: float
     """Measured step time divided by that of the original."""
@@ -48,10 +52,10 @@ class TooSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavesTooLittle:
-    """The reason that a step saves too little for the time that it takes, or nothing."""
+    """The reason that a plan saves nothing, or too little for the time that it adds."""
 
     saved: float
-    """Saved share of the original's allocated peak; zero or less where the peak is no lower."""
+    """Saved share of the original's allocated peak; 0 or less if the peak is not lower."""
     slowdown: float
     """Step time divided by that of the original."""
     is_predicted: bool = False
@@ -75,11 +79,11 @@ class LeftOut:
     segment: str | None
     """Path of the module that was a segment; ``None`` for packing outside of segments."""
     difference: str
-    """Difference with that part, in words."""
+    """Difference from the original with that part, in words."""
 
     @property
     def sentence(self) -> str:
-        """Sentence that says so."""
+        """Sentence that says which part was left out, and why."""
         if self.segment is None:
             return f"What is saved outside of segments is not packed: with that {self.difference}."
         return f"'{self.segment or '(root)'}' is not a segment: with it {self.difference}."
@@ -91,7 +95,7 @@ class Differs:
 
     verification: Verification
     left_out: tuple[LeftOut, ...] = ()
-    """Parts of the plan that are at fault, where they were looked for."""
+    """Parts of the plan that cause the difference; empty if they were not looked for."""
 
     @property
     def because(self) -> str:
@@ -113,7 +117,7 @@ class NotRun:
 
     failure: Failure
     in_verification: bool = False
-    """Whether it was measured, and only the comparison with the original could not be run."""
+    """Whether the plan was measured, and only the comparison with the original could not be run."""
 
     @property
     def because(self) -> str:
@@ -126,7 +130,7 @@ class NotRun:
 
 
 Reason = TooSlow | SavesTooLittle | Differs | NotRun
-"""Each has ``because``, the reason as it follows ``but``, and ``remedy``, a sentence on what to do."""
+"""A reason, with ``because``, which follows the word "but" in a sentence, and ``remedy``, a sentence on what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +139,14 @@ class Dropped:
 
     plan: Plan
     peak_bytes: int | None
-    """Its allocated peak, measured or else predicted; ``None`` if neither."""
+    """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
     """Allocated peak of the original; ``None`` if it does not run here."""
     why: Reason
 
     @property
     def found(self) -> str:
-        """Finding in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
+        """The plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {counted(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:
@@ -154,7 +158,7 @@ class Dropped:
 
     @property
     def sentence(self) -> str:
-        """Sentence that says that it is not applied, and why."""
+        """Sentence that says that the plan is not applied, and why."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
         what = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
@@ -162,16 +166,17 @@ class Dropped:
 
 
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
-    """Return the one of ``dropped`` that came nearest to being applied; ``None`` if there is none.
+    """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    It is the last one that was verified; else the fastest of those too slow; else the last that saved too little, or
-    could not be run.  An optimizer that cannot run in backward does not count as a plan.
+    That is the last plan that got as far as verification; else the fastest that was too slow; else the last that saved
+    too little, or could not be run.  An optimizer that cannot run in backward does not count as a plan.
     """
-    found = [each for each in dropped if not (each.plan.in_backward and isinstance(each.why, NotRun))]
-    return min(reversed(found), key=_distance, default=None)
+    plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
+    return min(reversed(plans), key=_distance, default=None)
 
 
 def _distance(dropped: Dropped) -> tuple[int, float]:
+    """Return a key that is the smaller, the nearer a plan came to being applied."""
     match dropped.why:
         case Differs() | NotRun(in_verification=True):
             return 0, 0.0

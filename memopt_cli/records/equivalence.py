@@ -1,4 +1,4 @@
-"""Records of ``memopt verify``, which compares how two models, or two steps, train."""
+"""The request and the results of ``memopt verify``, which compares how two models, or two steps, train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt_cli.records.verification import TensorPrint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EquivalenceRequest:
-    """Everything ``memopt verify`` was asked for."""
+    """The options of ``memopt verify``, resolved."""
 
     reference: ModelSource
     candidate: ModelSource
@@ -24,7 +24,7 @@ class EquivalenceRequest:
     steps: int = 3
     """Number of consecutive steps, with an optimizer."""
     timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
+    """Time limit in seconds of each answer of a profiling subprocess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,17 @@ class CallPrint:
     path: str
     class_name: str
     recomputed: bool
-    """Whether backward called it."""
+    """Whether backward made the call, to recompute."""
     training: bool
     """Whether the module was in training mode."""
     begun: str
-    """Digest of the random generators' state when it began, the model's own included."""
+    """Digest of the random generators' state at the start of the call, the model's own generators included."""
     inputs: tuple[TensorPrint, ...]
     outputs: tuple[TensorPrint, ...]
-    """Outputs; empty for an unfinished call, as where a checkpoint stops its recomputation once it has all it needs."""
+    """Outputs; empty for an unfinished call: a checkpoint stops a recomputation once it has all that it needs."""
     finished: bool
     draws: bool
-    """Whether it drew random numbers."""
+    """Whether the call drew random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ChoicePrint:
 
     operator: str
     path: str
-    """Path of the module that ran it."""
+    """Path of the module that ran the operator."""
     recomputed: bool
     values: TensorPrint
     chosen: TensorPrint
@@ -62,12 +62,12 @@ class ChoicePrint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrint:
-    """The record of one of several steps."""
+    """The fingerprint of one of several consecutive steps."""
 
     effects: tuple[TensorPrint, ...]
     """Outputs, inputs, gradients before the update, buffers, state, generators, and the parameters after the update."""
     others: tuple[TensorPrint, ...]
-    """Numbers among the outputs; numbers and generators among the attributes, where they have moved since the start."""
+    """Numbers among the outputs, and those numbers and generators among the attributes that have changed."""
     hooks: tuple[str, ...]
     """Calls of the user's hooks, in order: ``forward hook record of block1``."""
     calls: tuple[CallPrint, ...] = ()
@@ -78,9 +78,9 @@ class StepPrint:
     nested_backward: bool = False
     """Whether backward ran within backward in a watched step, as a reentrant checkpoint does."""
     failed: str = ""
-    """Error of the step, which then left nothing and is the last; empty if it succeeded."""
+    """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True
-    """Whether an optimizer updated, if there is one: the scaler of a user's own step skips the first updates."""
+    """Whether the optimizer, if there is one, updated: the gradient scaler of a user's own step may skip updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +88,16 @@ class Followed:
     """Several consecutive steps from the state in which the model was loaded."""
 
     start: tuple[TensorPrint, ...]
-    """Parameters and buffers before the first."""
+    """Parameters and buffers before the first step."""
     others: tuple[str, ...]
     """Names of the attributes that hold numbers or generators."""
     steps: tuple[StepPrint, ...]
     draws: bool
     """Whether random numbers were drawn."""
     is_compiled: bool
-    """Whether modules in it are compiled by ``torch.compile``, and were not watched."""
+    """Whether ``torch.compile`` compiles modules of the model, whose calls could not be watched."""
     evaluating: tuple[str, ...] = ()
-    """Paths of modules in eval mode, of those that behave differently in training mode."""
+    """Paths of the modules that were in eval mode when the model was loaded."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that require no gradient."""
 
@@ -108,8 +108,8 @@ class Followed:
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
-"""Likeness of two trainings: to the bit; no further apart than two runs of the reference; in float64 to 1e-9; within
-half of the digits, where float64 cannot decide; not."""
+"""How alike two trainings are, best first: equal to the bit; no further apart than two runs of the reference; equal to
+1e-9 in float64; equal in half of the digits, where float64 cannot decide; not alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +149,9 @@ class Equivalence:
     precision: str
     """Precision of the comparison that decided."""
     worst: float
-    """Largest relative distance in the precision asked for."""
+    """Largest relative distance in the precision of ``--precision``."""
     differs_in_step: int = 0
-    """First step in which they differ; 0 if none."""
+    """Number of the first step in which the trainings differ; 0 if they do not."""
     gaps: tuple[TensorGap, ...] = ()
     """Tensors that differ in that step, the most telling ones first."""
     failed: str = ""

@@ -1,4 +1,4 @@
-"""Records of ``memopt explain``: why a step does not fit, and changes with which it does."""
+"""The request and the results of ``memopt explain``: why a step does not fit, and changes with which it does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt_cli.records.settings import StepSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRequest:
-    """Everything ``memopt explain`` was asked for."""
+    """The options of ``memopt explain``, resolved."""
 
     source: ModelSource | None
     """Model; ``None`` if there is only a snapshot."""
@@ -30,7 +30,7 @@ class ExplainRequest:
     snapshot_path: str | None = None
     """Path of a pickle of ``torch.cuda.memory._snapshot()``; ``None`` for none."""
     timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
+    """Time limit in seconds of each answer of a profiling subprocess."""
     optimizer_in_backward: bool = False
     """Whether plans may run the optimizer in backward."""
     flags: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class ExplainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryText:
-    """The numbers in PyTorch's message of an out-of-memory error, in bytes; 0 where it does not give one."""
+    """The numbers in PyTorch's message of an out-of-memory error, in bytes; 0 for one that it does not give."""
 
     asked_bytes: int
     """Bytes of the failed allocation."""
@@ -59,7 +59,7 @@ class OutOfMemoryText:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that a step surely has: those that tensors held, and those free; 0 if not known."""
+        """Bytes that a step can surely use: those that tensors held and those that were free; 0 if not known."""
         return self.allocated_bytes + self.free_bytes if self.allocated_bytes else 0
 
 
@@ -82,7 +82,7 @@ class SnapshotFacts:
     asked_bytes: int
     """Bytes of the failed allocation; 0 if it is not in the snapshot."""
     free_bytes: int
-    """Bytes of the device that were free then."""
+    """Bytes of the device that were free at the failure."""
     lines: tuple[Holder, ...]
     """Bytes by the line of code that made the tensors, most first; an empty name where no stack was recorded."""
 
@@ -99,7 +99,7 @@ class Suggestion:
     command: str
     """Command to type, or code to write."""
     plan: Plan = field(default_factory=Plan)
-    """Plan under which it was run."""
+    """Plan under which the step was run."""
     batch: int | None = None
     """Samples of a micro-batch; ``None`` for the whole batch."""
     predicted_bytes: int | None
@@ -121,15 +121,15 @@ class Explanation:
     limit: str
     """Source of the limit."""
     needed_bytes: int
-    """Predicted allocated peak of the step as it is; with only a snapshot, the bytes held in it."""
+    """Predicted allocated peak of the unchanged step; with only a snapshot, the bytes that it shows as held."""
     asked_bytes: int = 0
     """Bytes of the failed allocation, by the error; 0 if not known."""
     instant: Instant | None = None
-    """First instant at which more is held than there is; ``None`` if the step fits, or there is no model."""
+    """First instant at which the step needs more than the limit; ``None`` if it fits, or if there is no model."""
     line: str = ""
     """Line of the model's code at that instant, or at the peak of a step that fits."""
     raised_at: str = ""
-    """Line of the traceback; empty if there is none."""
+    """Line of the user's code in the traceback of the error; empty if there is none."""
     breakdown: Breakdown | None = None
     modules: tuple[Holder, ...] = ()
     """Activation bytes by the module that made them, most first."""

@@ -1,4 +1,4 @@
-"""Records of a search for the batch and the plan that train fastest together."""
+"""The results of ``memopt recommend-batch --search``: the batch and the plan that train fastest together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PairRun:
     """Forward and backward passes for each step of the optimizer."""
     outcome: BatchProbe | Failure
     samples_per_s: float | None
-    """Rate with one step of the optimizer for so many passes; ``None`` if it did not run."""
+    """Rate, with one step of the optimizer for ``steps`` passes; ``None`` if the pair did not run."""
     usable: bool
-    """Whether it could be the answer: it is within the limits on memory and time, and a step of the optimizer has the
-    samples asked for.  Where no step is in time, the shortest counts."""
+    """Whether the pair could be the answer: it keeps the limits on memory and time, and its passes make up the global
+    batch.  If every step is too long, the shortest is usable."""
     late: bool = False
-    """Whether its step takes longer than allowed."""
+    """Whether the pair's step takes longer than allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class FastestTraining:
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest run without a plan, of equal ones the smallest batch; ``None`` if none fits."""
+    """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if none fits."""
     level: int
     """Highest level at which plans were searched."""
     accumulation: Accumulation | None
-    """Steps that make up one of the optimizer; ``None`` if not asked for."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` or ``--accumulate``."""
     verification: Verification | None
     """Verification of the answer's plan; ``None`` if it has none."""
     priced: int
@@ -69,5 +69,5 @@ class FastestTraining:
 
     @property
     def answer(self) -> PairRun:
-        """Pair that trains most samples a second."""
+        """Chosen pair, which trains most samples a second."""
         return self.runs[self.chosen]

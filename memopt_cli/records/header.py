@@ -1,4 +1,4 @@
-"""The header of written files."""
+"""The header with which every file that memopt writes begins: which memopt, model, inputs and device it is from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ SCHEMA_VERSION = 3
 """Version of every file memopt writes; raised when a field changes its meaning.
 
 2: in JSON files plans have no ``level``; levels have ``repeats`` in place of ``note`` and ``dry_runs`` in place of
-``candidates``.  3: segments and plans have ``place``, which
-earlier versions of memopt would not follow.  Versions 1 and 2 are read, too.
+``candidates``.  3: segments and plans have ``place``, which earlier versions of memopt would ignore.  Versions 1 and 2
+are read, too.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """The origin of a written file.
-
-    Every file that memopt writes begins with it.
-    """
+    """The origin of a file that memopt wrote."""
 
     schema_version: int
     memopt: str

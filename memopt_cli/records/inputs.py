@@ -1,4 +1,4 @@
-"""The inputs of a training step."""
+"""The description of a training step's inputs: shapes, dtypes and kinds of random values, or a file or script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TYPED = "--input"
 """Source of inputs that the command line describes."""
 
 REMEMBERED = "as typed last, from "
-"""Beginning of the source of inputs that were typed for the model before, and that a file beside it has kept."""
+"""Beginning of the source of inputs that were typed for an earlier command, and are kept in a file beside the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +32,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """The inputs of one training step, by one of ``tensors``, ``data_file`` and ``script``.
+    """The inputs of one training step, described by ``tensors``, a ``data_file`` or a ``script``.
 
-    With none of them, its ``dims`` resize inputs that are found elsewhere.  Raises :class:`UsageError` for two at once,
-    since one could be checked and the other be run.
+    Without any of these, ``dims`` resize inputs that are found elsewhere.  Raises :class:`UsageError` for more than
+    one, since memopt might check one and run another.
     """
 
     tensors: tuple[TensorSpec, ...] = ()
     dims: dict[str, int] = field(default_factory=dict)
     """Size of each symbol, e.g. ``{"B": 8, "S": 128}``."""
     optional_dims: tuple[str, ...] = ()
-    """Names in ``dims`` that are ignored where nothing takes them, since a config file may serve several models."""
+    """Names in ``dims`` that are ignored if no input has them, since a config file may serve several models."""
     data_file: str | None = None
     """Path of a file that holds the inputs (``--input-data``); ``None`` for none."""
     data_sha256: str | None = None
@@ -60,7 +60,7 @@ class InputSpec:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether it describes inputs, and not only sizes of them."""
+        """Whether this describes inputs, and not only sizes for them."""
         return bool(self.tensors or self.data_file or self.script)
 
     @property

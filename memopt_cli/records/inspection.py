@@ -1,4 +1,4 @@
-"""Records of ``memopt inspect``: the contents of a model file."""
+"""The result of ``memopt inspect``: the modules, tensors and imported names of a model file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class StoredTensor:
     name: str
     """Path in the model, as in ``named_parameters``; the key in a state dict."""
     kind: TensorKind
-    """Kind; ``attribute`` is a tensor that a module keeps unregistered, ``tensor`` one outside of modules."""
+    """Kind of tensor: ``attribute`` for one that a module holds unregistered, ``tensor`` for one outside of modules."""
     shape: tuple[int | str, ...]
     """Sizes; a string is a dimension that may vary."""
     dtype: str
     size_bytes: int
-    """Bytes of its items; for an input, at the sizes of the example."""
+    """Bytes of the items; of an input, at the sizes of the example."""
     trainable: bool = False
 
 
@@ -31,13 +31,13 @@ class StoredModule:
     path: str
     """Path as in ``named_modules``; empty for the root."""
     class_name: str
-    """Qualified name of its class."""
+    """Qualified name of the module's class."""
     parameters: int
-    """Items of all parameters in it and below, shared ones once."""
+    """Items of all parameters of the module and its children, shared ones counted once."""
     size_bytes: int
-    """Bytes of all parameters and buffers in it and below, shared ones once."""
+    """Bytes of all parameters and buffers of the module and its children, shared ones counted once."""
     segment: bool = False
-    """Whether memopt made it a segment."""
+    """Whether the module is a segment of memopt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class GlobalVerdict:
     verdict: Literal["allowed", "needs trust", "refused", "missing"]
     reason: str = ""
     flag: str = ""
-    """Flag that allows it; empty if it is allowed, or if nothing should be suggested."""
+    """Flag that allows the name; empty if it is allowed, or if no flag should be suggested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

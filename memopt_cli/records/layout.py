@@ -1,11 +1,11 @@
-"""The layout of a training step over many ranks, and their exchange."""
+"""The layout of a model over many ranks, and the collectives by which these exchange tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BUILT_IN = ("fsdp", "ddp")
-"""Names of layouts that need no function of the user's."""
+"""Layouts that memopt makes itself; any other needs a function of the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

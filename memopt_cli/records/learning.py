@@ -1,4 +1,4 @@
-"""Records of a comparison of strategies to learn sequences."""
+"""The results of ``memopt recommend-batch --strategy``, which compares ways to learn sequences by their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from memopt_cli.records.header import FileHeader
 
 StrategyName = Literal["bptt", "plan", "online"]
-"""Strategy to learn sequences: back-propagation through time, the same under a plan, or online learning."""
+"""Strategy to learn sequences: backpropagation through time, the same under a plan, or online learning."""
 
 OnlineRule = Literal["D-RTRL", "ES-D-RTRL"]
 
@@ -20,14 +20,14 @@ ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAgreement:
-    """The agreement of online learning's gradient with that of back-propagation through time, as one vector."""
+    """How far online learning's gradient agrees with that of backpropagation through time, each as one vector."""
 
     rule: OnlineRule
     steps: int
     """Time steps of the sequence that both gradients are for."""
     cosine: float
     relative_error: float
-    """Norm of the difference, divided by that of back-propagation through time."""
+    """Norm of the difference, divided by the norm of the gradient through time."""
     exact: bool
     """Whether the relative error is within rounding."""
 
@@ -39,7 +39,7 @@ class StrategyPoint:
     steps: int
     allocated_peak_bytes: int
     measured: bool
-    """Whether it was measured; if not, it lies on the line through measured points."""
+    """Whether the point was measured; otherwise it lies on the line through measured points."""
     step_s: float | None
     """Wall time of the whole sequence; ``None`` if it was not run."""
 
@@ -56,9 +56,9 @@ class StrategyCurve:
     slope_bytes: float | None
     """Bytes per time step; ``None`` if fewer than two sizes could be measured."""
     exact: bool | None
-    """Whether its gradient is that of back-propagation through time; ``None`` if not known."""
+    """Whether the strategy's gradient is that of backpropagation through time; ``None`` if not known."""
     remark: str
-    """Evidence for that, or the reason why the strategy cannot be run."""
+    """Evidence for ``exact``, or the reason why the strategy cannot be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

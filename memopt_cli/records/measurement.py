@@ -23,9 +23,9 @@ class Prediction:
     step_s: float
     """Seconds of a step: the recorded operators, those that the plan runs again, and waits."""
     waits_s: float = 0.0
-    """Seconds for which the step waits for tensors that are sent elsewhere, or fetched."""
+    """Seconds for which the step waits for tensors on their way to another place or back."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait elsewhere."""
+    """Most bytes that wait in host memory or on the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Breakdown:
 
     parameters_bytes: int
     gathered_bytes: int = 0
-    """Parameters gathered from other ranks for a while, and the buffers in which they arrive."""
+    """Parameters that are gathered from other ranks while they are used, and the buffers in which they arrive."""
     buffers_bytes: int
     gradients_bytes: int
     reduction_bytes: int = 0
@@ -42,9 +42,9 @@ class Breakdown:
     optimizer_bytes: int
     inputs_bytes: int
     activations_bytes: int
-    """Born in forward (or in its recomputation) and not one of the above."""
+    """Tensors made in forward, or in its recomputation, and in no category above."""
     temporaries_bytes: int
-    """Born in backward or in the optimizer and not one of the above."""
+    """Tensors made in backward or in the optimizer, and in no category above."""
 
 
 def break_down(sizes: Iterable[tuple[str, int]]) -> Breakdown:
@@ -134,7 +134,7 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases that the step has, in order; empty in files from before they were recorded."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller, where it was timed in turns with the original, else 0."""
+    """Amount by which the slowdown may be larger or smaller; 0 if it was not timed in turns with the original."""
     waited: float = 0.0
     """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
     elsewhere_bytes: int = 0
@@ -166,8 +166,8 @@ class Measurement:
 def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the median slowdown in ``pairs`` of seconds, the original's first, and its error.
 
-    In nine of ten times, the slowdown is at most the sum of both.  A single pair has the error 0: nothing is known
-    of it.
+    In nine of ten cases the true slowdown is at most the sum of both.  A single pair has the error 0, since it shows
+    none.
     """
     ratios = [planned_s / original_s for original_s, planned_s in pairs]
     median = statistics.median(ratios)
@@ -178,10 +178,10 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 _NINE_OF_TEN = 1.28
 """Standard errors above a mean below which nine of ten values lie, where they are normal."""
 _STANDARD_ERROR = 1.2533 * 1.4826
-"""Ratio of the standard error of a median of n values to their median deviation over √n, where they are normal."""
+"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
 
 
-# A measurement that failed is a type that says why.
+# Each way in which a measurement may fail is a type of its own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class Crashed:
     reason: str
     """``killed by SIGSEGV``, ``exit code 7`` …"""
     output_tail: str
-    """Last lines that it printed."""
+    """Last lines that the subprocess printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A model: its source, the trust that its file needs, and facts about it once it is loaded."""
+"""The records of a model: where it comes from, the trust that its file needs, and facts about it once it is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Code that the user vouches for when a file is loaded."""
+    """The code that the user vouches for when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
     """Packages whose ``nn.Module`` classes may be built (``trust:``), like those of well-known model libraries."""
@@ -34,13 +34,13 @@ class Trust:
 
     @property
     def in_python(self) -> str:
-        """Expression that makes it: ``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
+        """Python expression for this trust: ``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def flags(self) -> str:
-        """Flags that give it on the command line: ``--allow-package mymodels --code-path train.py``."""
+        """Flags of the command line for this trust: ``--allow-package mymodels --code-path train.py``."""
         named = {"--allow-package": self.packages, "--allow-global": self.globals, "--code-path": self.code_paths}
         switches = {"--trust-pickle": self.pickle, "--no-sandbox": not self.sandbox}
         given = [quoted_flag(flag, value) for flag, values in named.items() for value in values]
@@ -49,19 +49,19 @@ class Trust:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGlobal:
-    """A class or function that a model file wants to import and that is not allowed without asking."""
+    """A class or function that a model file would import, and that the user must allow first."""
 
     name: str
     """Qualified name, e.g. ``mymodels.net.Net``."""
     package: str
     """Top-level package, e.g. ``mymodels``."""
     reason: str
-    """Why it is not allowed, for people."""
+    """Reason why the name is not allowed, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from: enough for a subprocess to load the same model again."""
+    """The source of a model, with everything that a subprocess needs to load the same model again."""
 
     location: str
     """Path of a file, or ``package.module:callable``."""
@@ -72,11 +72,11 @@ class ModelSource:
     itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
-    """Part of the trust that the user typed for this command, and that is remembered for the file."""
+    """Part of ``trust`` that the user typed for this command, and that is remembered for the file."""
     keeps_compiled: bool = False
-    """Whether a model that code compiles with ``torch.compile`` is run compiled; otherwise the model within is run."""
+    """Whether a model that its code compiles with ``torch.compile`` runs compiled; otherwise it runs uncompiled."""
     own_checkpoints: bool = True
-    """Whether the model's own checkpointing stays as it is; otherwise the attributes that control it are off."""
+    """Whether the model's own checkpointing stays on; otherwise the attributes that control it are turned off."""
     sha256: str | None = None
     """Hash of the model file when it was first read, by which a changed file is refused; ``None`` if it has not been
     read yet, or is a callable."""
@@ -117,28 +117,29 @@ class ModelFacts:
     weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
-    """Inputs of its step; ``None`` if they were not asked for."""
+    """Inputs of the model's step; ``None`` if the job did not ask for them."""
     batch: int | None
-    """Number of samples of the inputs, which may come from a file; ``None`` if they were not asked for."""
+    """Number of samples of the inputs; ``None`` if the job did not ask for them."""
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]
-    """Paths of the modules that name a codec, other than none, for their inputs (``x_compressor``)."""
+    """Paths of the modules that name a codec for their inputs (``x_compressor``), other than ``null``."""
     fixed_sizes: bool
     """Whether the file takes inputs of one size only (``torch.export`` without ``dynamic_shapes``)."""
     indices: dict[str, int]
-    """Buffer or attribute of integers -> the largest of them; it may refer to samples, as the edges of a graph do."""
+    """Path of a buffer or attribute of integers -> the largest value; it may be an index of samples, as in a graph's
+    edges."""
     batch_norms: bool
-    """Whether a layer of it normalizes by statistics of the batch."""
+    """Whether the model has batch norms."""
     trainable_bytes: int
     """Bytes of the parameters that require gradients, as they are stored."""
     held_bytes: int
     """Bytes of all parameters and buffers, as they are stored."""
     sync_norms: tuple[str, ...]
-    """Paths of batch norms that need all processes."""
+    """Paths of the batch norms whose statistics need all processes (``SyncBatchNorm``)."""
     libraries: tuple[str, ...] = ()
-    """Modules of model libraries that were imported to load it, and that later subprocesses need as well; none where
-    loading it changed the environment or put folders before others on the path, on which their imports depend."""
+    """Modules of model libraries that were imported to load the model, and that later subprocesses need as well.  Empty
+    if loading changed the environment or the front of ``sys.path``, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
     :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""

@@ -38,9 +38,9 @@ class ShownFrontier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizeRequest(StepRequest):
-    """Everything ``memopt optimize`` was asked for, resolved, and checked for options that exclude each other.
+    """The options of ``memopt optimize``, resolved.
 
-    Making one raises :class:`OptionError` for those that do, so that what takes a request asks nothing again.
+    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
@@ -49,31 +49,32 @@ class OptimizeRequest(StepRequest):
     shown: ShownFrontier | None = None
     """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
-    """Least and largest size of a dimension, for a plan with a few ranges of it within the goal's budget; the inputs
-    have the largest.  ``None`` for a plan at one size."""
+    """Least and largest size of a dimension, for a plan by length within the goal's budget; the inputs have the largest
+    size.  ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
     """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
     output: str | None = None
-    """Path of the optimized model; ``None`` for beside the original."""
+    """Path of the optimized model; ``None`` to write it beside the original."""
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that is not here, to search the plan for without measuring anything; ``None`` for the one here."""
+    """Device that this machine lacks, for which the plan is searched by estimates; ``None`` for the device here."""
     layout: Layout | None = None
-    """Layout of many ranks, for one of which the plan is searched without measuring; ``None`` for a single device."""
+    """Layout over many ranks, for one of which the plan is searched without measuring; ``None`` for a single device."""
     plan_only: bool = False
-    """Whether to write no model, because the plan is applied where it trains."""
+    """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
     """Whether a plan for a step elsewhere is not compared with the original, since this machine may not hold the
     model."""
     force: bool = False
     """Whether existing files may be replaced."""
     longest_step_s: float | None = None
-    """Longest seconds of the step that verifies the recommended batch; ``None`` for the default of the advice."""
+    """Longest seconds of the step that verifies the recommended batch; ``None`` for the default, which depends on the
+    plan's step."""
     recommend_batch: bool = True
-    """Whether to predict the batch that fits as well, by dry runs."""
+    """Whether to predict, by dry runs, the batch that fits."""
     confirm_batch: bool = False
-    """Whether to run steps of that batch, too."""
+    """Whether to run steps of the predicted batch, too."""
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
@@ -86,7 +87,7 @@ class OptimizeRequest(StepRequest):
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` for none."""
     interruptible: bool = False
-    """Whether Ctrl-C in the search only ends the search: the best plan so far is measured, verified and written."""
+    """Whether Ctrl-C ends only the search, after which the best plan so far is measured, verified and written."""
 
     @property
     def runs(self) -> bool:
@@ -94,7 +95,7 @@ class OptimizeRequest(StepRequest):
         return self.card is None and self.layout is None
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for options that exclude, or lack, each other."""
+        """Raise :class:`OptionError` for options that exclude or need each other."""
         if self.search.options.level == 0 and (self.goal != SearchGoal() or self.backend is not None):
             raise OptionError(
                 "a budget, the frontier, a pick of it and `--compile` need a search, but level 0 does not search",
@@ -174,7 +175,7 @@ class OptimizeRequest(StepRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyRequest(StepRequest):
-    """Everything ``memopt apply`` was asked for."""
+    """The options of ``memopt apply``, resolved."""
 
     plan_path: str
     spec: InputSpec | None = None
@@ -196,11 +197,11 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """Verification, for a plan by length at the largest length; ``None`` unless asked for."""
+    """Verification, of a plan by length at the largest length; ``None`` without ``--verify``."""
     shorter: tuple[Verification, ...] = ()
     """Verifications of a plan by length at the largest length of each other range."""
     confirmation: Confirmation | None = None
-    """Measured step and prediction; ``None`` unless asked for."""
+    """Measured step and prediction; ``None`` without ``--confirm``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +221,8 @@ class OptimizeResult:
     files: tuple[str, ...]
     """Paths written; empty for a dry run."""
     use: str = ""
-    """Line of Python that trains with what was written; empty where nothing is to be used."""
+    """Line of Python that trains with the written files; empty if there is nothing to use."""
     steps: RecordedSteps | None = None
-    """Recorded steps; ``None`` unless asked for."""
+    """Recorded steps; ``None`` if no report shows them."""
     ended_by: MemoptError | None = None
-    """Error after the plan was found, which ended the optimization early; ``None`` if there was none."""
+    """Error that ended the optimization after a plan was found; ``None`` if there was none."""

@@ -1,4 +1,7 @@
-"""Plans: what to do at each module of a model."""
+"""Plans: which modules of a model become segments, how each stores its inputs and runs in chunks, and where they wait.
+
+The fields of these classes are the keys of ``*.plan.yaml`` files.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ PlaceName = Literal["device", "host", "disk"]
 CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and packs, sends and compiles nothing."
 """Warning for a plan that :attr:`Plan.is_empty`, where somebody puts it on a model."""
 MOST_NORMS = 2
-"""Most batch norms in a module that is run in chunks: each costs one more pass over the chunks, forward and
+"""Most batch norms in a module that runs in chunks: each norm costs one more pass over all chunks, in forward and in
 backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRule:
-    """A way to cut a module into chunks that compute the same as the whole."""
+    """How to cut the inputs of a module into chunks, so that running them one by one computes the same as the whole."""
 
     axis: int = 0
     """Dimension of inputs and outputs along which the chunks are cut."""
     seq_inputs: int = 1
-    """Number of leading positional arguments that are cut; later ones are states, or passed whole."""
+    """Number of leading positional arguments that are cut; later arguments are states, or passed whole."""
     seq_outputs: int = 1
-    """Number of leading outputs that are concatenated; later ones are states that the next chunk receives."""
+    """Number of leading outputs that are concatenated; later outputs are states that the next chunk receives."""
     batch_statistics: bool = False
     """Whether passes over the chunks first gather, for each batch norm inside, the statistics of the whole batch."""
     inexact: bool = False
@@ -55,23 +58,23 @@ class SegmentPlan(ChunkRule):
     compressor: CompressorName = "null"
     """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
-    """Number of chunks; with 1 the whole input runs at once, and the rule has no effect."""
+    """Number of chunks; with 1 the input runs at once, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is a segment of its own."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, by :attr:`OpTrace.name`; all others are recomputed.  ``aten::convolution#2`` is
-    the second such call in the segment, those in inner segments not counted."""
+    the second such call in the segment, not counting calls in inner segments."""
     place: PlaceName = "device"
-    """Place where its stored inputs, packed, and its kept outputs wait."""
+    """Place where the segment's stored inputs, packed, and kept outputs wait for backward."""
     through_loss: bool = False
-    """Whether each chunk of a linear layer runs on through the cross-entropy that its output goes to, to its gradients,
-    so that neither the whole output nor its gradient ever exists."""
+    """Whether each chunk of a linear layer runs on through the following cross-entropy to its gradients, so that
+    neither the whole output nor its gradient ever exists."""
     recompute_states: bool = False
     """Whether states that one chunk hands to the next in attributes are recomputed instead of held."""
 
     @property
     def gathers(self) -> bool:
-        """Whether its chunks gather the statistics of the whole batch."""
+        """Whether the segment's chunks gather the statistics of the whole batch."""
         return self.batch_statistics and self.chunks > 1
 
 
@@ -79,7 +82,7 @@ class SegmentPlan(ChunkRule):
 class InputDimension:
     """A dimension of an input of the model, whose size may differ from step to step.
 
-    Raises :class:`UsageError` for a position that is none, and without a symbol.
+    Raises :class:`UsageError` for a negative position, and without a symbol.
     """
 
     dim: str
@@ -98,9 +101,9 @@ class InputDimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRange:
-    """The plan for a range of sizes of one dimension: up to a bound, and above that of the range before.
+    """The plan for a range of sizes of one dimension: above the bound of the range before, and up to its own.
 
-    Its fields are those of a :class:`Plan`.
+    The other fields are those of a :class:`Plan`.
     """
 
     up_to: int
@@ -116,15 +119,16 @@ class PlanRange:
 
 
 BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of ``torch.compile`` that divide a graph by PyTorch's partitioner, which alone reads the memory budget."""
+"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilePlan:
     """The settings with which ``torch.compile`` compiles the model as a whole.
 
-    Raises :class:`UsageError` for a memory budget that is no share, or that the backend does not read, and for a mode
-    of another backend than inductor.
+    Raises :class:`UsageError` for a memory budget outside of 0 to 1, or that the backend does not read, and for a mode
+    of any backend but inductor.
     """
 
     backend: str
@@ -132,8 +136,8 @@ class CompilePlan:
     mode: str | None = None
     """Mode of inductor, such as ``max-autotune``; ``None`` for its default."""
     activation_memory_budget: float | None = None
-    """PyTorch's memory budget: the share of the bytes kept from forward to backward that may still be kept, 0 to 1.
-    ``None`` for the setting of the process, which is 1 unless it was changed."""
+    """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
+    ``None`` for the process's setting, 1 unless somebody changed it."""
 
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
@@ -152,8 +156,8 @@ class CompilePlan:
 class Plan:
     """Module path -> what to do there.
 
-    Raises :class:`UsageError` for ranges that do not ascend, of no dimension, beside segments for every size, or in a
-    compiled model.
+    Raises :class:`UsageError` for ranges that do not ascend, that name no dimension, that stand beside segments for
+    every size, or that are combined with ``compile``.
     """
 
     segments: tuple[SegmentPlan, ...] = ()
@@ -161,16 +165,15 @@ class Plan:
     packed: bool = False
     """Whether tensors saved for backward outside of segments are packed where that is lossless."""
     place: PlaceName = "device"
-    """Place where tensors saved for backward outside of segments wait, packed before if :attr:`packed`."""
+    """Place where tensors saved for backward outside of segments wait; they are packed first if :attr:`packed`."""
     in_backward: bool = False
-    """Whether the optimizer steps each parameter as soon as its gradient is complete, which is then freed."""
+    """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
     """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
-    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` for a model that stays as it
-    is."""
+    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` for no compiling."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
@@ -198,7 +201,7 @@ class Plan:
         )
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
-        """Return the plan that acts at ``sizes`` of dimensions; that of the longest range if its own is not given."""
+        """Return the plan that acts at ``sizes`` of dimensions; the longest range's if the dimension is missing."""
         size = sizes.get(self.by.dim) if self.by is not None else None
         if size is None:
             return self.longest
@@ -206,7 +209,7 @@ class Plan:
 
     @property
     def longest(self) -> Plan:
-        """Plan of the longest range; of a plan without ranges, itself."""
+        """Plan of the longest range; the plan itself if it has no ranges."""
         return self.ranges[-1].plan if self.ranges else self
 
     @property
@@ -232,16 +235,16 @@ class Plan:
 
     @property
     def of_model(self) -> Plan:
-        """Part of the plan that concerns the model, and not its optimizer."""
+        """The plan without its part for the optimizer."""
         return replace(self, in_backward=False)
 
     @property
     def eager(self) -> Plan:
-        """Part of the plan that acts without a compiler."""
+        """The plan without compiling."""
         return replace(self, compile=None)
 
     def required_eager(self, what: str) -> Plan:
-        """Return the plan.  Raises :class:`UsageError` if it compiles the model, which ``what`` cannot be done with."""
+        """Return the plan.  Raises :class:`UsageError`, which ends in ``what``, if the plan compiles the model."""
         if self.compile is not None:
             raise UsageError(
                 f"the plan compiles the model ({self.compile.backend}), and {what}",

@@ -1,4 +1,4 @@
-"""Records of ``memopt profile``, an account of the memory of a step."""
+"""The request and the result of ``memopt profile``: where the memory and the time of a step go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.records.trace import Phase, StepTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest(StepRequest):
-    """Everything ``memopt profile`` was asked for."""
+    """The options of ``memopt profile``, resolved."""
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
@@ -27,7 +27,7 @@ class ProfileRequest(StepRequest):
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """Device that is not here, to estimate the step for without running it; ``None`` for the one here."""
+    """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
     layout: Layout | None = None
     """Layout of ranks, of one of which the step is predicted without data; ``None`` for one device."""
     rank: int | None = None
@@ -41,7 +41,7 @@ class ProfileRequest(StepRequest):
         return self.card is None and self.layout is None and not self.fake
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` where a step is to be compiled that is not run."""
+        """Raise :class:`OptionError` for a compiled step that is not run."""
         if self.backend is not None and not self.runs:
             raise OptionError("a compiled step is measured, but this one is not run", hint="Leave out `--compile`.")
 
@@ -55,8 +55,8 @@ class CompiledStep:
     """Peak by the allocator, which alone sees tensors in compiled code."""
     step_s: float
     broken: str
-    """Reason by PyTorch why the model, without a plan, is not one graph; empty if it is.  Otherwise some parts run
-    uncompiled, or all."""
+    """PyTorch's reason for a graph break in the model without a plan, after which some parts, or all, run uncompiled;
+    empty if the model is one graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,17 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleUse:
-    """One module's part of the memory, the modules below it included."""
+    """One module's part of the memory and time, children included."""
 
     path: str
     class_name: str
     calls: int
     held_bytes: int
-    """Activations and temporaries that it holds at the instant of the allocated peak."""
+    """Activations and temporaries that the module holds at the instant of the allocated peak."""
     saved_bytes: int
-    """Bytes that forward leaves alive for backward."""
+    """Bytes that the module's forward leaves alive for backward."""
     seconds: float
-    """Seconds of its operators in forward and backward; 0 where only tensors without data ran."""
+    """Seconds of the module's operators in forward and backward; 0 where only tensors without data ran."""
 
 
 SEGMENT, PACKING = "a segment", "packing"
@@ -101,7 +101,8 @@ class TimeUse:
     """One part of the time of a step."""
 
     name: TimeUseName
-    """Phase, without what a plan adds to it; or what a plan adds; or the time in which no operator runs."""
+    """Name of the part: a phase without what a plan adds to it, a part that the plan adds, or the time between
+    operators."""
     segment: str | None = None
     """Path of the segment that is recomputed; ``None`` for the other parts."""
     seconds: float
@@ -113,15 +114,15 @@ class SavedTensor:
 
     nbytes: int
     made_by: str
-    """Operator that made it; empty if it existed before the step."""
+    """Operator that made the storage; empty if it existed before the step."""
     module: str
-    """Path of the module of the operator that saved it first."""
+    """Path of the module of the first operator that saved the storage."""
     op: str
-    """Operator that saved it first, or else :data:`SEGMENT` or :data:`PACKING`: part of a plan that keeps it."""
+    """First operator that saved the storage; or :data:`SEGMENT` or :data:`PACKING` if that part of a plan keeps it."""
     savers: int
-    """Number of operators or segments that keep it."""
+    """Number of operators or segments that keep the storage."""
     compressor: CompressorName
-    """Smallest codec that holds its contents exactly."""
+    """Smallest codec that holds the contents exactly."""
     packed_bytes: int
 
 
@@ -156,12 +157,11 @@ class StepProfile:
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None
-    """Estimate for a device that is not here, whose times the recorded operators then have; ``None`` if not asked
-    for."""
+    """Estimate for the device of ``--for``, which also gives the operators' times; ``None`` without ``--for``."""
     compiled: CompiledStep | None = None
-    """Same step compiled; ``None`` if not asked for."""
+    """Same step compiled; ``None`` without ``--compile``."""
     ranks: tuple[RankPrediction, ...] = ()
-    """Predictions for the ranks asked for, if the step is spread over many; all other fields are about :attr:`rank`."""
+    """Predictions for ranks; the other fields are then about :attr:`rank`.  Empty without ``--ranks``."""
 
     @property
     def rank(self) -> RankPrediction | None:

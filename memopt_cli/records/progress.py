@@ -1,4 +1,4 @@
-"""Progress of a long job, which the core reports to an object that is silent by default."""
+"""Reporting the progress of a long job: stages call a :class:`Progress`, which shows nothing unless overridden."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Span:
 
 
 class Progress:
-    """The listener of a job, which does nothing; the command line overrides every method."""
+    """The listener of a job, whose methods do nothing; the command line overrides all of them."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
-        """Begin a new part of the job, which ``takes`` so long, if that is known."""
+        """Begin a new part of the job, which ``takes`` that time, or an unknown one for ``None``."""
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Show that ``done`` of ``total`` steps (``None`` if unknown) are over, and ``text`` is running."""
@@ -44,11 +44,11 @@ class Progress:
         """Show a note that the user should read now rather than in the report."""
 
     def close(self) -> None:
-        """End the job, however it went."""
+        """End the job, whether it succeeded or failed."""
 
 
 class _Logged(Progress):
-    """Writes every line to the log."""
+    """The listener that writes every line to the log."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
         _LOG.info("%s", text)
@@ -61,7 +61,7 @@ class _Logged(Progress):
 
 
 class _InNotebook(Progress):
-    """One line with a bar below a notebook's cell, which vanishes at the end."""
+    """The listener that shows a line with a bar below a notebook's cell, and removes it at the end."""
 
     def __init__(self, display: Any) -> None:
         """Show the line by ``display``, the module ``IPython.display``."""
@@ -94,8 +94,8 @@ def update_line(stage: str, done: int, total: int | None, text: str) -> str:
     return " · ".join(part for part in (stage, text, count) if part)
 
 
-def _unlogged() -> Progress:
-    """Return an object that shows progress in a notebook, and nothing elsewhere."""
+def _for_notebook() -> Progress:
+    """Return a listener that shows a bar in a notebook, and nothing elsewhere."""
     ipython: Any = sys.modules.get("IPython")
     if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
         return Progress()
@@ -104,12 +104,12 @@ def _unlogged() -> Progress:
 
 @contextlib.contextmanager
 def logged(verbose: bool) -> Iterator[Progress]:
-    """Yield an object for progress, which logs it if ``verbose``, even where logging is not set up.
+    """Yield a listener that logs every line if ``verbose``, and otherwise shows a bar in a notebook.
 
-    Without ``verbose``, it shows a bar in a notebook.
+    A handler is added for the block if the script has not set up logging.
     """
     if not verbose:
-        with contextlib.closing(_unlogged()) as progress:
+        with contextlib.closing(_for_notebook()) as progress:
             yield progress
         return
     level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
@@ -125,4 +125,4 @@ def logged(verbose: bool) -> Iterator[Progress]:
 
 
 Ask = Callable[[Sequence[WantedGlobal]], bool]
-"""Asks the user once whether to allow all of these; gives ``True`` for yes."""
+"""A function that asks the user once whether to allow all of the names, and returns ``True`` for yes."""

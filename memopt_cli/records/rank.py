@@ -1,4 +1,4 @@
-"""The needs of one rank of many, predicted in one process or measured on every rank of a real group."""
+"""The memory of one rank of many: predicted in one process (``--ranks``), or measured on the ranks of a real group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt_cli.records.settings import StepSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The needs of a step on one rank, counted on tensors without data, with a group that sends nothing."""
+    """The predicted needs of a step on one rank, counted on tensors without data in a group that sends nothing."""
 
     layout: Layout
     rank: int
@@ -39,12 +39,12 @@ class RankPrediction:
     @property
     def exchanged_bytes(self) -> int:
         """Bytes exchanged in a step, counting whole tensors."""
-        return sum(each.whole_bytes for each in self.collectives)
+        return sum(collective.whole_bytes for collective in self.collectives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRanks:
-    """The needs of ranks, as the model is and under the applied plan."""
+    """The predicted needs of ranks, without a plan and under the applied plan."""
 
     original: RankPrediction
     """First rank, without a plan."""
@@ -53,7 +53,7 @@ class PlannedRanks:
 
 
 def predicted(counted: Counted, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
-    """Make a prediction of ``counted``, the step of one rank."""
+    """Make the prediction for ``rank`` from ``counted``, the dry run of its step."""
     return RankPrediction(
         layout=layout,
         rank=rank,
@@ -72,7 +72,7 @@ class RankBatch:
     """The largest batch of one rank that fits, predicted."""
 
     batch: int
-    """Samples of one rank, to 1 %."""
+    """Samples of one rank; a batch that is 1 % larger may still fit."""
     global_batch: int
     """Samples of all ranks in a step of the optimizer."""
     peak_bytes: int
@@ -85,7 +85,7 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPredicted:
-    """The answer that a model cannot be spread in this way, or its step not be predicted."""
+    """The answer that a model cannot be spread over these ranks, or that its step cannot be predicted."""
 
     reason: str
 
@@ -117,7 +117,7 @@ class RanksRecommendation:
     interrupted: bool = False
     """Whether the search was interrupted before all ranks were tried."""
     card: str = ""
-    """Card of each rank (``--for``); empty for any."""
+    """Card of each rank (``--for``); empty if no card was named."""
 
 
 # ---------------------------------------------------------------------------------------------- real groups
@@ -125,7 +125,7 @@ class RanksRecommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest(StepRequest):
-    """Everything ``memopt measure`` was asked for, on one rank."""
+    """The options of ``memopt measure`` on one rank, resolved."""
 
     spec: InputSpec | None
     """Inputs of one rank's step; ``None`` to look for them beside the model, then guess."""
@@ -138,7 +138,7 @@ class MeasureRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan to run the step under; ``None`` for the model as it is."""
     output: str | None = None
-    """Path to which the first rank writes the report; ``None`` if it only prints it."""
+    """Path to which the first rank writes the report; ``None`` only to print it."""
     force: bool = False
     timeout_s: float = 600.0
     """Time limit, in seconds, of everything that all ranks do together."""

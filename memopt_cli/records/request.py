@@ -1,4 +1,4 @@
-"""The part that is common to the requests of all commands that run a step."""
+"""The base class of the requests of all commands that run a training step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memopt_cli.records.model import ModelSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """A model and its inputs."""
+    """A model, its inputs, and a time limit."""
 
     source: ModelSource
     spec: InputSpec | None
     """Inputs; ``None`` to look for them beside the model, then guess."""
     timeout_s: float = 600.0
-    """Time limit of one profiling subprocess answer."""
+    """Time limit in seconds of each answer of a profiling subprocess."""

@@ -1,4 +1,4 @@
-"""The goal of a search for plans, and its limits."""
+"""The goal of a search for plans, its limits, and the options that it was given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SearchOptions:
 
     level: int = 3
     targets: tuple[str, ...] = ()
-    """Class names or path globs (``--target``); empty if memopt chooses, or there are ``modules``."""
+    """Class names or path globs (``--target``); empty if memopt chooses, or if ``modules`` are given."""
     modules: tuple[str, ...] | None = None
     """Paths of the only modules that may become segments; ``None`` for all."""
     parts: tuple[str, ...] | None = None
@@ -50,10 +50,10 @@ class SearchOptions:
     """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
-    """The one that was asked for, or that ``prefer`` stands for."""
+    """Profile that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
     allow_expensive_profiling: bool = True
     checkpoint_budget: Preference | None = None
-    """The one that was asked for, or that ``prefer`` stands for."""
+    """Budget that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
     max_gc_wrapped_modules: int | None = None
     """Most segments that lie in no other; ``None`` for no limit, 0 or less for none."""
     gc_target_budget_ratio: float | None = None
@@ -71,14 +71,14 @@ class SearchOptions:
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:
-        """Place of :attr:`offload`, and the folder in it; each ``None`` if it is not said."""
+        """Place and folder that :attr:`offload` names; ``None`` for a place that memopt chooses, or for no folder."""
         place, _, folder = self.offload.partition(":")
         names: dict[str, PlaceName | None] = {"auto": None, "none": "device", "host": "host", "disk": "disk"}
         return names[place], folder or None
 
 
 class SearchOverrides(TypedDict, total=False):
-    """The :class:`SearchOptions` that were given; a profile or a default decides those missing or ``None``."""
+    """The :class:`SearchOptions` that the user gave; a profile or a default decides missing ones, and ``None``."""
 
     level: int | None
     targets: tuple[str, ...]
@@ -99,7 +99,7 @@ class SearchOverrides(TypedDict, total=False):
     gc_target_budget_ratio: float | None
     allow_inexact: bool
     max_slowdown: float | None
-    """Infinity stands for no limit."""
+    """Infinity for no limit."""
     offload: str | None
     host_memory: int | None
     optimizer_in_backward: bool
@@ -111,16 +111,16 @@ class ResolvedSearch:
 
     options: SearchOptions
     requested_level: int
-    """Level that was asked for, or that the profile stands for."""
+    """Level that the user gave, or that the profile sets."""
     notes: tuple[str, ...] = ()
-    """Notes on every option that something else than itself decided."""
+    """Notes on every option that another option has decided."""
     asked_slowdown: float | None = None
-    """Slowdown that was asked for; ``None`` for none, where a budget and a frontier have defaults of their own."""
+    """Slowdown that the user gave; ``None`` for none, so that budgets and frontiers use their own defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The bound on the measured allocated peak, in bytes or as a share; one of the two is set."""
+    """The bound on the measured allocated peak: either ``nbytes`` or ``share`` is set."""
 
     nbytes: int | None = None
     share: float | None = None
@@ -128,24 +128,24 @@ class Budget:
 
     @classmethod
     def of(cls, amount: float) -> Budget:
-        """Return the budget of ``amount``: bytes, or as a float a share."""
+        """Return the budget of ``amount``: an ``int`` is bytes, a ``float`` a share."""
         return cls(nbytes=amount) if isinstance(amount, int) else cls(share=amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchGoal:
-    """The goal of a search, if it is not the lowest peak of a level."""
+    """The goal of a search; by default it is the lowest peak that the level allows."""
 
     budget: Budget | None = None
-    """Budget, within which the fastest plan is looked for; ``None`` for no budget."""
+    """Budget within which the fastest plan is searched; ``None`` for no budget."""
     frontier: bool = False
-    """Whether plans from the fastest to the smallest are looked for, and shown."""
+    """Whether plans from the fastest to the smallest are searched and shown."""
     pick: int | None = None
     """Plan of the frontier to apply, from 1; ``None`` for none."""
 
     @property
     def needs_frontier(self) -> bool:
-        """Whether the plan is picked from the frontier, or the frontier is asked for by itself."""
+        """Whether the search must find a frontier: to show it, or to pick a plan of it."""
         return self.frontier or self.pick is not None
 
     @property

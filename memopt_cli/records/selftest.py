@@ -1,4 +1,4 @@
-"""Records of ``memopt selftest``, which tries memopt's promises on this machine."""
+"""The result of ``memopt selftest``, which tries memopt's promises on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SelftestRow:
     promise: str
     """Promise: ``the same gradients``."""
     seen: str
-    """Finding in words, or the reason why there is none."""
+    """Finding of the test in words, or the reason why there is none."""
     holds: bool
 
 
@@ -34,7 +34,7 @@ class SelftestReport:
     rows: tuple[SelftestRow, ...]
     spent_s: float
     interrupted: bool = False
-    """Whether it was interrupted before everything was tried."""
+    """Whether the self-test was interrupted before everything was tried."""
 
     @property
     def failed(self) -> tuple[SelftestRow, ...]:

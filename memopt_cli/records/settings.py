@@ -1,4 +1,4 @@
-"""Settings of a training step."""
+"""The settings of a training step: device, precision, loss, optimizer, accumulation, clipping, seed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class StepSettings:
     """Function ``file.py:function``, called with the model's output; ``None`` for the rules of
     :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
-    """Optimizer whose state counts, for :func:`~memopt_cli.text.optimizer_text.parse_optimizer`; empty if none was
-    named."""
+    """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty for none."""
     micro_batches: int = 1
-    """Number of micro-batches in a step of the optimizer.  The last is run, and adds to the gradients of the others."""
+    """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None
     """Norm of all gradients together to which they are clipped; ``None`` for no clipping."""
     seed: int = 0

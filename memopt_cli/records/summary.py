@@ -1,4 +1,4 @@
-"""The summary of an optimization."""
+"""The summary of ``memopt optimize``: the plan of each level, the applied plan, and why other plans are not applied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes
 
 _MOSTLY = 0.5
-"""Share of a peak that no plan makes smaller, from which on that is named as the reason why none was found."""
+"""Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
+plan names this share as the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +32,16 @@ class LevelRow:
     predicted_allocated_peak_bytes: int | None = None
     """Peak of a dry run with the workspaces of kernels in the original."""
     dry_runs: int
-    """Plans that were dry-run for this level, those for lower levels not counted."""
+    """Number of plans that were dry-run for this level, without those for lower levels."""
     search_s: float
+    """Seconds of the search at this level."""
     repeats: int | None = None
-    """Lower level whose plan it has, where it found no other; ``None`` if the plan is its own."""
+    """Lower level whose plan this level repeats, since it found no better one; ``None`` for a plan of its own."""
     predicted_slowdown: float | None = None
     """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
 
     def predicted(self, counted: Counted) -> LevelRow:
-        """Return the row with the peaks in ``counted``, the dry run of its plan."""
+        """Return the row with the peaks of ``counted``, a dry run of its plan."""
         return replace(
             self,
             predicted_tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -69,13 +71,13 @@ class ParetoPoint:
 
     @property
     def upper(self) -> float | None:
-        """Largest slowdown that it may have, as measured; ``None`` where :attr:`slowdown` is."""
+        """Largest slowdown within the error of the measurement; ``None`` where :attr:`slowdown` is."""
         if self.slowdown is None or not isinstance(self.outcome, Measurement):
             return None
         return self.slowdown + self.outcome.slowdown_error
 
     def row(self, level: int, *, dry_runs: int = 0, search_s: float = 0.0) -> LevelRow:
-        """Return the point, once it is picked, as the row of ``level``."""
+        """Return the plan of this point as the row of ``level``, for a point that the user has picked."""
         return LevelRow(
             level=level,
             plan=self.plan,
@@ -89,7 +91,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """The promise of another plan: the peak of its dry run, and its time by the cost model."""
+    """The predictions for another plan of the frontier: the peak by a dry run, and the time by the cost model."""
 
     peak_bytes: int
     slowdown: float
@@ -98,21 +100,21 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRow:
-    """One range of lengths: its plan, measured at the largest of them."""
+    """One range of lengths, with its plan as measured at the largest length."""
 
     low: int
     """Smallest length."""
     up_to: int
     """Largest length."""
     share: float
-    """Share of the steps with a length in the range, 0 to 1; where their counts are not given, share of the lengths."""
+    """Share of the training steps with a length in the range, 0 to 1; without ``--lengths``, share of the lengths."""
     plan: Plan
     original: Measurement | Failure | None
     """Measurement of the original at the largest length; ``None`` if it was not run."""
     outcome: Measurement | None
-    """Measurement of the plan at the largest length; ``None`` if it is for a device that is not here."""
+    """Measurement of the plan at the largest length; ``None`` for a plan for another device."""
     predicted_allocated_peak_bytes: int | None = None
-    """Predicted peak of the plan at the largest length, on such a device; ``None`` if it was measured here."""
+    """Predicted peak of the plan at the largest length on the other device; ``None`` if the plan was measured."""
     predicted_slowdown: float | None = None
     """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
     verification: Verification | None = None
@@ -120,7 +122,7 @@ class RangeRow:
 
     @property
     def slowdown(self) -> float | None:
-        """Step time divided by that of the original: measured, or predicted where that does not run."""
+        """Step time divided by that of the original: measured, or predicted where the original does not run."""
         if self.plan.is_empty:
             return 1.0
         if isinstance(self.original, Measurement) and self.outcome is not None:
@@ -135,7 +137,7 @@ class CompiledRow:
     plan: Plan
     outcome: Measurement | Failure
     dropped: str = ""
-    """Reason why it cannot be the answer, such as a peak above the budget; empty if it can."""
+    """Reason why the plan cannot be applied, such as a peak above the budget; empty if it can."""
 
 
 @dataclass(slots=True)
@@ -156,7 +158,7 @@ class MemOptSummary:
     applied_steps: list[str] = field(default_factory=list)
     skipped_steps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Sentences that whoever trains the model should know."""
+    """Sentences that a user who trains the model should know."""
     gc_wrap_count: int = 0
     manual_compressor_count: int = 0
     bit_compressor_count: int = 0
@@ -183,22 +185,22 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or by dry runs alone; ``None`` if it was not looked for, or a note says why not."""
+    """Batch that fits, by runs or by dry runs alone; ``None`` if none was looked for, or if a note says why not."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
     budget_bytes: int | None = None
     """Budget for the allocated peak; ``None`` if there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
-    """The original, then the plans of the frontier, fastest first; one that was picked is the applied plan."""
+    """The original, then the plans of the frontier, fastest first; a plan that the user picked is the applied one."""
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """Promise of the next faster plan on the frontier; ``None`` if none is known."""
+    """Predictions for the next faster plan on the frontier; ``None`` if none is known."""
     smaller: Outlook | None = None
-    """Promise of the next smaller plan; ``None`` if none is known."""
+    """Predictions for the next smaller plan; ``None`` if none is known."""
     estimates: PlanEstimates | None = None
-    """Estimates for a device that is not here, for which nothing is measured; ``None`` for the device here."""
+    """Estimates for a device that this machine lacks, where nothing is measured; ``None`` for the device here."""
     parallel: PlannedRanks | None = None
     """Predictions for one rank of many, for which nothing is measured; ``None`` for a single device."""
     ranges: list[RangeRow] = field(default_factory=list)
@@ -212,13 +214,13 @@ class MemOptSummary:
 
     @property
     def is_applied(self) -> bool:
-        """Whether a plan changes the model, which takes one that did not fail verification."""
+        """Whether a plan changes the model: there is one, and it did not fail verification."""
         failed = self.verification is not None and not self.verification.passed
         return self.plan is not None and not self.plan.is_empty and not failed
 
     @property
     def is_to_choose(self) -> bool:
-        """Whether plans of the frontier are shown, and none is applied."""
+        """Whether the plans of a frontier are shown for the user to choose, and none is applied yet."""
         return bool(self.frontier) and self.verification is None
 
     @property
@@ -230,7 +232,7 @@ class MemOptSummary:
     def unchanged(self) -> str:
         """Reason why a search left the model as it is, and what to do; empty where a plan is applied.
 
-        It is empty as well for a goal that the original itself can reach, such as a budget.
+        The text is also empty for a goal that the original itself may reach, such as a budget.
         """
         original_may_do = self.budget_bytes is not None or bool(self.frontier)
         if self.decisive is not None:

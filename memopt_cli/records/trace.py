@@ -1,4 +1,8 @@
-"""One training step, recorded operator by operator."""
+"""The step trace: one training step, recorded operator by operator, with the life of every storage.
+
+For example, ``relu(x)`` in forward is an :class:`OpTrace` that reads storage 3 and makes storage 7; the
+:class:`StorageTrace` of 7 says that it was born there, which operators save it for backward, and when it dies.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ Phase = Literal["forward", "backward", "clip", "update"]
 """Phase of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
 
 UPDATE_PHASES: Final[frozenset[Phase]] = frozenset({"clip", "update"})
-"""Phases whose time does not depend on the batch, and that come once for all passes that an update accumulates."""
+"""Phases whose time does not depend on the batch, and that run once for all accumulated passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class ModuleTrace:
     order: int
     """Rank of the first call among all modules."""
     forward_s: float = 0.0
-    """Measured seconds, modules below it included; 0 where only tensors without data ran."""
+    """Measured seconds of forward, children included; 0 where only tensors without data ran."""
     input_bytes: int
     """Bytes of the input tensors, each storage once."""
     packed_input_bytes: int
@@ -34,20 +38,20 @@ class ModuleTrace:
     compressor: CompressorName
     """Codec that the module asks for, or else the smallest that held all of its inputs exactly."""
     codec_misfit: str = ""
-    """Failure of the user's own codec, which the module asks for, to restore its inputs; empty if there was none."""
+    """How the user's own codec, which the module names, failed to restore its inputs; empty if it did not."""
     input_shape: tuple[int, ...]
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0
-    """Bytes of that tensor."""
+    """Bytes of the first positional tensor of the first call."""
     output_bytes: int
     saved_bytes: int
-    """Bytes of storages made in this module or below it and alive at the end of the model's forward."""
+    """Bytes of storages that were made in this module or its children and live at the end of the model's forward."""
     refusal: str = ""
     """Reason why the module cannot be a segment; empty if it can."""
     spatial_split: bool = False
     """Whether the class defines ``__spatial_split__``."""
     state_bytes: int = 0
-    """Bytes of tensors, except vectors, that its first call left in attributes: its state from chunk to chunk."""
+    """Bytes of tensors, except vectors, that the first call left in attributes: state that chunks would hand on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,64 +61,65 @@ class OpTrace:
     name: str
     """Name without the overload: ``aten::convolution``."""
     module: str
-    """Path of the innermost module: in forward the one running, in backward the one whose forward it differentiates
-    or, in a segment, recomputes.  Empty for the loss, which is part of forward."""
+    """Path of the innermost module: in forward the module that runs; in backward the module whose forward the operator
+    differentiates or, in a segment, recomputes.  Empty for the loss, which is part of forward."""
     phase: Phase
     reads: tuple[int, ...] = ()
-    """Storages of its arguments, modified ones included."""
+    """Storages of the arguments, modified ones included."""
     makes: tuple[int, ...] = ()
-    """Storages that it makes; an operator that gives a view makes none."""
+    """Storages that the operator makes; an operator that returns a view makes none."""
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
     recomputes: str | None = None
-    """Path of the segment whose forward it recomputes; ``None`` for all other operators."""
+    """Path of the segment whose forward the operator recomputes; ``None`` for all other operators."""
     packs: bool = False
-    """Whether it packs, unpacks or copies tensors for memopt, and is not one of the model's."""
+    """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
     random: bool = False
-    """Whether it draws from a random generator."""
+    """Whether the operator draws from a random generator."""
     flops: int = 0
     dtype: str = ""
-    """Dtype of its first floating-point argument, ``bfloat16``; empty if there is none."""
+    """Dtype of the first floating-point argument, ``bfloat16``; empty if there is none."""
     moved_bytes: int = 0
-    """Bytes of its arguments and results (of a view, the part that it shows): an upper bound on reads and writes."""
+    """Bytes of arguments and results (of a view, only what it shows): an upper bound on what is read and written."""
     seconds: float = 0.0
     """Time in seconds, measured, or estimated for another device; 0 where only tensors without data ran."""
     workspace_bytes: int = 0
-    """Bytes that its kernel holds for itself while it runs."""
+    """Bytes that the kernel holds for itself while it runs."""
     fixed_workspace_bytes: int = 0
     """Part of the workspace that does not shrink with the batch."""
     line: str = ""
-    """Line of the model's code that calls it in forward, ``model.py:31``; empty in backward, and for lifted
+    """Line of the model's code that calls the operator in forward, ``model.py:31``; empty in backward, and in lifted
     programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageTrace:
-    """One storage's life in a recorded step; instants are indices into the trace's operators."""
+    """The life of one storage in a recorded step; instants are indices into the trace's operators."""
 
     nbytes: int
     kind: str
     """A field of :class:`Breakdown` without its unit: ``activations``, ``gradients`` …"""
     module: str
-    """Path of the module of the operator that made it; for a parameter or buffer, its owner."""
+    """Path of the module whose operator made the storage; for a parameter or buffer, its owner."""
     born: int
-    """Operator that made it; -1 if it existed before the step."""
+    """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """First operator that ran without it, or that wrote its sum into it; ``None`` if it outlives the step."""
+    """First operator that ran after the storage was freed, or that reused it for its own sum; ``None`` if it outlives
+    the step."""
     freed: int | None
-    """First operator that would have run without it, had autograd kept nothing; ``None`` if none."""
+    """First operator that would have run without the storage if autograd had saved nothing; ``None`` if none."""
     saved_by: tuple[int, ...] = ()
-    """Operators of forward whose derivative holds it until backward; empty for parameters, which live on anyway."""
+    """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"
-    """Smallest codec that held its contents exactly; ``null`` where they were not looked into."""
+    """Smallest codec that held the contents exactly; ``null`` if the contents were not looked at."""
     packed_bytes: int = 0
-    """Bytes in that codec; ``nbytes`` for ``null``."""
+    """Bytes in the codec; ``nbytes`` for ``null``."""
     fixed_bytes: tuple[tuple[int, int], ...] = ()
     """Pairs of the length of an axis and the bytes that do not shrink with it; empty for most tensors."""
 
     @property
     def packing_cost_bytes(self) -> int:
-        """Bytes of spikes that would take as long to pack.  Half for ``parts``, which are only copied and compared."""
+        """Bytes of spikes that take as long to pack; half of the storage for ``parts``, which are only copied."""
         return self.nbytes // 2 if self.compressor == "parts" else self.nbytes
 
 
@@ -124,24 +129,24 @@ class ModuleCall:
 
     path: str
     start: int
-    """First operator of its forward, those of modules below it included."""
+    """First operator of the call's forward, children included."""
     end: int
     backward_start: int
-    """First operator of its backward; equal to ``backward_end`` if it has none."""
+    """First operator of the call's backward; equal to ``backward_end`` if it has none."""
     backward_end: int
     inputs: tuple[int, ...]
-    """Storages of its tensor arguments."""
+    """Storages of the tensor arguments."""
     outputs: tuple[int, ...]
-    """Storages of the tensors that it returned, in order; several views may have the same one."""
+    """Storages of the returned tensors, in order; several views may share one."""
 
     @property
     def forward(self) -> range:
-        """Operators of its forward."""
+        """Operators of the call's forward."""
         return range(self.start, self.end)
 
     @property
     def backward(self) -> range:
-        """Operators of its backward; empty if it has none."""
+        """Operators of the call's backward; empty if it has none."""
         return range(self.backward_start, self.backward_end)
 
 
@@ -167,15 +172,15 @@ class StepTrace:
     packing_bytes_per_s: float = 0.0
     """Rate at which the device packs tensors and unpacks them again; 0 if it was not measured."""
     out_bytes_per_s: float = 0.0
-    """Rate at which tensors go to the place where they may wait; 0 if it was not measured."""
+    """Rate at which tensors are sent to the place where plans let them wait; 0 if it was not measured."""
     in_bytes_per_s: float = 0.0
-    """Rate at which they come back; 0 if it was not measured."""
+    """Rate at which tensors are fetched from that place; 0 if it was not measured."""
     copying_s_per_byte: float = 0.0
-    """Seconds of the CPU that it takes to send a byte there and to fetch it, which a step on the CPU lacks."""
+    """CPU seconds to send a byte to that place and to fetch it, which a step on the CPU loses; 0 on a GPU."""
     room_bytes: int | None = None
-    """Most bytes that may wait there; ``None`` if it was not asked."""
+    """Most bytes that may wait in that place; ``None`` if not known."""
     segment_overhead: float = 1.0
-    """Overhead of a segment, divided by that on the machine where the cost model's constants come from."""
+    """Overhead of a segment here, divided by that on the machine where the cost model's constants were measured."""
 
 
 def ancestry(path: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Comparisons of the optimized model with the original."""
+"""The results of verification: comparisons of the step under a plan with the original's, and fingerprints of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 NOT_FINITE: Final = "not finite"
-"""Part of the kind of a tensor with NaN or infinity in it."""
+"""Words in the kind of a tensor that has NaN or infinity in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +16,16 @@ class TensorPrint:
 
     name: str
     kind: str
-    """Dtype, shape and layout; digests of the places of a sparse tensor's values, and of NaN and infinities."""
+    """Dtype, shape and layout, with digests of the positions of a sparse tensor's values, and of NaN and infinities."""
     bits: str
-    """Digest of its kind and bits."""
+    """Digest of the tensor's kind and bits."""
     elements: int
     epsilon: float
-    """Machine epsilon of its dtype; 0 if it is not floating."""
+    """Machine epsilon of the dtype; 0 if the tensor is not floating."""
     norm: float
-    """Root of the sum of squares of its finite elements, in float64; 0 if it is not floating."""
+    """Root of the sum of squares of the finite elements, in float64; 0 if the tensor is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of its finite elements, in float64, which differ between two tensors by about as much as these
-    do."""
+    """Weighted sums of the finite elements, in float64; those of two tensors are about as far apart as the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class Fingerprint:
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
-    """Outputs whose values were not computed."""
+    """Names of outputs whose values were not computed, such as those of chunks that run through the loss."""
     repeats: bool
     """Whether another step of the same plan, from the same state and seed, left the same bits."""
 
@@ -50,15 +49,15 @@ class FurtherCheck:
     compared: int = 0
     """Number of tensors compared."""
     not_tried: str = ""
-    """Reason why it was left out, such as a failure of the original, or long steps; empty if it was tried."""
+    """Reason why the check was left out, such as a failure of the original, or long steps; empty if it was tried."""
     skipped: bool = False
-    """Whether it was left out although the original might succeed: for time or memory, or because it cannot be
-    copied."""
+    """Whether the check was left out although the original might succeed: for time or memory, or because the model
+    cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintCheck:
-    """The comparison of the measured steps with the plan and without, by fingerprints, at the size asked for."""
+    """The comparison, by fingerprints, of the measured steps with the plan and without, at full size."""
 
     batch: int
     dims: dict[str, int]
@@ -68,14 +67,14 @@ class FingerprintCheck:
     equal: int
     """Number of tensors equal to the bit."""
     tolerance: float
-    """Allowed difference, relative to the norm, of the tensor that differed most beside its own allowance."""
+    """Allowed distance, relative to the norm, of the tensor that came nearest to its allowance or exceeded it most."""
     worst_name: str
     """Name of that tensor; empty if none differed."""
     worst_difference: float
-    """Its distance from the original's, divided by the norm of that, by projections."""
+    """Distance of that tensor from the original's by projections, divided by the norm of the original's."""
     by_rounding: bool = False
-    """Whether ``tolerance`` comes from rounding: up to ten times the change of the original's own step where every
-    parameter is rounded differently, capped; otherwise it is half of the digits."""
+    """Whether ``tolerance`` comes from rounding: up to ten times the change in the original's own step if every
+    parameter is rounded up or down, with a cap.  Otherwise it is half of the digits."""
 
     @property
     def sizes(self) -> str:
@@ -102,21 +101,21 @@ class Verification:
     batch: int
     """Batch size the comparison ran at."""
     full_size: bool
-    """Whether ``batch`` and ``dims`` are the sizes that were asked for."""
+    """Whether ``batch`` and ``dims`` are the sizes that the inputs describe."""
     dims: dict[str, int] = field(default_factory=dict)
     """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
-    """Comparison of the measured steps, which agree; ``None`` where none were compared, or they did not."""
+    """Comparison of the measured steps, if they agree; ``None`` if they do not, or were not compared."""
     detail: str = ""
     """Error of the step with the plan, where the original raises none; empty if there is none."""
     inexact: tuple[str, ...] = ()
     """Segments that are inexact, as the user allowed: their batch norms were compared at fixed statistics."""
     further: tuple[FurtherCheck, ...] = ()
-    """Checks of further steps; empty if the recorded step differed, or was all that was asked for."""
+    """Checks of further steps; empty if the recorded step differed, or if only that was to be compared."""
     whole: bool = False
-    """Whether a segment with chunks ran whole, because of something that its first chunk did."""
+    """Whether a segment with chunks ran whole, since its first chunk did something that chunks must not do."""
     differs_in: str = ""
-    """Name of the further check that failed; empty if the recorded step itself did, or none."""
+    """Name of the further check that failed; empty if none did, or if the recorded step itself differed."""
 
     @property
     def sizes(self) -> str:

@@ -1,7 +1,6 @@
-"""Records as plain JSON and YAML values, and back.
+"""Turning records into plain JSON and YAML values (:func:`to_data`), and reading them back (:func:`from_data`).
 
-:func:`to_data` turns any record into plain values and :func:`from_data` reads them back, checking every field; plans,
-summaries and the messages of profiling subprocesses all use this one pair.
+Reading checks every field.  Plans, summaries and the messages of profiling subprocesses all use this pair.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ _TAGGED = (
     *(RanksMeasured, RankLost),
     *(TooSlow, SavesTooLittle, Differs, NotRun),
 )
-"""Records that are members of a union, which plain data must tell apart by their ``kind``."""
+"""Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
+``kind``."""
 
 
 def to_data(value: Any) -> Any:
@@ -70,16 +70,18 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(data, Mapping):
             raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
-        return {_read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_named(k)}") for k, v in data.items()}
+        return {
+            _read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_key_text(k)}") for k, v in data.items()
+        }
     return data if annotation is Any else _read_scalar(annotation, data, where)
 
 
-def _named(key: Any) -> str:
-    """Format ``key`` as part of a place in a file."""
+def _key_text(key: Any) -> str:
+    """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
 
 
-_LONGEST_KEY = 60
+_LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 @functools.cache
@@ -123,7 +125,7 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
         if not isinstance(kind, str) or kind not in records:
             raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shortened(kind)}")
         return _read(records[kind], data, where)
-    for option in options[:-1]:
+    for option in options[:-1]:  # without records, the first type that fits; if none does, the error is the last one's
         try:
             return _read(option, data, where)
         except UsageError:

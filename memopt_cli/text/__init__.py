@@ -1,1 +1,1 @@
-"""Text that people type or read: sizes and times, optimizers, YAML and JSON, and the names of options in Python."""
+"""Text that people type or read: sizes and times, optimizers, YAML and JSON, and options with their spellings."""

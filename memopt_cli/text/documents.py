@@ -1,4 +1,8 @@
-"""YAML and JSON, read strictly and written in one style; and text that is safe to print."""
+"""Reading YAML and JSON strictly, writing them in one style, and making text safe to print.
+
+A document may be a stranger's.  So its size, depth and numbers are bounded, and text from it is escaped before it
+reaches a terminal or a CI system.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,17 @@ from memopt_cli.text.units import MOST_DIGITS, format_bytes
 
 MOST_BYTES = 64 << 20
 """Most bytes of a document that people read, or that memopt wrote for them."""
-_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_BYTES = 1 << 20  # of a YAML file
 _MOST_YAML_VALUES = 60_000
-"""Most separators of a YAML file, which is read slowly, in Python: those of a plan of some 6000 segments."""
+"""Most separators of a YAML file, enough for a plan of some 6000 segments; PyYAML reads slowly, in Python."""
 _MOST_JSON_VALUES = 2_000_000
-"""Most separators of a JSON document, of which each value takes some 100 bytes of memory, however short it is."""
+"""Most separators of a JSON document: a value takes some 100 bytes of memory, however short its text is."""
 _DEEPEST = 200
-"""Most levels of values within values, which Python walks by recursion."""
+"""Most levels of nested values, which Python walks by recursion."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Safe YAML without aliases: a few of them can stand for gigabytes."""
+    """A loader of safe YAML without aliases, of which a few can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -62,7 +66,7 @@ _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_who
 
 
 class _ExactDumper(yaml.SafeDumper):
-    """Safe YAML whose text reads back as it was: line breaks of any kind only in double quotes, as escapes."""
+    """A dumper of safe YAML that escapes unprintable characters in double quotes, so that text reads back equal."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
@@ -119,8 +123,8 @@ def _opened(path: str | os.PathLike[str]) -> BinaryIO:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting, and refuse one that cannot be read to an end.
 
-    A named pipe that nobody writes to counts as empty.  The file is opened before it is examined, since its name may
-    refer to another file by then.
+    A named pipe that nobody writes to counts as empty.  The file is examined after it was opened: if it were examined
+    by name before, another file could take its place in between.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -141,10 +145,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _refuse_content(descriptor: int, path: str) -> None:
-    """Refuse content in a file of size 0: such are the kernel's, of which some have no end, or block."""
+    """Refuse a file that has size 0 and content nevertheless: the kernel's own files, which may block or never end."""
     try:
         is_empty = not os.read(descriptor, 1)
-    except OSError as err:  # nothing to read yet, or not for everybody
+    except OSError as err:  # the kernel has nothing to read yet, or forbids it
         raise OSError(errno.EINVAL, _SPECIAL, str(path)) from err
     if not is_empty:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
@@ -156,23 +160,23 @@ _SPECIAL: Final = "it is not a regular file"
 def kept_below(path: str, folder: Path) -> bool:
     """Return whether ``path`` is relative and, all links followed, leads to a file below ``folder``.
 
-    If so, this process and its subprocesses read it only as long as this is true.
+    If so, the pair is recorded in :data:`places`, and later reads of the file fail once it leads elsewhere.
     """
     try:
-        found = not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
+        is_below = not os.path.isabs(path) and Path(path).resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # no path, or a circle of links
         return False
-    if found:
+    if is_below:
         places[os.path.abspath(path)] = str(folder.resolve())
-    return found
+    return is_below
 
 
 places: Final[dict[str, str]] = {}
-"""File -> the folder that it must be below whenever it is read: see :func:`kept_below`."""
+"""Path of a file -> the folder below which it must be whenever it is read: see :func:`kept_below`."""
 
 
 def _require_place(descriptor: int, path: str) -> None:
-    """Raise :class:`OSError` if an open file is not below its folder, wherever its name led before or leads later."""
+    """Raise :class:`OSError` if an open file is not below the folder that :data:`places` has for its name."""
     folder = places.get(os.path.abspath(path))
     if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
         raise OSError(
@@ -189,7 +193,7 @@ def _place(descriptor: int) -> str:
 def read_yaml(path: Path, hint: str = "") -> Any:
     """Read the plain values of a YAML file.
 
-    Raises :class:`UsageError` with ``hint``, which says what file is wanted, if it cannot be read or is no YAML.
+    Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint`` tells the user what to write into it.
     """
     try:
         text = read_bytes(path, _MOST_YAML_BYTES)
@@ -255,23 +259,23 @@ def json_text(data: Any) -> str:
 
 
 _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Parts of JSON text that may not be printable, or that CI systems take for a command."""
+"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
 
 
 def _json_escape(character: str) -> str:
     if character.isprintable() and character != "#":
         return character
-    units = character.encode("utf-16-be", "surrogatepass")
+    units = character.encode("utf-16-be", "surrogatepass")  # JSON escapes UTF-16: two units above U+FFFF
     return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
 
 
 def quoted_path(path: str) -> str:
-    """Quote ``path`` for a hint: one word of a shell that no command takes for a flag."""
+    """Quote ``path`` for a hint, so that a shell takes it for one word, and no command takes it for a flag."""
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def quoted_flag(flag: str, value: str) -> str:
-    """Format a flag for a hint; ``value`` may come from a file and cannot look like another flag."""
+    """Format a flag with its ``value`` for a hint, so that a value from a file cannot pass for another flag."""
     return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
 
 
@@ -286,7 +290,7 @@ def printable_data(data: Any) -> Any:
 
 _BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
-"""Commands of CI systems but for their last character: ``::error::``, ``##[error]``, ``##vso[``."""
+"""Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 
 
 def no_commands(text: str) -> str:
@@ -301,7 +305,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """Return the number that ``text`` stands for.  Raises :class:`ValueError` for one of more than 63 bits."""
+    """Return the whole number that ``text`` spells.  Raises :class:`ValueError` for one of more than 63 bits."""
     if len(text) > MOST_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)
@@ -318,7 +322,7 @@ def _no_number(text: str) -> float:
 
 
 def _check_values(value: Any) -> None:
-    """Raise :class:`ValueError` for values nested too deep, and for text that no file and no terminal could take."""
+    """Raise :class:`ValueError` for values nested too deep, and for text with half a character (a lone surrogate)."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -336,7 +340,7 @@ def _check_values(value: Any) -> None:
 
 
 _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates, but for those that stand for bytes of a path that is not UTF-8."""
+"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
 
 
 def _finite(data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``--optimizer``: a name of PyTorch's, ``adamw:fused``, or a function of the user's, ``train.py:make_optimizer``."""
+"""Parsing ``--optimizer``: a name of PyTorch's, ``adamw:fused``, or a user's function, ``train.py:make_optimizer``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from memopt_cli.errors import UsageError, shortened
 
 Implementation = Literal["default", "for-loop", "foreach", "fused"]
-"""Implementation of an optimizer's step, which decides about the memory that it takes beside its state."""
+"""Implementation of an optimizer's step; how much memory the step takes beside the state depends on it."""
 
 _LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
 _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
@@ -53,10 +53,10 @@ _CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
     "radam": ("RAdam", _LOOPS),
     "rmsprop": ("RMSprop", _LOOPS),
 }
-"""Name -> its class and its implementations.
+"""Name -> class in ``torch.optim`` and implementations.
 
-Left out are LBFGS, which needs a closure; SparseAdam, which needs sparse gradients; Rprop, which moves parameters even
-at a rate of zero; and ASGD, whose step takes memory that depends on its numbers.
+Four classes are missing: LBFGS needs a closure, SparseAdam needs sparse gradients, Rprop moves parameters even at a
+rate of zero, and the memory of ASGD's step depends on its numbers.
 """
 
 IN_MEMORY = " (in memory)"
@@ -101,8 +101,8 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     for known in get_args(Implementation):
         if known == (implementation if colon else "default") and known in implementations:
             return NamedOptimizer(class_name, known)
-    others = ", ".join(f"{name}:{known}" for known in implementations[1:])
+    alternatives = ", ".join(f"{name}:{known}" for known in implementations[1:])
     raise UsageError(
         f"{name} has no implementation {shortened(implementation)}",
-        hint=f"Write {name}{f', {others}' if others else ''}.",
+        hint=f"Write {name}{f', {alternatives}' if alternatives else ''}.",
     )

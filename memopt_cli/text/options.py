@@ -1,4 +1,4 @@
-"""The table of options: each is described once, for the command line, ``memopt.yaml``, Python and what errors say.
+"""The table of options: each is described once, for the command line, ``memopt.yaml``, Python and messages.
 
 A parameter of a command or a function is looked up by its name: ``max_slowdown`` is ``--max-slowdown`` on the command
 line, ``max-slowdown`` in ``memopt.yaml``, and ``max_slowdown=`` in Python.
@@ -26,30 +26,30 @@ OTHERS: Final = "Other options"
 FINE: Final = "Finer limits of the search"
 
 GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
-"""In the order of help: by how often they are needed."""
+"""The groups of options in the order of help, most needed first."""
 
 MOST_RANKS: Final = 2**20
 LONGEST_S: Final = 1e6
-"""Seconds."""
+"""Largest number of seconds that an option takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How an option is described and checked."""
+    """One row of the table: how an option is described, spelled and checked."""
 
     help: str
     group: str = OTHERS
     takes: str | None = None
-    """Name of its value in help; ``None`` for a switch."""
+    """Name of the option's value in help; ``None`` for a switch."""
     kind: Kind | str | None = None
     """Kind of value for both surfaces, or the name of a check of the command line alone (:mod:`memopt_cli.cli.values`);
-    ``None`` for any text, or what the type of the parameter says."""
+    ``None`` if the type of the parameter is check enough."""
     default: str = ""
-    """Default in words, for help, where the value does not tell."""
+    """Default in words, for help; empty to show the value itself."""
     flags: tuple[str, ...] = ()
-    """Flags on the command line, where the name does not tell."""
+    """Flags on the command line; empty for ``--`` and the option's name."""
     common: bool = False
-    """Whether it is on the first screen of help; the rest is behind ``--help-all``."""
+    """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
 
@@ -522,7 +522,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     "help_all": Option("Show all options and exit.", kind="help all", common=True, python=""),
 }
-"""By the parameter's name; ``command.name`` where the option of one command is another than that of the rest."""
+"""Name of a parameter -> its option; ``command.name`` -> the option of a command that differs from the others."""
 
 
 def option_of(command: str, name: str) -> Option:
@@ -531,9 +531,9 @@ def option_of(command: str, name: str) -> Option:
 
 
 def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
-    """Return ``given`` as the option ``name`` of a function takes it: a plain number, say, in place of a tensor's.
+    """Check the argument ``given`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
-    ``kind``: the check where ``name`` is not an option, such as the size of a dimension.  Raises :class:`OptionError`.
+    ``kind``: the check if ``name`` is no option, such as the size of a dimension.  Raises :class:`OptionError`.
     """
     checked = kind or OPTIONS[name].kind
     assert isinstance(checked, Kind), f"{name} has no check of its own"
@@ -544,5 +544,5 @@ def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
 
 
 def accepted_if_given(name: str, given: object) -> Any:
-    """Return ``None`` for ``None``, and else what :func:`accepted` returns."""
+    """Return what :func:`accepted` returns, but ``None`` for ``None``."""
     return None if given is None else accepted(name, given)

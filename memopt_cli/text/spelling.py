@@ -1,4 +1,4 @@
-"""Options in messages, as the command line and as Python spell them.
+"""Spelling options in messages: as flags on the command line, as arguments in Python.
 
 Errors, hints, notes and reports name an option in backticks, as it is typed: ``Raise `--max-slowdown 2`.``  A command
 prints ``Raise --max-slowdown 2.``, and a function of Python says ``Raise max_slowdown=2.``
@@ -21,16 +21,16 @@ from memopt_cli.text.values import Real
 
 @contextlib.contextmanager
 def said_in_python() -> Iterator[None]:
-    """Let errors from the block, and those they come from, name arguments in place of flags.
+    """Let errors from the block name arguments in place of flags.
 
-    Those they come from as well, since a traceback shows them.
+    The errors that caused them are reworded as well, since a traceback shows these, too.
     """
     try:
         yield
     except BaseException as err:
-        for each in _chain(err):
-            if isinstance(each, MemoptError):
-                each.reword(in_python)
+        for error in _chain(err):
+            if isinstance(error, MemoptError):
+                error.reword(in_python)
         raise
 
 
@@ -46,9 +46,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def warn_unchanged(why: str) -> None:
-    """Warn that the calling function has left the model as it is, and ``why``; do nothing if that is empty.
+    """Warn that the calling function left the model unchanged, and ``why``; do nothing if ``why`` is empty.
 
-    The returned model looks the same with a plan or without, and few scripts look at the summary.
+    The returned model looks the same with a plan or without, and few scripts read the summary.
     """
     if why:
         warnings.warn(in_python(why), stacklevel=_CALLER)
@@ -68,7 +68,7 @@ def notes_in_python(result: Any) -> Any:
 
 
 def on_command_line(text: str) -> str:
-    """Return ``text`` with its marked options as they are typed, without backticks."""
+    """Return ``text`` with its marked options as flags, without the backticks."""
     return _MARK.sub(lambda mark: mark[0] if _typed(mark[1]) is None else mark[1], text)
 
 
@@ -76,8 +76,8 @@ def in_python(text: str) -> str:
     """Return ``text`` with its marked options as arguments: ``dims={"B": 8}`` for ```--dim B=8```.
 
     ```memopt check --level 3``` becomes ``memopt_cli.check(level=3)``, and ```file.py:function``` "a function".  An
-    option that no function takes stays as it is typed, and beside others it is left out: ``--plan-only``, say, since
-    functions write no model.
+    option that no function takes stays a flag if it is alone, and is left out beside others: ``--plan-only``, for
+    example, since functions write no model.
     """
     return _MARK.sub(_said_in_python, text)
 
@@ -90,13 +90,13 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
     for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
     for flag in flags.split("/")
 }
-"""Flag -> the option's name, and what the table says of it."""
+"""Flag -> the option's name, and its row in the table."""
 
 
 def _typed(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
 
-    ``None`` for a text that is not one of ours: an error of PyTorch's that memopt quotes may have backticks, too.
+    ``None`` for a text that is no option: an error of PyTorch's that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
@@ -123,7 +123,7 @@ def _said_in_python(mark: re.Match[str]) -> str:
     if command == ["file.py:function"]:
         return "a function"
     arguments = [
-        said for flag, value in flags if flag != "--dim" or "=" not in value if (said := _argument(flag, value))
+        spelled for flag, value in flags if flag != "--dim" or "=" not in value if (spelled := _argument(flag, value))
     ]
     if sizes := [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]:
         arguments.append(f"dims={{{', '.join(sizes)}}}")
@@ -132,8 +132,8 @@ def _said_in_python(mark: re.Match[str]) -> str:
     if not command:
         return ", ".join(arguments)
     name = "apply_plan" if command[1] == "apply" else command[1].replace("-", "_")
-    given = ["inputs" if word == "…" else "model" for word in command[2:]]
-    return f"memopt_cli.{name}({', '.join([*given, *arguments])})"
+    positional = ["inputs" if word == "…" else "model" for word in command[2:]]
+    return f"memopt_cli.{name}({', '.join([*positional, *arguments])})"
 
 
 def _size(text: str) -> str:

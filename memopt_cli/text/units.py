@@ -1,4 +1,4 @@
-"""Parse and format byte sizes and counts; :func:`parse_bytes` reads back what :func:`exact_bytes` writes."""
+"""Parsing and formatting sizes, times and counts; :func:`parse_bytes` reads back what :func:`exact_bytes` writes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def format_some(texts: Sequence[str], most: int = 3) -> str:
 def exact_bytes(size: int) -> str:
     """Return the shortest text that :func:`parse_bytes` reads back as ``size``: ``"24GiB"``, ``"2.2GiB"``, ``"8GB"``.
 
-    Mostly it is the text that somebody wrote.
+    For most sizes this is the text that the user typed.
     """
     exact = [(str(size), "B")]
     for unit in (*_BINARY, *_DECIMAL):
@@ -70,12 +70,12 @@ def format_bytes(size: float, decimals: int = 1) -> str:
 def format_apart(limit: int, size: int) -> tuple[str, str]:
     """Format ``limit`` and a larger ``size`` like :func:`format_bytes`, with enough decimals to tell them apart.
 
-    Enough, too, to show the limit as it was given: ``1.75MiB`` is not 1.8.
+    The decimals also suffice to show the limit as it was given: ``1.75MiB`` does not become 1.8.
     """
     for decimals in (1, 2, 3):
-        one, other = format_bytes(limit, decimals), format_bytes(size, decimals)
-        if one != other and abs(parse_bytes(one) - limit) <= limit / 200:
-            return one, other
+        shown_limit, shown_size = format_bytes(limit, decimals), format_bytes(size, decimals)
+        if shown_limit != shown_size and abs(parse_bytes(shown_limit) - limit) <= limit / 200:
+            return shown_limit, shown_size
     return f"{limit} B", f"{size} B"
 
 
@@ -103,7 +103,7 @@ def parse_amount(text: str) -> int | float:
 
 
 def parse_percent(text: str) -> float | None:
-    """Parse ``"90%"`` to 0.9; ``None`` if ``text`` is no percentage.  Raises :class:`UsageError` outside (0, 100]."""
+    """Parse ``"90%"`` to 0.9; ``None`` if ``text`` has no such form.  Raises :class:`UsageError` outside (0, 100]."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)
     if match is None:
         return None

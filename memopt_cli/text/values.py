@@ -1,7 +1,8 @@
-"""Numbers, amounts of memory and names that options take: as text on the command line, as values in Python.
+"""The kinds of values that options take (numbers, amounts of memory, names), checked for both surfaces.
 
-A kind refuses what it does not take with a :class:`ValueError` that says what it takes, as a noun phrase: "a whole
-number from 0 to 4".  Whoever asks knows the option's name and makes the sentence.
+A kind parses the text of the command line, and checks the value of a Python argument.  It refuses a value with a
+:class:`ValueError` whose message is a noun phrase, "a whole number from 0 to 4"; the caller, who knows the option's
+name, makes the sentence.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from memopt_cli.text.units import parse_amount
 
 
 class Kind:
-    """One way to say what an option takes."""
+    """A kind of value that options take."""
 
     def parse(self, text: str) -> Any:
-        """Return the value that ``text`` stands for; raise :class:`ValueError` for what it does not take."""
+        """Return the value that ``text`` spells.  Raises :class:`ValueError` if options do not take it."""
         return self.of(text)
 
     def of(self, given: object) -> Any:
-        """Return ``given`` as a plain value; raise :class:`ValueError` for what it does not take."""
+        """Return ``given`` as a plain value.  Raises :class:`ValueError` if options do not take it."""
         raise NotImplementedError
 
 
@@ -43,11 +44,11 @@ class Whole(Kind):
         return self.of(number)
 
     def of(self, given: object) -> int:
-        """Return ``given``, a whole number of whatever library, as an ``int``; a truth value is none."""
-        found = whole_number(given)
-        if found is None or not self.least <= found <= self.most:
-            raise ValueError(self._words(found or 0))
-        return found
+        """Return ``given``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
+        number = whole_number(given)
+        if number is None or not self.least <= number <= self.most:
+            raise ValueError(self._words(number or 0))
+        return number
 
     def _words(self, found: int = 0) -> str:
         if found >= 2**63:
@@ -65,9 +66,9 @@ class Real(Kind):
     most: float = math.inf
     unit: str = ""
     above: bool = False
-    """``least`` itself is too small."""
+    """Whether numbers must be above ``least``, and not only at least that."""
     unlimited: bool = False
-    """Infinity is taken, too: on the command line ``none``."""
+    """Whether infinity is taken, too; on the command line it is spelled ``none``."""
 
     def parse(self, text: str) -> float:
         """Return the number that ``text`` spells."""
@@ -77,13 +78,13 @@ class Real(Kind):
             raise ValueError(f"{self._words()}{', or none' if self.unlimited else ''}") from None
 
     def of(self, given: object) -> float:
-        """Return ``given``, a number of whatever library, as a ``float``; a truth value is none."""
-        found = real_number(given)
-        if found is None or not (self.least <= found <= self.most and (self.unlimited or math.isfinite(found))):
+        """Return ``given``, a number of any library, as a ``float``; ``True`` is refused."""
+        number = real_number(given)
+        if number is None or not (self.least <= number <= self.most and (self.unlimited or math.isfinite(number))):
             raise ValueError(self._words())
-        if self.above and found == self.least:
+        if self.above and number == self.least:
             raise ValueError(self._words())
-        return found
+        return number
 
     def _words(self) -> str:
         if self.above:
@@ -100,42 +101,42 @@ class Real(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Amount(Kind):
-    """An amount of memory: bytes are an ``int``, a share of what there is a ``float`` up to 1."""
+    """An amount of memory: an ``int`` of bytes, or a ``float`` up to 1, the share of some memory."""
 
     def parse(self, text: str) -> int | float:
-        """Return the bytes of ``8GiB``, or the share of ``60%``; raise :class:`UsageError` for other text."""
-        if not (found := parse_amount(text)):
+        """Return the bytes of ``8GiB``, or the share of ``60%``.  Raises :class:`UsageError` for other text."""
+        if not (amount := parse_amount(text)):
             raise ValueError("an amount that something fits into: 24GiB, 512MB or 60%")
-        return found
+        return amount
 
     def of(self, given: object) -> int | float:
         """Return the bytes or the share that ``given`` is, or spells."""
         if isinstance(given, str):
             return self.parse(given)
         size = whole_number(given)
-        found = real_number(given) if size is None else size
-        if found is None or not found > 0 or (isinstance(found, float) and found > 1):
+        amount = real_number(given) if size is None else size
+        if amount is None or not amount > 0 or (isinstance(amount, float) and amount > 1):
             raise ValueError('bytes or a share up to 1: "24GiB", "60%" or 0.6')
-        return found
+        return amount
 
 
 @dataclass(frozen=True, slots=True)
 class Size(Amount):
-    """An amount of memory in bytes, and no share."""
+    """An amount of memory in bytes; a share is refused."""
 
     def parse(self, text: str) -> int:
-        """Return the bytes of ``8GiB``; raise :class:`UsageError` for other text."""
+        """Return the bytes of ``8GiB``.  Raises :class:`UsageError` for other text."""
         return self.of(parse_amount(text))
 
     def of(self, given: object) -> int:
         """Return the bytes that ``given`` is, or spells."""
         try:
-            found = Amount.of(self, given)
+            amount = Amount.of(self, given)
         except ValueError:  # which would offer shares, too
-            found = 0.0
-        if isinstance(found, float):
+            amount = 0.0
+        if isinstance(amount, float):
             raise ValueError("a size that something fits into: 64GiB or 512MB")
-        return found
+        return amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Choice(Kind):
     names: tuple[str, ...]
 
     def of(self, given: object) -> str:
-        """Return ``given``."""
+        """Return ``given`` if it is one of the names."""
         if not isinstance(given, str) or given not in self.names:
             raise ValueError(f"one of {', '.join(self.names)}")
         return given
@@ -153,10 +154,10 @@ class Choice(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Offload(Kind):
-    """A place where tensors wait, or a choice of one, and for the disk perhaps a folder."""
+    """A place where stored tensors wait: ``host``, ``disk`` or ``disk:FOLDER``; or ``auto`` or ``none``."""
 
     def of(self, given: object) -> str:
-        """Return ``given``."""
+        """Return ``given`` if it names a place."""
         name, has_folder, folder = given.partition(":") if isinstance(given, str) else ("", "", "")
         if name not in ("auto", "none", "host", "disk") or (has_folder and not (name == "disk" and folder)):
             raise ValueError("auto, none, host, disk or disk:FOLDER")
@@ -164,17 +165,17 @@ class Offload(Kind):
 
 
 def whole_number(given: object) -> int | None:
-    """Return ``given`` as an ``int``; ``None`` if it is no whole number, or a truth value."""
+    """Return ``given`` as an ``int``; ``None`` if it is not a whole number, or is a truth value."""
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         return None
     try:
         return operator.index(given)
-    except TypeError:  # a tensor of several, or of other numbers
+    except TypeError:  # a tensor of several numbers, or of numbers that are not whole
         return None
 
 
 def real_number(given: object) -> float | None:
-    """Return ``given`` as a ``float``; ``None`` if it is no number, or a truth value."""
+    """Return ``given`` as a ``float``; ``None`` if it is not a number, or is a truth value."""
     is_scalar = callable(getattr(given, "numel", None)) and given.numel() == 1  # type: ignore[attr-defined]
     is_number = isinstance(given, numbers.Real) or is_scalar
     return float(given) if is_number and not isinstance(given, bool) else None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The audit of a file's objects, as a whole and before any of them is made.
+"""The audit of a pickled file: all of its objects are checked together, before any of them is made.
 
 Every object that the model reaches must be of a known kind, and be made of what that kind allows.  Only objects that
 were audited are made.
@@ -27,13 +27,13 @@ from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MOST_MODULES: Final = 100
 _MOST_CONTAINERS: Final = 200
-"""Modules, and plain containers, nested in each other, at most: Python walks them by recursion."""
+"""Most modules, and most plain containers, nested in each other: Python walks them by recursion."""
 _DEEPEST: Final = 400
-"""Objects nested in each other, at most, dicts and tuples between them counted: ``copy.deepcopy`` takes two calls for
-each."""
+"""Most objects nested in each other, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
+each, of the thousand that Python allows."""
 _MOST_ITEMS: Final = 4_000_000
-"""Items of a container, or modules in one, at most, each counted as often as it is reached: printing or copying the
-container, or asking a module for its state dict, visits them all."""
+"""Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
+container, or making a state dict, visits all of them."""
 
 
 def uses_in(root: Any) -> list[Use]:
@@ -48,14 +48,15 @@ def uses_in(root: Any) -> list[Use]:
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list those that none claims."""
     known, unknown = [], []
-    found: dict[object, Kind | None] = {}
+    cache: dict[object, Kind | None] = {}
     for use in uses:
-        # Everything that ``Kind.claims`` looks at: ``list[int]`` is a call, and claimed by its argument ``list``, too.
-        given = use.node.given() if use.node and use.how == "called" else ()
-        looks = use.name, use.how, given[0] if given and isinstance(given[0], Global) else None, len(given)
-        if looks not in found:
-            found[looks] = next((kind for kind in kinds if kind.claims(use)), None)
-        kind = found[looks]
+        # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
+        arguments = use.node.argument_items() if use.node and use.how == "called" else ()
+        first = arguments[0] if arguments and isinstance(arguments[0], Global) else None
+        key = use.name, use.how, first, len(arguments)
+        if key not in cache:
+            cache[key] = next((kind for kind in kinds if kind.claims(use)), None)
+        kind = cache[key]
         if kind is None:
             unknown.append(use)
         else:
@@ -64,24 +65,24 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
 
 
 class Audit:
-    """The objects that a root reaches; for kinds it is a :class:`~.kinds.interface.Graph`."""
+    """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
     def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
         """Import the names in ``known``, the uses from :func:`claimed`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
-        """Every object, and every name that is held -> its recipe."""
+        """Object, or name that is held as a value -> its recipe."""
         self.refused: list[tuple[Global, Denied | Missing]] = []
-        """Names whose kinds refuse them once they are imported."""
+        """Names that were refused by their kind after they were imported."""
         self._root = root
         self._nodes = list(reachable(root))
         self._uses = [use for use, _ in known]
-        found: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
+        cache: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
         for use, kind in known:
-            named = use.name, use.how
-            if named not in found:
-                found[named] = kind.recipe(use)
-            recipe = found[named]
+            key = use.name, use.how
+            if key not in cache:
+                cache[key] = kind.recipe(use)
+            recipe = cache[key]
             if isinstance(recipe, Recipe):
                 self.recipes[use.node or use.name] = recipe
             else:
@@ -90,20 +91,20 @@ class Audit:
     # ------------------------------------------------------------------------------------------ questions of kinds
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object that ``value`` stands for."""
+        """Return the role of the object of which ``value`` is the stand-in."""
         recipe = self._recipe(value)
         if recipe is None:
             return "data"
         return recipe.role if isinstance(recipe.role, str) else recipe.role(value, self)
 
     def class_of(self, value: Any) -> type | None:
-        """Return the class of ``value``, or the class that it is, if it is a library's, memopt's or the user's."""
+        """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
         recipe = self._recipe(value)
         kind = recipe.kind if recipe else None
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
     def _fixed_role(self, value: Any) -> Role | None:
-        """Return the role of ``value``, ``None`` if it depends on its parts: this never recurses."""
+        """Return the role of ``value`` without recursion; ``None`` if the role depends on the object's parts."""
         recipe = self._recipe(value)
         role = recipe.role if recipe else "data"
         return role if isinstance(role, str) else None
@@ -114,16 +115,16 @@ class Audit:
     # ------------------------------------------------------------------------------------------ as a whole
 
     def objections(self) -> Iterator[tuple[Global, str]]:
-        """Yield the name of each object that must not be made, and why; if no name is denied or missing."""
-        yield from self._shared()
-        yield from self._compared()
+        """Yield the name of each object that must not be made, and the reason; call it if no name was refused."""
+        yield from self._shared_attributes()
+        yield from self._slow_keys()
         for use in self._uses:
             if use.node is not None:
                 recipe = self.recipes[use.node]
                 reason = (recipe.check(use.node, self) if recipe.check else "") or _misfilled(use.node, recipe)
                 if reason:
                     yield use.name, reason
-        yield from self._misplaced()
+        yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
         """Say why walking the objects would never end, or go too deep; empty if it would not."""
@@ -138,8 +139,8 @@ class Audit:
                 return f"its containers {reason}"
         return ""
 
-    def _misplaced(self) -> Iterator[tuple[Global, str]]:
-        """Object to classes of whole models that are held for anything but a segment of theirs."""
+    def _misplaced_classes(self) -> Iterator[tuple[Global, str]]:
+        """Yield the classes of whole models that are held as values, unless a segment of theirs needs the class."""
         built = (node for node in self._nodes if isinstance(node, Built))
         segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
         for node in self._nodes:
@@ -148,8 +149,8 @@ class Audit:
                     if isinstance(part, Global) and self.role_of(part) == "named":
                         yield part, "is not a layer, but is stored as something to call"
 
-    def _compared(self) -> Iterator[tuple[Global, str]]:
-        """Object to keys whose class computes the hash from attributes, each time and in any time."""
+    def _slow_keys(self) -> Iterator[tuple[Global, str]]:
+        """Yield the keys of dicts and sets whose class computes a hash from attributes, which may take forever."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
         while pending:
@@ -160,10 +161,10 @@ class Audit:
             kind = None if isinstance(key, Tuple) or key.callee == GETATTR else self.class_of(key)
             if isinstance(key, Built) and kind is not None and not (_has_plain_hash(kind) or self.trusts(kind)):
                 yield key.name, "is a key, and computes which of its attributes"
-            pending.extend(key.items if isinstance(key, Tuple) else key.given())
+            pending.extend(key.items if isinstance(key, Tuple) else key.argument_items())
 
-    def _shared(self) -> Iterator[tuple[Global, str]]:
-        """Object to attributes that two objects share: a change to the one would change the other."""
+    def _shared_attributes(self) -> Iterator[tuple[Global, str]]:
+        """Yield the objects that share attributes: a change to one object would change the other."""
         held = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
             if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
@@ -182,14 +183,17 @@ class Audit:
         if not isinstance(value, Built) or self._fixed_role(value) != "module":
             return
         if value.callee in RESTORE_SEGMENTS:
-            yield from (part for part in value.given()[:1] if isinstance(part, Built))
+            yield from (part for part in value.argument_items()[:1] if isinstance(part, Built))
         for attributes in _states_of(value):
             for name, part in plain_entries(attributes) or ():
                 if name == "_modules" and isinstance(part, Built):
                     yield from (child for _, child in part.entries)
 
     def _items(self, value: Any) -> Sequence[Any]:
-        """Return the items of containers, settings and callables; attributes of others may lead back to the object."""
+        """Return the items of containers, settings and callables.
+
+        Other objects are not entered: their attributes may lead back to them, as a child does that knows its parent.
+        """
         role = self._fixed_role(value)
         is_created = isinstance(value, Built) and value.how == "created"
         return held_in(value) if role == "data" or (role not in ("module", "trusted") and not is_created) else ()
@@ -200,7 +204,7 @@ def _keys_of(node: Built) -> Iterator[Any]:
     yield from (key for key, _ in node.entries)
     if node.name.name in HASHING:
         yield from node.items
-        for part in node.given():
+        for part in node.argument_items():
             yield from held_in(part)
 
 
@@ -210,7 +214,7 @@ def _has_plain_hash(kind: type) -> bool:
 
 
 def _misfilled(node: Built, recipe: Recipe) -> str:
-    """Say what ``node`` is given that it cannot hold."""
+    """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled as something else is"
     if node.has_state and recipe.fill is None:
@@ -220,4 +224,4 @@ def _misfilled(node: Built, recipe: Recipe) -> str:
 
 def _states_of(node: Built) -> tuple[Any, ...]:
     """Return the states that give ``node`` its attributes."""
-    return node.given()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)
+    return node.argument_items()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

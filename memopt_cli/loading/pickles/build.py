@@ -1,4 +1,4 @@
-"""The making of a file's objects, in the order of its opcodes: only those that were audited, and only by recipes."""
+"""Making the objects of a pickled file in the order of its opcodes: only audited ones, and only by their recipes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
-    """Make the object that ``root`` stands for, and the objects that it reaches.
+    """Make the object of which ``root`` is the stand-in, and the objects that this object reaches.
 
     Raises :class:`Broken` if the parts of an object do not fit together, and
     :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
@@ -68,8 +68,8 @@ class _Builder:
     def _act(self, step: Step, node: Built, recipe: Recipe) -> None:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
-            given = (node.arguments,) if node.how == "stored" else node.given()
-            self._made[id(node)] = made = recipe.make(*map(self.value, given), **keywords)
+            arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
+            self._made[id(node)] = made = recipe.make(*map(self.value, arguments), **keywords)
             if recipe.role == "data" and callable(made):
                 raise Broken(f"a {type(made).__name__} can be called")
             if isinstance(made, nn.Module):
@@ -77,14 +77,14 @@ class _Builder:
             return
         target, values = self._made[id(node)], [self.value(value) for value in step.values]
         if step.action == "extend":
-            assert recipe.extend is not None, "the audit saw it"
+            assert recipe.extend is not None, "the audit refuses items of an object that takes none"
             recipe.extend(target, values)
         elif step.action == "set":
-            assert recipe.set is not None, "the audit saw it"
+            assert recipe.set is not None, "the audit refuses entries of an object that takes none"
             for key, value in zip(values[::2], values[1::2], strict=True):
                 recipe.set(target, key, value)
         else:
-            assert recipe.fill is not None, "the audit saw it"
+            assert recipe.fill is not None, "the audit refuses the state of an object that takes none"
             recipe.fill(target, self.value(node.state))
 
     def value(self, value: Any) -> Any:

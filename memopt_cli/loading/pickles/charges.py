@@ -1,9 +1,9 @@
-"""A bound on the work of reading a pickle: every opcode and every object is charged for before it would be made.
+"""A bound on the work of reading a pickle: each opcode and each object is charged before it would be made.
 
 A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
 hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
-compared with all others.  Nothing is made here, so this can be counted: each item and each comparison is a unit of
-work, and a file may cause so much for each of its bytes.
+compared with all others.  Since only stand-ins are made here, the work can be counted first: each item and each
+comparison is a unit of work, and the units that a file may cause grow with its size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
 _LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
-"""Units of work that any file may cause, and the largest: a module takes 150 in a few hundred bytes."""
+"""Units of work that any file may cause, and that the largest may: a module takes 150 units in a few hundred bytes."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""Bytes of a file that may consist of opcodes alone, and the bytes that allow one more unit of work, among these and
-beyond: a large file is large because of its weights."""
+"""The first 8 MiB of a file may be opcodes, and allow a unit of work for every 8 bytes; the rest is mostly weights, and
+allows one for every 64 bytes."""
 _COPIES, _LEAST_TAKEN = 4, 1 << 20
-"""Times that each byte of a file may be an argument of a call, and bytes that always may: the memo allows many uses."""
+"""Bytes of arguments of calls: four for each byte of the file, since the memo lets a value be used several times, and
+a mebibyte in any file."""
 
 
 @dataclass(slots=True)
@@ -31,11 +32,11 @@ class PickleScan:
     size: int
     """Bytes of the file, with which the allowed work grows."""
     wanted: set[Global] = field(default_factory=set)
-    """Every name in the pickles, whether the model uses it or not."""
+    """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
     """Names that are called, or of which objects are created."""
     work: int = 0
-    """Units of work."""
+    """Units of work so far."""
     taken: int = 0
     """Bytes and characters among the arguments of calls."""
     most_work: int = field(init=False)
@@ -47,7 +48,7 @@ class PickleScan:
         )
 
     def spend(self, work: int) -> None:
-        """Charge ``work`` units.  Raises :class:`ValueError` if a model of this size never takes as much."""
+        """Charge ``work`` units.  Raises :class:`ValueError` if the sum is more than a model of this size takes."""
         self.work += work
         if self.work > self.most_work:
             raise ValueError(EXHAUSTING)
@@ -67,10 +68,10 @@ class PickleScan:
                 continue
             seen.add(id(part))
             tensor = tensor_of(part)
-            held = [] if tensor else list(held_in(part))
-            self.spend(1 + len(held))
+            parts = [] if tensor else list(held_in(part))
+            self.spend(1 + len(parts))
             self.take(tensor.size_bytes if tensor else 0)
-            pending += held
+            pending += parts
 
 
 def hashed(value: Any) -> int:
@@ -79,13 +80,13 @@ def hashed(value: Any) -> int:
 
 
 def hash_of(key: Any) -> int:
-    """Return the hash that ``key`` will have, or 0 for an object whose class may give all of them the same."""
+    """Return the hash that ``key`` will have; 0 for an object whose class may give every object the same hash."""
     if isinstance(key, Tuple):
         return hash(tuple(map(hash_of, key.items)))
     if isinstance(key, Built):
         # Tensors, and objects that are created without values, are hashed by identity.
-        is_itself = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.given()
-        return hash(key) if is_itself else 0
+        by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
+        return hash(key) if by_identity else 0
     return hash(key)
 
 
@@ -93,7 +94,7 @@ _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def amount_of(value: Any) -> int:
-    """Return the items, or bytes, that an object takes when it is made of ``value``."""
+    """Return the number of items, or bytes, of an object that is made of ``value``: ``bytearray(9)`` has 9."""
     if isinstance(value, Built):
         return value.weight + sum(map(hashed, value.items)) + len(value.entries)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The tensors that a pickle describes: shapes, dtypes and storages, read from its stand-ins without making any."""
+"""The shapes, dtypes and storages of a pickle's tensors, read from stand-ins without making a tensor."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ STORAGE_DTYPES = {
 
 
 LARGEST = 2**63 - 1
-"""Items or bytes of a tensor, at most, whatever a file says."""
+"""Most items or bytes of a tensor: the largest number that PyTorch can hold."""
 _MOST_SIZES = 64
-"""Dimensions of a tensor, at most: most of PyTorch's operators take no more."""
+"""Most dimensions of a tensor: few of PyTorch's operators take more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""Bytes of a tensor, at most: for each byte of its storage, and besides.  An expanded tensor is larger than its
-storage, and a copy of it takes that much."""
+"""Most bytes of a tensor for each byte of its storage, and a constant on top.  A tensor from ``expand`` is larger than
+its storage, and a copy of it takes the full size."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
-"""Calls around the one that makes a tensor (parameter, subclass), at most."""
+"""Most calls around the one that makes a tensor, such as those for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PickledStorage:
     """A storage beside the pickle."""
 
     key: str
-    """Name of the record that holds its bytes."""
+    """Name of the record that holds the storage's bytes."""
     dtype: str
     size_bytes: int
 
@@ -62,22 +62,22 @@ class PickledTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """Items in the storage before its first one."""
+    """Number of items in the storage before the tensor's first one."""
     storage: PickledStorage | None = None
-    """The storage that it is a view of; ``None`` if it is none, as a sparse tensor."""
+    """The storage of which the tensor is a view; ``None`` for a sparse tensor, which is no view."""
     trainable: bool = False
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its items, counted as if it were dense."""
+        """Bytes of all items, counted as if the tensor were dense."""
         return min(items_in(self.shape) * item_bytes(self.dtype), LARGEST)
 
 
 def items_in(sizes: Iterable[int]) -> int:
     """Return the number of items of a tensor with these ``sizes``, at most :data:`LARGEST`.
 
-    Raises :class:`ValueError` for sizes that no tensor has.  Those of an empty tensor may not be too large either,
-    for its strides have to be numbers.
+    Raises :class:`ValueError` for sizes that no tensor has.  An empty tensor may have no huge sizes either: its strides
+    are their products.
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
@@ -125,7 +125,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def storage_of(value: Any) -> PickledStorage | None:
-    """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Return the storage of which ``value`` is the stand-in: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
@@ -141,7 +141,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor that ``value`` stands for; ``None`` if it stands for something else."""
+    """Return the tensor of which ``value`` is the stand-in; ``None`` if it is a stand-in for something else."""
     trainable: bool | None = None
     for _ in range(_MOST_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -152,16 +152,16 @@ def tensor_of(value: Any) -> PickledTensor | None:
             case "_rebuild_from_type_v2", (function, _, arguments, *_):
                 value = Built("called", function, arguments)
             case name, items:
-                found = _plain_tensor(name, items)
-                return replace(found, trainable=trainable) if found and trainable is not None else found
+                tensor = _plain_tensor(name, items)
+                return replace(tensor, trainable=trainable) if tensor and trainable is not None else tensor
     return None
 
 
 def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_bytes: int) -> None:
     """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
-    ``made``: the stand-ins of a pickle; ``sizes``: the bytes of each record of a zip archive by its key; ``None`` if
-    the file is no archive and has ``total_bytes`` for all storages.
+    ``made``: the stand-ins of a pickle; ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a file
+    that is no archive, which has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:

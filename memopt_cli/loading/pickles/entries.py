@@ -1,4 +1,8 @@
-"""The model, or the state dicts, among the entries of a pickle, found before any object is made."""
+"""Finding the model, or the state dicts, among the entries of a pickle, before any object is made.
+
+A checkpoint such as ``{"model": net, "epoch": 3}`` holds one model, which is found by itself; ``--key`` names an entry
+of a file that holds several.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MOST_LOOKED_AT, _DEEPEST = 100_000, 20
+"""Most values among which a model is searched, and most containers nested in each other."""
 _SHOWN, _LONGEST_NAME = 8, 200
-"""Names in a message, and characters of one, at most."""
+"""Most names in a message, and most characters of a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -27,7 +32,7 @@ Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
 def is_module(value: Any) -> bool:
-    """Return whether ``value`` stands for a module, by its state."""
+    """Return whether ``value`` stands for a module: its state has ``_modules``, or it is one of memopt's own."""
     if not isinstance(value, Built):
         return False
     if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
@@ -40,33 +45,33 @@ class FoundModule:
     """The model in a file, before it is made."""
 
     root: Any
-    """Its stand-in."""
+    """The stand-in of the model."""
     notes: Notes = ()
-    """Sentences for the user on where it was found."""
+    """Sentences for the user on where the model was found."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Wrappers around it in the file, outermost first, down to the last that cannot leave its process."""
+    """Wrappers around the model that are left out, outermost first, down to the last that needs its own process."""
 
 
 def module_in(root: Any, key: str | None, path: str) -> FoundModule:
     """Find the stand-in of the model in ``root``.
 
-    It is the entry ``key``, keys joined by dots; without one, the only model in the file's containers.
-    Raises :class:`FileFormatError` that names ``path`` and says what is there instead.
+    ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
+    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
         where, root = place_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
-        found = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
-        if len(found) > 1:
-            raise several_models(found, path)
-        if not found:
+        models = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
+        if len(models) > 1:
+            raise several_models(models, path)
+        if not models:
             holds = ("collections", "argparse", "types")
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
-                return FoundModule(root=root)  # only making it, if it is allowed, can tell whether it is a model
+                return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
             raise _without_model(root, path)
-        ((within, root),) = found.items()
+        ((within, root),) = models.items()
         where = (*where, *within)
     wrappers, root = _peeled(root, path)
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
@@ -86,37 +91,42 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, left, within = root, key, entries or _entries
+    value, left, entries_in = root, key, entries or _entries
     where: list[str] = []
     while left:
-        held = dict(within(value))
-        name = max((name for name in held if left == name or left.startswith(f"{name}.")), key=len, default=None)
+        entries_here = dict(entries_in(value))
+        name = max(
+            (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
+        )
         if name is None:
-            known = listed({(name,): None for name in held}) or "none"
+            known = listed({(name,): None for name in entries_here}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
-        value, left = held[name], left[len(name) + 1 :]
+        value, left = entries_here[name], left[len(name) + 1 :]
         where.append(name)
     return tuple(where), value
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
-    """Say which entry ``what`` is (``The model is``, ``The weights are``), and which others are not written with it.
+    """Say at which entry of the file a model was found, and which other entries will not be written with it.
 
-    ``where`` is its path in ``root``; nothing is said if it is the whole file.  ``entries``: as of :func:`place_of`.
+    ``what``: the start of the sentence, ``The model is`` or ``The weights are``; ``where``: the path in ``root``, empty
+    for the whole file, of which nothing is said; ``entries``: see :func:`place_of`.
     """
     if not where:
         return ()
-    others, value = list[Path](), root
+    other_paths, value = list[Path](), root
     for depth, name in enumerate(where):
-        held = dict((entries or _entries)(value))
-        others += [(*where[:depth], other) for other in held if other != name]
-        value = held[name]
-    left_out = f" Its other entries are not written with a model: {listed(dict.fromkeys(others))}." if others else ""
+        entries_here = dict((entries or _entries)(value))
+        other_paths += [(*where[:depth], other) for other in entries_here if other != name]
+        value = entries_here[name]
+    left_out = (
+        f" Its other entries are not written with a model: {listed(dict.fromkeys(other_paths))}." if other_paths else ""
+    )
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
-    """Map paths to the stand-ins of dicts whose values are all tensors; those in modules are left out."""
+    """Map paths to the stand-ins of dicts whose values are all tensors; dicts inside modules are left out."""
     return dict(found_in(root, _is_state_dict))
 
 
@@ -130,21 +140,21 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
-    """Return the wrappers of ``root`` down to the last that cannot leave its process, and the module in that one."""
+    """Return the wrappers of ``root`` down to the last that needs its own process, and the module inside that one."""
     wrappers: list[Wrapper] = []
-    within, left_out = root, 0
-    while _is_wrapper(within) and len(wrappers) < _DEEPEST:
-        wrappers.append(WRAPPERS[str(within.name)])
-        within = _wrapped_in(within, wrappers[-1].attribute, path)
+    inner, left_out = root, 0
+    while _is_wrapper(inner) and len(wrappers) < _DEEPEST:
+        wrappers.append(WRAPPERS[str(inner.name)])
+        inner = _wrapped_in(inner, wrappers[-1].attribute, path)
         if not wrappers[-1].stands_alone:
-            root, left_out = within, len(wrappers)
+            root, left_out = inner, len(wrappers)
     return tuple(wrappers[:left_out]), root
 
 
 def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     known = dict(entries_of(modules))
-    inner = known.get(attribute, next(iter(root.given()), None))
+    inner = known.get(attribute, next(iter(root.argument_items()), None))
     if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without the object that it wraps",

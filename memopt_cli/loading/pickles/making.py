@@ -1,4 +1,6 @@
-"""Stand-ins for the objects that a pickle makes, and the steps that make them; each is charged for.
+"""Making the stand-ins for the objects of a pickle; each is charged the work that unpickling would cost.
+
+The charges, in units of work and in bytes (:class:`~.charges.PickleScan`):
 
 =====================  =======================================================================================
 tuple                  all items in it, again in each tuple that holds it
@@ -19,11 +21,11 @@ from memopt_cli.loading.pickles.names import called_name, within_class
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
-"""A function that calls its first argument."""
+"""The function that rebuilds a tensor subclass; it calls its first argument."""
 
-_DEEPEST_TUPLE = 200
+_DEEPEST_TUPLE = 200  # hashing and printing a tuple recurse into the tuples inside
 _WORK_PER_CHARACTER: Final = 200
-"""Units of work for a character of a regular expression, which is compiled: ranges that ignore case are slow."""
+"""Units of work to compile a character of a regular expression: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
 """Classes that hash the items that they are made of."""
 _SAME_HASHES: Final = 8
@@ -37,7 +39,7 @@ _PATTERN: Final = Global("re", "_compile")
 _COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torch._utils", "_rebuild_qtensor"))
 """Functions that copy tensors among their arguments: indices, and the scales of channels."""
 _COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
-"""Classes that copy the tensors of their state: packed weights, and an archive that is read."""
+"""Classes that copy the tensors of their state: packed weights, and a TorchScript archive, which is read again."""
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """Functions by which the protocols before 2 create an empty object."""
@@ -52,7 +54,7 @@ class Maker:
         self._hashes: Counter[tuple[int, int]] = Counter()
         """Identity of a container and a hash -> the number of its keys that have it."""
         self._states: set[int] = set()
-        """Dicts that gave objects their attributes, and must not change: classes have seen them as they were."""
+        """Identities of dicts that became the state of an object, whose class has read them: they must not change."""
 
     def make(self, node: Built) -> Built:
         self.steps.append(Step("make", node))
@@ -65,7 +67,7 @@ class Maker:
             raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
         weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
         made = Tuple(tuple(items), depth, weight)
-        # A tuple may hold another one twice, as may that one, and so on: hashing it visits all of them.
+        # A tuple may hold another tuple twice, which may do the same, and so on: hashing the outermost visits them all.
         self._scan.spend(made.weight if inner else 0)
         self.steps.append(Step("make", made))
         return made
@@ -75,41 +77,42 @@ class Maker:
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
         """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
-        built.weight += sum(map(hashed, built.given()))
+        built.weight += sum(map(hashed, built.argument_items()))
         return self.make(built)
 
     def call(self, callee: Any, arguments: Any) -> Built:
         """Make the object that a call of ``callee`` returns."""
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
-            kind, *given = arguments.items
-            if callee == _RECONSTRUCTOR and given != [_OBJECT, None]:
+            kind, *others = arguments.items
+            if callee == _RECONSTRUCTOR and others != [_OBJECT, None]:
                 raise ValueError("it makes an object of another one's parts")
-            return self.create(kind, self.make_tuple(given if callee == _NEWOBJ else []))
+            return self.create(kind, self.make_tuple(others if callee == _NEWOBJ else []))
         callee = within_class(callee) or callee
         built = Built("called", callee, arguments)
-        built.size = sum(map(size_of, built.given()))
+        built.size = sum(map(size_of, built.argument_items()))
         self._scan.take(built.size)
+        # Constructors of Python's containers and ``torch.Size`` walk their arguments; other calls keep them.
         if called_name(self._scan, callee).module in ("builtins", "collections", "torch"):
             self._charge_items(built)
         else:
             self._charge_bytes(built)
         if callee == TENSOR_SUBCLASS_REBUILD:
-            called_name(self._scan, next(iter(built.given()), None))
+            called_name(self._scan, next(iter(built.argument_items()), None))
         return self.make(built)
 
     def _charge_items(self, built: Built) -> None:
-        """Charge for a call that walks its arguments."""
+        """Charge for a call that walks through the items of its arguments."""
         name = built.callee.name
-        built.weight += sum(map(amount_of, built.given()))
-        if name not in ("range", "slice"):  # which only keep their arguments
+        built.weight += sum(map(amount_of, built.argument_items()))
+        if name not in ("range", "slice"):  # these only keep their arguments
             self._scan.spend(built.weight)
         if name in HASHING:
-            parts = [part for part in built.given() if isinstance(part, Tuple | Built)]
+            parts = [part for part in built.argument_items() if isinstance(part, Tuple | Built)]
             self.charge_keys(built, [_key_of(item, name) for part in parts for item in part.items])
 
     def _charge_bytes(self, built: Built) -> None:
-        """Charge for a call that keeps its arguments, or reads their bytes."""
-        built.weight += sum(map(hashed, built.given()))
+        """Charge for a call that only keeps its arguments, or reads their bytes."""
+        built.weight += sum(map(hashed, built.argument_items()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if built.callee in _COPIED:

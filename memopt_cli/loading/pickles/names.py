@@ -9,27 +9,27 @@ from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import COMPUTED, GETATTR, Built, Global
 
 _LONGEST_NAME = 1000
-"""Characters of a name that is imported, at most."""
+"""Most characters of a name that is imported."""
 LONGEST_ATTRIBUTE = 500
-"""Characters of the name of a module's part, at most: it is in the paths of all modules below."""
+"""Most characters of the name of a child, parameter or buffer, which is repeated in the paths of all modules below."""
 
 
 def wanted_name(scan: PickleScan, module: str, name: str) -> Global:
-    """Note and return the name that a pickle imports.  Raises :class:`ValueError` if it is too long."""
+    """Return the name that a pickle imports, and record it in ``scan``.  Raises :class:`ValueError` if too long."""
     if len(module) + len(name) > _LONGEST_NAME:
         raise ValueError(f"it imports a name of {len(module) + len(name)} characters")
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-    found = Global(module, name)
-    scan.wanted.add(found)
-    return found
+    wanted = Global(module, name)
+    scan.wanted.add(wanted)
+    return wanted
 
 
 def called_name(scan: PickleScan, callee: Any) -> Global:
-    """Note and return the name of ``callee``; one that is computed has the name :data:`~.nodes.COMPUTED`."""
-    found = within_class(callee) or COMPUTED
-    scan.wanted.add(found)
-    scan.called.add(found)
-    return found
+    """Return the name of ``callee``, or :data:`~.nodes.COMPUTED` if a pickle computes it, and record it in ``scan``."""
+    called = within_class(callee) or COMPUTED
+    scan.wanted.add(called)
+    scan.called.add(called)
+    return called
 
 
 def within_class(callee: Any) -> Global | None:
@@ -41,7 +41,7 @@ def within_class(callee: Any) -> Global | None:
         return callee
     match callee:
         case Built(how="called", callee=Global() as asked) if asked == GETATTR:
-            match callee.given():
-                case owner, str(name) if (found := within_class(owner)) and name.isidentifier():
-                    return Global(found.module, f"{found.name}.{name}") if len(found.name) < _LONGEST_NAME else None
+            match callee.argument_items():
+                case owner, str(name) if (outer := within_class(owner)) and name.isidentifier():
+                    return Global(outer.module, f"{outer.name}.{name}") if len(outer.name) < _LONGEST_NAME else None
     return None

@@ -1,4 +1,8 @@
-"""Stand-ins for the objects of a pickle, and the steps that make them."""
+"""Stand-ins for the objects that a pickle would make, and the steps that would make them.
+
+For example, ``torch.nn.Linear`` in a file is a :class:`Global`, and an object of it a :class:`Built` with
+``how="created"``, whose ``state`` is another :class:`Built`, the stand-in for its ``__dict__``.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from typing import Any, ClassVar, Final, Literal
 from memopt_cli.text.documents import printable
 
 How = Literal["called", "created", "plain", "stored"]
-"""The origin of an object: called with arguments (``REDUCE``); created empty (``NEWOBJ``); a plain list, dict or set,
-which have opcodes of their own; or stored beside the pickle."""
+"""How a pickle makes an object: by a call with arguments (``REDUCE``); created empty (``NEWOBJ``); as a plain list,
+dict or set, which have opcodes of their own; or stored beside the pickle, as the data of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Tuple:
     items: tuple[Any, ...]
     depth: int
     weight: int
-    """Items in it, at every depth, each counted as often as it occurs: hashing the tuple visits as many."""
+    """Number of items at every depth, each counted as often as it occurs: hashing the tuple visits that many."""
 
     def __repr__(self) -> str:
         return f"a tuple of {len(self.items)}"
@@ -60,9 +64,9 @@ class Built:
 
     how: How
     callee: Any
-    """The callable that makes it: a :class:`Global`, or for a called object any stand-in."""
+    """The callable that makes the object: a :class:`Global`, or for a called object any stand-in."""
     arguments: Any = ()
-    """The arguments, a :class:`Tuple`; for a stored object its identity."""
+    """The arguments, a :class:`Tuple`; of a stored object, its identity."""
     keywords: Any = None
     """Named arguments of a created object, a stand-in for a dict; ``None`` if there are none."""
     items: list[Any] = field(default_factory=list)
@@ -72,25 +76,25 @@ class Built:
     state: Any = None
     has_state: bool = False
     weight: int = 1
-    """Work of making another object from it, in items."""
+    """Number of items that making another object from this one would visit."""
     size: int = 0
-    """Bytes and characters that it is made of."""
+    """Bytes and characters that the object is made of."""
 
     def __repr__(self) -> str:
-        """Return a short text for messages, without its parts, which a file can make endless."""
+        """Return a short text for messages, without the object's parts, which a file can make endless."""
         return f"a {self.name}"
 
     @property
     def name(self) -> Global:
-        """The name of the callable that makes it."""
+        """The name of the callable that makes the object; :data:`COMPUTED` if the pickle computes the callable."""
         return self.callee if isinstance(self.callee, Global) else COMPUTED
 
-    def given(self) -> tuple[Any, ...]:
+    def argument_items(self) -> tuple[Any, ...]:
         """Return the arguments one by one."""
         return self.arguments.items if isinstance(self.arguments, Tuple) else ()
 
     def parts(self) -> tuple[Any, ...]:
-        """Return every value that it is made of."""
+        """Return every value that the object is made of."""
         return (self.callee, self.arguments, self.keywords, self.state, *self.items, *chain.from_iterable(self.entries))
 
 
@@ -112,7 +116,7 @@ class Pickle:
     """A pickle that was followed to its end."""
 
     root: Any
-    """The value in it: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
+    """The pickled value: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
     steps: tuple[Step, ...]
     """The steps of unpickling in the order of the opcodes."""
 
@@ -146,7 +150,7 @@ def reachable(root: Any) -> Iterator[Any]:
 
 
 def depth_of(root: Any) -> int:
-    """Return how deep copying or saving the objects recurses: into each once, in the order of the file."""
+    """Return how deep the recursion of ``copy.deepcopy`` or ``pickle`` goes, which enters each object once."""
     pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
     while pending:
         value, depth = pending.pop()
@@ -158,7 +162,7 @@ def depth_of(root: Any) -> int:
 
 
 class Walk:
-    """A walk into objects, each once, which notices what a recursion into all of them would take.
+    """A walk that visits each object once, and computes how much work a recursion without memory would do.
 
     If ``a`` holds ``b`` twice and ``b`` holds ``c`` twice, a recursion visits 1 + 2 + 4 objects.  The walk visits each
     once, and sums the sizes from the inside: c = 1, b = 1 + 2c = 3, a = 1 + 2b = 7.
@@ -178,7 +182,7 @@ class Walk:
         entered = set[int]()
         while pending:
             value, children = pending.pop()
-            if children is not None:  # all have been walked into
+            if children is not None:  # the children of ``value`` are done: now its own size is known
                 entered.discard(id(value))
                 if reason := self._measure(value, children):
                     return reason

@@ -1,4 +1,7 @@
-"""The opcodes of pickles: the effect of each on the stack, and the objects that it makes."""
+"""The opcodes of pickles: the effect of each on the stack of stand-ins.
+
+:data:`_ACTIONS` has the effect of each opcode that does more than push its argument.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from memopt_cli.loading.pickles.nodes import (
 from memopt_cli.loading.pickles.stack import Stack
 
 _LONGEST_INT = 2048
-"""Bits of a number, at most."""
+"""Most bits of a number."""
 
 
 class Machine:
@@ -37,9 +40,9 @@ class Machine:
         self.result: Any = None
 
     def run(self, stream: IO[bytes]) -> None:
-        """Follow all opcodes from the stream's position on.
+        """Follow the opcodes from the position of ``stream`` to the end of the pickle.
 
-        Raises :class:`ValueError` for what no file may hold, and other exceptions of Python for a broken pickle.
+        Raises :class:`ValueError` for a pickle that is refused, and other exceptions of Python for a broken one.
         """
         spend, read, check_size = self.scan.spend, stream.read, self.stack.check_size
         code = b""
@@ -133,7 +136,7 @@ def _filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Ac
 
 
 def _frozenset(machine: Machine, _: Any) -> None:
-    """Make a frozenset, as a call with a tuple does: it cannot be filled later."""
+    """Make a frozenset as a call with a tuple, since a frozenset cannot be filled later."""
     items = machine.maker.make_tuple(machine.stack.pop_mark())
     machine.stack.push(machine.maker.call(FROZENSET, machine.maker.make_tuple([items])))
 

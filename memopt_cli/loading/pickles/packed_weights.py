@@ -1,4 +1,4 @@
-"""The states of packed weights, which PyTorch's C++ classes take from pickles and from TorchScript."""
+"""Checking the state of packed weights (of quantized layers) before PyTorch's C++ classes take it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CLASSES: Final = (
 
 
 def is_packed(name: str, state: Any) -> bool:
-    """Return whether ``state`` is one of the class ``name`` in a form that PyTorch checks.
+    """Return whether ``state`` is a state of the class ``name`` in its present form, which PyTorch checks.
 
-    It takes the parts of the forms of older versions unchecked.
+    PyTorch also reads the forms of older versions, but takes their parts unchecked.
     """
     items = state.items if isinstance(state, Tuple) else ()
     if name == _CELLS:

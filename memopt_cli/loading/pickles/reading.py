@@ -1,4 +1,7 @@
-"""The pickle in a file, in any of PyTorch's forms, followed to its end; nothing of it is made."""
+"""Following the pickle in a file of any of PyTorch's forms to its end; no object is made.
+
+The forms are a zip archive, the legacy format (several pickles, then the storages), and a plain pickle.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Form = Literal["zip", "legacy", "plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledFile:
-    """A file of ``torch.save`` or ``pickle.dump``, whose pickle was followed."""
+    """A file of ``torch.save`` or ``pickle.dump`` after its pickle was followed."""
 
     form: Form
     pickle: Pickle
@@ -37,9 +40,9 @@ class PickledFile:
 
 
 def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
-    """Follow the pickle of ``file``, which may unpack to as much as ``limit`` says.
+    """Follow the pickle of ``file``, whose archive may unpack to ``limit``.
 
-    Raises :class:`FileFormatError` if it is damaged or no pickle, and as :class:`Archive` does.
+    Raises :class:`FileFormatError` if it is damaged or no pickle, and the errors of :class:`Archive`.
     """
     if not file.data:
         raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
@@ -76,8 +79,8 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
     pickle, keys = scan_pickle(stream, scan), scan_pickle(stream, scan).root
     if not isinstance(keys, Built) or not all(isinstance(key, str) for key in keys.items):
         raise ValueError("its storages have no names")
-    found = [storage_of(step.node) for step in pickle.steps if step.action == "make"]
-    sizes = {storage.key: storage.size_bytes for storage in found if storage}
+    stored = [storage_of(step.node) for step in pickle.steps if step.action == "make"]
+    sizes = {storage.key: storage.size_bytes for storage in stored if storage}
     storages = legacy_storages(memoryview(data)[stream.tell() :], keys.items, sizes)
     return PickledFile(form="legacy", pickle=pickle, scan=scan, storages=storages)
 
@@ -85,7 +88,7 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
 def nested_storage(data: bytes, scan: PickleScan) -> tuple[Any, Storages]:
     """Return the identity of the storage in ``data``, a legacy file inside a pickle, and the storages of that file.
 
-    Following it is work that ``scan`` is charged for.  Raises :class:`Broken` if it holds anything else.
+    The work is charged to ``scan``.  Raises :class:`Broken` if ``data`` holds anything else.
     """
     try:
         inner = read_stream(data, scan)

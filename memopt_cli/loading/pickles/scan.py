@@ -1,7 +1,7 @@
-"""Pickles, followed opcode by opcode: nothing is imported, built or called.
+"""Following a pickle opcode by opcode: nothing is imported, built or called.
 
-The opcodes work on a stack of stand-ins, as the unpickler's do on real objects.  Only so is it known which names are
-called: one that is pushed early can be called late, by way of the memo.
+The opcodes work on a stack of stand-ins, as the unpickler's do on real objects.  A list of the names in the bytes would
+not show which of them are called: a name that is pushed early can be called much later, by way of the memo.
 
 ``opcodes.py`` has the effect of each opcode, ``stack.py`` the stack, its marks and the memo, ``making.py`` the
 stand-ins for objects; ``charges.py`` bounds the work, and ``names.py`` notes the names that are imported and called.
@@ -35,7 +35,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend garbage collection inside the block, which makes many objects that stay."""
+    """Suspend garbage collection inside a block that makes many objects and drops few: it would only cost time."""
     collects = gc.isenabled()
     gc.disable()
     try:

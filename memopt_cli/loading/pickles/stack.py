@@ -1,4 +1,4 @@
-"""The stack, the marks and the memo on which opcodes work, as the unpickler has them."""
+"""The stack, the marks and the memo on which the opcodes of a pickle work, as in Python's unpickler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
-"""Open marks, and values above the last one, at most; picklers stay far below."""
+"""Most open marks, and most values above the last mark; picklers stay far below."""
 
 
 class Stack:
@@ -43,7 +43,7 @@ class Stack:
         return self._values[-1]
 
     def filled(self) -> Built:
-        """Return the object on top, to fill it.  Raises :class:`ValueError` for a class, a tuple or a plain value."""
+        """Return the object on top, which is to be filled.  Raises :class:`ValueError` if it can hold nothing."""
         node = self._values[-1]
         if not isinstance(node, Built):
             raise ValueError("it fills what can hold nothing")

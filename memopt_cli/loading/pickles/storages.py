@@ -1,4 +1,4 @@
-"""The bytes that a file has beside its pickle, copied out of it when a tensor needs them."""
+"""The storages that a file has beside its pickle, each copied out of the file when a tensor first needs it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.pickles.kinds.interface import Broken
 
 _LENGTH = 8
-"""Bytes of the number of items, which precedes each storage of a legacy file."""
+"""Bytes of the number that precedes each storage of a legacy file, its number of items."""
 
 
 class Storages:
-    """The storages of one file, each of which is made once, since tensors share them."""
+    """The storages of one file; each is made once, since several tensors may share it."""
 
     def __init__(self, find: Callable[[str], memoryview | None]) -> None:
         """Take the bytes of a storage from ``find``, which returns ``None`` if the file does not have it."""
@@ -42,13 +42,13 @@ def archived_storages(archive: Archive) -> Storages:
 
 
 def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, int]) -> Storages:
-    """Return the storages in ``data``, which follows the pickles of a legacy file.
+    """Return the storages in ``data``, the part of a legacy file behind its pickles.
 
-    They are there in the order of ``keys``, and say how many items each has, not how many bytes; those depend on the
-    dtype, which only the pickle knows.  ``sizes``: bytes of each storage that the pickle names.
-    Raises :class:`Broken` if they are not there.
+    The storages follow each other in the order of ``keys``.  Each gives its number of items, but the bytes depend on
+    the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
+    Raises :class:`Broken` if ``data`` is too short, or the pickle does not name a storage.
     """
-    found: dict[str, memoryview] = {}
+    storages: dict[str, memoryview] = {}
     start = 0
     for key in keys:
         if key not in sizes:
@@ -56,5 +56,5 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
             raise Broken("its storages are cut off")
-        found[key], start = data[start:end], end
-    return Storages(found.get)
+        storages[key], start = data[start:end], end
+    return Storages(storages.get)

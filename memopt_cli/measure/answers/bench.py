@@ -1,4 +1,8 @@
-"""The bench: the model of a profiling subprocess, loaded once, and its steps; every job finds it as it was loaded."""
+"""The bench: the loaded model of a profiling subprocess, on which the functions that answer jobs run steps.
+
+The model is loaded once.  Before and after each job its tensors, modes and random generators are restored to the state
+in which it was loaded, so no answer depends on earlier jobs.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +45,24 @@ Knowledge = TypeVar("Knowledge")
 
 
 class Holder:
-    """A holder of one value at a time, with the contexts that were entered for it."""
+    """A cache of one value, with the contexts that must stay entered while the value is used."""
 
     def __init__(self) -> None:
         self._held: tuple[Any, Any] = None, None
         self._open = contextlib.ExitStack()
 
     def get(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
-        """Return what ``make`` made for ``key``, which is kept, with the contexts that it enters, until another key."""
+        """Return the cached value if it was made for ``key``; otherwise drop it, and cache what ``make`` returns.
+
+        ``make`` gets a stack for the contexts that it enters; they are left when the value is dropped.
+        """
         if self._held[0] != key:
             self.close()
             with contextlib.ExitStack() as entered:
                 made = make(entered)
                 self._open, self._held = entered.pop_all(), (key, made)
-        found: Found = self._held[1]
-        return found
+        value: Found = self._held[1]
+        return value
 
     def close(self) -> None:
         """Drop the value, and leave its contexts."""
@@ -64,7 +71,7 @@ class Holder:
 
 
 class Bench:
-    """A loaded model, its steps, and what was found out about the original: nothing depends on earlier jobs."""
+    """A loaded model, its steps, and a cache of facts about the model without a plan."""
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Bench:
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
             self.model = self._maker.placed(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
-        """Paths of modules that came in eval mode, and were put into training mode as all are."""
+        """Paths of the modules that were saved in eval mode; they are in training mode now, as all modules are."""
         if subject.layer_runs:
             group_layers(self.model)
         self.batch = batch_of(subject.spec)
@@ -96,14 +103,16 @@ class Bench:
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self._known: dict[Callable[[Bench], Any], Any] = {}
+        """Function that finds out a fact about the original -> the fact."""
         self.held = Holder()
+        """The step of a rank, which takes long to make."""
 
     @contextlib.contextmanager
     def rank(self, layout: Layout, plan: Plan) -> Iterator[Spread]:
-        """Be one rank of ``layout`` inside the block, and yield a new model, with ``plan``, as the rank has it.
+        """Act as one rank of ``layout`` inside the block; yield that rank's part of a new model with ``plan``.
 
-        Raises :class:`StepError` if it cannot be predicted, and :class:`UsageError` if the function that spreads the
-        model cannot be found.
+        Raises :class:`StepError` for a model or plan whose ranks cannot be predicted, and :class:`UsageError` if the
+        function that spreads the model cannot be found.
         """
         from memopt_cli.training.sharded.group import fake_group  # takes seconds to import
         from memopt_cli.training.sharded.spread import spread
@@ -118,25 +127,25 @@ class Bench:
             yield made
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
-        """Return ``find_out(bench)``, a fact about the original, found out once for all jobs."""
+        """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
         if find_out not in self._known:
             self._known[find_out] = find_out(self)
-        found: Knowledge = self._known[find_out]
-        return found
+        fact: Knowledge = self._known[find_out]
+        return fact
 
     def knows(self, find_out: Callable[[Bench], object]) -> bool:
         """Return whether the result of ``find_out`` is known."""
         return find_out in self._known
 
-    def tell(self, find_out: Callable[[Bench], object], found: object) -> None:
-        """Record the result of ``find_out``, which steps for another purpose have shown."""
-        self._known.setdefault(find_out, found)
+    def remember(self, find_out: Callable[[Bench], object], fact: object) -> None:
+        """Cache ``fact`` as the result of ``find_out``, if steps that ran for another purpose have shown it."""
+        self._known.setdefault(find_out, fact)
 
     # ------------------------------------------------------------------------------------------ its state
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Restore the model as it was loaded before and after the block, in which a job is done."""
+        """Restore the model as it was loaded, before and after the block that answers a job."""
         self.enter_start()
         try:
             tried = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
@@ -149,7 +158,7 @@ class Bench:
 
     @contextlib.contextmanager
     def planned(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
-        """Apply ``plan`` inside the block to the model and its optimizer, or to those of a ``step`` of a copy."""
+        """Apply ``plan`` inside the block, to the model and optimizer of ``step``; ``None`` for the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
@@ -161,7 +170,7 @@ class Bench:
             remove_segments(model)
 
     def enter_start(self) -> None:
-        """Restore the model's tensors and the random generators as they were when it was loaded."""
+        """Restore the model's tensors and the random generators as they were when the model was loaded."""
         self._start.enter()
 
     def reset(self) -> None:
@@ -208,12 +217,12 @@ class Bench:
         begin(step, self._start)
 
     def settle(self, step: Step) -> None:
-        """Let the scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
+        """Let the gradient scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
         step.settle(self._start)
         self.reset()
 
     def settled(self, step: Step) -> Step:
-        """Return ``step`` with a scale at which gradients are finite, and with its optimizers' state."""
+        """Return ``step`` after its scaler has found a scale and its optimizers have made their state."""
         self.settle(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
             step.take()
@@ -252,15 +261,15 @@ def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
 def spread_function(
     layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any] | None:
-    """Return the user's function that spreads the model; ``None`` for a built-in way.
+    """Return the user's function that spreads the model over ranks; ``None`` for a built-in one, such as ``fsdp``.
 
-    Raises :class:`UsageError` if there is none of that name.
+    Raises :class:`UsageError` if the function cannot be found.
     """
     return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
 
 
 def _checked_alone(bench: Bench) -> None:
-    """Raise :class:`PlanError` if the optimizer computes another update for a parameter alone than for all together."""
+    """Raise :class:`PlanError` if the optimizer updates a single parameter otherwise than all of them together."""
     if bench.optimizer is not None:
         try:
             check_steps_alone(bench.optimizer)

@@ -1,4 +1,4 @@
-"""Trials that find out which modules run in chunks with the same result."""
+"""Trials of chunks: which modules give the same result when their input runs in chunks, and along which axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt_cli.runtime.private_torch import hook_tables
 from memopt_cli.verification.chunking import SHORT, capture_call, find_rule
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
-"""Attributes on which the axis of independence does not depend."""
+"""Attributes of modules that do not change along which axis a module can run in chunks."""
 
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkingFound:
@@ -27,9 +27,9 @@ def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkingFound:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A key that modules share which differ only in their widths, so that one trial is enough for all of them.
+    """A key that is equal for modules that differ only in their widths, so that one trial is enough for all of them.
 
-    Should they differ in more, the verification of the whole plan finds it.
+    If they differ in a way that the key does not show, the verification of the whole plan finds it.
     """
 
     description: str
@@ -39,7 +39,10 @@ class _Kind:
 
 
 class Trials:
-    """The results of trials: of modules that differ only in their widths, the one with the least work is tried."""
+    """The results of trials.
+
+    Where modules differ only in their widths, as the layers of many networks do, only the cheapest is tried.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -47,7 +50,7 @@ class Trials:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
-        """Return the rule for the module at ``path``; the order of questions does not matter."""
+        """Return the rule by which the module at ``path`` may run in chunks, or the reason why it may not."""
         find_part(self._bench.model, path)
         if self._small is None:
             return Refused(reason="no step of it may be run on data")
@@ -61,7 +64,7 @@ class Trials:
     def _representatives(self) -> dict[str, str]:
         """Path of a module -> the path of the module that is tried for it."""
         assert self._small is not None
-        flops: dict[str, int] = defaultdict(int)  # of a module's forward, with the modules below
+        flops: dict[str, int] = defaultdict(int)  # path -> work of a module's forward, children included
         for op in self._small.recorded.ops:
             if op.phase == "forward":
                 for path in ancestry(op.module):
@@ -70,11 +73,11 @@ class Trials:
         for module in self._small.recorded.modules:
             lengths = tuple(min(length, SHORT) for length in module.input_shape)
             alike[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
-        found: dict[str, str] = {}
+        tried_for: dict[str, str] = {}
         for modules in alike.values():
             tried = min(modules, key=lambda module: (flops[module.path], module.input_bytes, module.order))
-            found |= dict.fromkeys((module.path for module in modules), tried.path)
-        return found
+            tried_for |= dict.fromkeys((module.path for module in modules), tried.path)
+        return tried_for
 
 
 def _description(module: nn.Module) -> str:

@@ -18,7 +18,8 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory
 
 _COMPILING = 2
-"""Steps until nothing is compiled any more: the second finds gradients, as every later one does."""
+"""Steps until nothing is compiled any more: the first starts without gradients, the second and all later ones with
+them, which PyTorch may compile anew."""
 
 
 def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
@@ -41,14 +42,14 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
             if is_out_of_memory(error) or isinstance(error, MemoptError):
                 raise
             alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
-            is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # which the worker explains
+            is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
             raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
     step.model.zero_grad(set_to_none=True)
     return broken[0] if broken else ""
 
 
 def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:
-    """Divide ``peak_bytes`` of a compiled ``step`` into what stays through it, which is known, and the rest."""
+    """Divide ``peak_bytes`` of a compiled ``step``: tensors that live through the step by kind, and activations."""
     parameters = list(step.model.parameters())
     known = {
         "parameters_bytes": unique_bytes(parameters),

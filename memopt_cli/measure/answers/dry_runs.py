@@ -1,4 +1,7 @@
-"""Steps that are recorded or counted, on tensors without data if the model runs on them."""
+"""Steps that are recorded or counted: as dry runs, on tensors without data, or on data if the model needs some.
+
+A recorded step is a :class:`StepTrace`, which the search works on; a counted step gives the tensor peak alone.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +28,34 @@ from memopt_cli.training.step import Step, is_out_of_memory
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
     """Record a step under the plan of ``job``, with the seconds of its operators if it may run at full size.
 
-    If its operators depend on the data, or on the number of samples, only a full step on data shows all of them.  One
-    is recorded if it may be; should that fail, the answer is what the dry run shows.  For a device that is not here,
+    If the operators depend on the data, or on the number of samples, only a full step on data shows all of them: it is
+    recorded if it may run, and if it fails, the answer is the dry run.  For the card of the subject, which is not here,
     the allocated peak and the times are estimates.
     """
     traced, card = _traced(bench, job), bench.subject.card
     if card is None:
         return traced
-    there = timed(traced.trace, card)
-    there = replace(there, allocated_peak_bytes=estimate(there, card).allocated_peak_bytes)
-    return replace(traced, trace=there)
+    on_card = timed(traced.trace, card)
+    on_card = replace(on_card, allocated_peak_bytes=estimate(on_card, card).allocated_peak_bytes)
+    return replace(traced, trace=on_card)
 
 
 def _traced(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
-        return _timed(bench, job.plan, record_on_data(bench, job.plan))
+        return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (
-        bench.known(_original) if job.plan == ORIGINAL else _record(bench, job.plan, workspaces_for(bench, job.plan))
+        bench.known(_original_trace)
+        if job.plan == ORIGINAL
+        else _record(bench, job.plan, workspaces_for(bench, job.plan))
     )
-    traced = _timed(bench, job.plan, recorded)
+    traced = _with_seconds(bench, job.plan, recorded)
     if not _wants_data(bench, traced):
         return traced
     try:
-        really = _timed(bench, job.plan, record_on_data(bench, job.plan))
+        on_data = _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     except Exception:  # the model's own code, or too little memory
         return traced
-    return replace(really, dry_run_bytes=traced.dry_run_bytes)
+    return replace(on_data, dry_run_bytes=traced.dry_run_bytes)
 
 
 def record_step(bench: Bench, job: RecordJob) -> StepTrace:
@@ -70,7 +75,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
-    with _planned(bench, job.plan, job.batch, job.dims) as fake:
+    with _step_under(bench, job.plan, job.batch, job.dims) as fake:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
             return counted
@@ -80,11 +85,11 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 
 
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
-    """Return a function that estimates the allocated peak on ``card``, with the blocks that its libraries keep.
+    """Return a function that estimates the allocated peak on ``card``, including what its libraries keep.
 
-    ``to_fit``: estimate instead the bytes that the allocator needs, in a search for a batch that fits the device.
+    ``to_fit``: the function estimates the least memory in which the step fits, as the search for a batch asks.
     """
-    library = library_blocks(bench.known(_original).trace.ops, card)
+    library = library_blocks(bench.known(_original_trace).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
         held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
@@ -105,11 +110,11 @@ def count_on_data(bench: Bench, job: CountJob) -> Counted:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _original(bench: Bench) -> Traced:
+def _original_trace(bench: Bench) -> Traced:
     return _record(bench, ORIGINAL, workspaces_for(bench, ORIGINAL))
 
 
-def _original_without_workspaces(bench: Bench) -> Traced:
+def _original_trace_without_workspaces(bench: Bench) -> Traced:
     """Record the original without the workspaces of kernels, which would take steps on data."""
     return _record(bench, ORIGINAL, Workspaces())
 
@@ -119,7 +124,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
         codecs = bench.known(_codecs) if packs else None
-        with _planned(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
+        with _step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
         if isinstance(error, MemoptError) or is_out_of_memory(error):
@@ -151,27 +156,27 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
 
 
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
-    """Watch which modules checkpoint by themselves, unless there is a plan, whose segments do so, too."""
+    """Watch which modules call ``torch.utils.checkpoint`` themselves; not under a plan, whose segments call it, too."""
     return watched_checkpoints(step.named) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
-    """Return whether a full step on data would show more, and may run."""
+    """Return whether a full step on data would show more than the dry run ``traced``, and may run."""
     return traced.fake and bool(traced.unknown) and bench.subject.data == "full size"
 
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
-    """Raise the error for a step that needs data: that of a small step with wrong inputs, or :class:`StepError`."""
-    if bench.subject.data == "small batch":
+    """Raise :class:`StepError` for a step that needs data, or the error of a small step if its inputs are wrong."""
+    if bench.subject.data == "small batch":  # wrong inputs fail here, with a message that names the module
         bench.step(min(SMALL_BATCH, bench.batch)).checked()
     raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
 
 
 def _codecs(bench: Bench) -> trace.Codecs:
-    """Return the tensors that the original's step on data can hold in fewer bytes, for steps without data."""
+    """Return which tensors codecs can hold in fewer bytes: steps on data show that, and dry runs need to know."""
     if bench.subject.data == "none":
         return trace.Codecs()
-    dry_run = bench.known(_original if bench.knows(_original) else _original_without_workspaces)
+    dry_run = bench.known(_original_trace if bench.knows(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
             return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
@@ -181,7 +186,7 @@ def _codecs(bench: Bench) -> trace.Codecs:
 # ---------------------------------------------------------------------------------------------- their seconds
 
 
-def _timed(bench: Bench, plan: Plan, traced: Traced) -> Traced:
+def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
         times = bench.known(operator_times)
@@ -208,30 +213,31 @@ def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
 
 
 @contextlib.contextmanager
-def _planned(
+def _step_under(
     bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[trace.FakeStep]:
-    """Yield a step without data that has ``plan`` inside the block; one of a rank, if the subject is a rank."""
+    """Yield a step without data, with ``plan`` applied inside the block; a rank's step if the subject is a rank."""
     if bench.subject.layout is not None:
         with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
-    fake = bench.known(_described)
+    fake = bench.known(_step_as_described)
     described = batch is None and not dims
     with (
-        contextlib.nullcontext(fake) if described else fake.fed(_sized(bench, batch, dims)),
+        contextlib.nullcontext(fake) if described else fake.fed(_step_at(bench, batch, dims)),
         bench.planned(plan, fake.step),
     ):
         yield fake
 
 
-def _described(bench: Bench) -> trace.FakeStep:
-    """Make the step without data at the sizes in the description of the inputs."""
-    return trace.FakeStep(_sized(bench, None, {}), bench.mode)
+def _step_as_described(bench: Bench) -> trace.FakeStep:
+    """Make a step without data at the sizes that the description of the inputs gives."""
+    return trace.FakeStep(_step_at(bench, None, {}), bench.mode)
 
 
-def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
-    # A file or a script of inputs may need data.  Sizes alone do not: a search for a batch may try any of them.
+def _step_at(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
+    # Inputs from a file or a script are made with data.  Inputs that are described by sizes are not: a search for a
+    # batch may try sizes that do not fit into memory.
     is_described = batch is None and not dims
     without_data = bool(bench.subject.spec.tensors) and not (is_described and bench.subject.data == "full size")
     with bench.mode if without_data else contextlib.nullcontext():
@@ -240,7 +246,7 @@ def _sized(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """The step of a rank, which takes long to make and is made once for all sizes."""
+    """The step of a rank; it takes long to make, so one step is fed the inputs of all sizes."""
 
     step: trace.FakeStep
     sizes: tuple[int | None, Mapping[str, int]]
@@ -250,17 +256,17 @@ class _Rank:
 def _step_of_rank(
     bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
 ) -> Iterator[trace.FakeStep]:
-    """Yield the step of a rank.  Raises :class:`StepError` for one that depends on data."""
+    """Yield the step of the subject's rank.  Raises :class:`StepError` if the model cannot run without data."""
 
     def make(entered: contextlib.ExitStack) -> _Rank:
         has = entered.enter_context(bench.rank(layout, plan))
-        step = replace(_sized(bench, batch, dims), buckets=has.buckets)
+        step = replace(_step_at(bench, batch, dims), buckets=has.buckets)
         return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
 
     try:
         rank = bench.held.get(plan, make)
         if rank.sizes != (batch, dims):
-            rank.step.feed(_sized(bench, batch, dims))
+            rank.step.feed(_step_at(bench, batch, dims))
             rank.sizes = (batch, dims)
         yield rank.step
     except Exception as error:  # the model's own code may raise anything on tensors without data

@@ -1,4 +1,7 @@
-"""Consecutive training steps of the model, whose results are compared."""
+"""Answers to :class:`~memopt_cli.measure.jobs.FollowJob`: the results of consecutive training steps.
+
+``memopt verify`` asks for them twice, for the original and for the changed model, and compares the results.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 
 def follow(bench: Bench, job: FollowJob) -> Followed:
-    """Take consecutive steps under the plan of ``job``, which the file carried."""
+    """Take consecutive steps under the plan of ``job``, and return their results."""
     apply_plan(bench.model, (_unbudgeted(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
     step = bench.step()
-    if step.scaler is not None:  # until it has found a scale, it skips updates
+    if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
             bench.settle(step)
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
             failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
             return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
-    _enter_mode(bench, job.mode)  # the bench restores it
+    _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
         return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)

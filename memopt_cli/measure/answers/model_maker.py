@@ -1,4 +1,4 @@
-"""The maker of a profiling subprocess's model, which makes any number of copies."""
+"""Making the model of a profiling subprocess: loading or building it, with data or without, as often as needed."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ class ModelMaker:
     def placed(self, model: nn.Module) -> nn.Module:
         """Put ``model`` on the step's device, in its dtype and in training mode."""
         settings = self._subject.settings
-        if isinstance(model, StepModels):  # their own function sets their modes
+        if isinstance(model, StepModels):  # the user's step sets the modes of its models itself
             return model.on(settings.device)
         return (place if self._has_data else trace.place_fake)(model, settings)

@@ -34,10 +34,11 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
     sequence = learn_online(step, job.rule, functools.partial(_inputs_at, bench, job.symbol))
     if step.optimizer is not None and not step.optimizer.state:
         sequence.run(range(1))
-        step.update()  # makes it
+        step.update()  # the optimizer makes its state in its first update
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
-    # Only at the start is something made that stays; whether anything grows shows after the last step.
+    # Memory is recorded twice, since a recording of a whole sequence would be huge: at the start, where everything
+    # that stays is made, and after the last time step, where anything that grew would show.
     first = _allocated_bytes(bench, sequence, range(min(job.steps, _WINDOW)))
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
@@ -52,21 +53,22 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
 
 def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> int:
     def take() -> None:
-        # On the CPU a recording sees only that freed which it saw allocated, and a step frees the states before it.
+        # A time step frees the states of the one before.  On the CPU, a recording ignores the freeing of memory that
+        # it did not see allocated, so the states are allocated anew while it records.
         for state in sequence.states:
             state.value = state.value.clone()
         sequence.algorithm.keep()
         sequence.run(steps)
         sequence.step.update()
 
-    gc.collect()  # what a cell left in cycles of references would be freed while memory is recorded
+    gc.collect()  # else garbage in reference cycles of a cell may be freed while memory is recorded
     held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
     held -= unique_bytes(state.value for state in sequence.states)
     return measure_allocated(lambda _: take(), bench.settings.device, held).peak_bytes
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
-    """Return the inputs of time step ``number``, ``[B, ...]``; made when needed, as a loader would."""
+    """Return the inputs of time step ``number``, ``[B, ...]``, made when they are needed, as a data loader does."""
     spec = replace(bench.subject.spec, dims={**bench.subject.spec.dims, symbol: 1})
     seed, dtype = bench.settings.seed + number, input_dtype(bench.settings)
     args, kwargs = make_inputs(spec, seed=seed, device=bench.settings.device, dtype=dtype)

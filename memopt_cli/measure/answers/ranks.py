@@ -1,4 +1,7 @@
-"""A step on a rank of a real group, measured together with the others."""
+"""Measuring a step on every rank of a real process group, such as one that ``torchrun`` starts.
+
+All ranks run this file together; each returns the measurements of all of them.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,15 @@ from memopt_cli.training.sharded.spread import data_ranks, spread_really
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
 
 _COUNTS = 3
-"""Number of times that a step is counted: gloo may free a buffer late."""
+"""Number of times that a step is counted, of which the median is taken: gloo may free a buffer late."""
 _TIMED_STEPS = 5
 
 
 def measure(subject: Subject, job: GroupJob) -> InGroup:
-    """Measure a step on this rank, and return the measurements of all ranks, as every rank does.
+    """Measure a step on this rank, and return the measurements of all ranks.
 
-    Raises :class:`MemoptError`: on all ranks if one fails before it waits for others, later only on the one that fails.
+    Raises :class:`MemoptError`: on all ranks if one fails while they still agree on each stage; once ranks run
+    collectives, only on the rank that fails.
     """
     assert subject.layout is not None, "it is one rank of many"
     try:
@@ -73,7 +77,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
         allocated, counted = _allocated_by(step, start), median_count(step, start)
-    found = RankMeasurement(
+    measurement = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -86,7 +90,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         step_times_s=times,
         backend=allocated.backend,
     )
-    return RanksMeasured(ranks=tuple(ranks.all(lambda: found)), spec=spec, plan_digest=digest)
+    return RanksMeasured(ranks=tuple(ranks.all(lambda: measurement)), spec=spec, plan_digest=digest)
 
 
 def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
@@ -95,7 +99,7 @@ def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
     model = loaded.module
     check_spreadable(model, job.plan, "measured")
     spec = facts_of(loaded, DescribeJob(spec=job.spec)).spec
-    assert spec is not None, "it was asked for"
+    assert spec is not None, "a DescribeJob asks for the inputs by default"
     is_whole = not any(parameter.is_meta for parameter in model.parameters())
     return apply_plan(place(model, subject.settings) if is_whole else model.train(), job.plan), spec
 
@@ -119,9 +123,9 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 
 
 def warm_up(step: Step, start: StartingState) -> None:
-    """Let the optimizer make its state, and DDP its buckets, which it makes again in the second step.
+    """Take two steps, in which the optimizer makes its state, and DDP its buckets, which it rebuilds in the second.
 
-    Raises :class:`StepError` that says why a step cannot be taken.
+    Raises :class:`StepError` if a step cannot be taken.
     """
     step.settle(start)
     begin(step, start)
@@ -133,18 +137,18 @@ def warm_up(step: Step, start: StartingState) -> None:
 
 
 def with_buckets(step: Step, start: StartingState) -> Step:
-    """Return ``step`` with the buckets in which DDP reduces, if it does."""
+    """Return ``step`` with the buckets in which DDP reduces gradients; none without DDP."""
     begin(step, start)
     return replace(step, buckets=buckets_seen(step))
 
 
 def median_count(step: Step, start: StartingState) -> Counted:
-    """Count the tensor peak of ``step`` a few times, and return the count in the middle."""
-    found = []
+    """Count the tensor peak of ``step`` a few times, and return the median."""
+    counts = []
     for _ in range(_COUNTS):
         begin(step, start)
-        found.append(trace.count(step))
-    return sorted(found, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
+        counts.append(trace.count(step))
+    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
 
 
 def _allocated_by(step: Step, start: StartingState) -> Allocated:

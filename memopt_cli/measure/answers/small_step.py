@@ -1,4 +1,4 @@
-"""A step of a few samples, which is examined if the full step would take too long or does not fit."""
+"""A step of a few samples, run on data where the full step would take too long or does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
-"""The least batch size that can be divided unevenly."""
+"""Samples of the small step: the least batch that two chunks divide unevenly, into 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,22 @@ class SmallStep:
     recorded: StepTrace
     """The trace of the step, with the contents of its tensors."""
     workspaces: Workspaces
-    """Workspaces of its operators; empty if it is the full step."""
+    """Workspaces of the step's operators; empty if the small step is the full one."""
 
 
 def small_step(bench: Bench) -> SmallStep | None:
-    """Take a small step of the original; ``None`` if none may run on data."""
+    """Take a small step of the original; ``None`` if no step may run on data, or only the full size works."""
     if bench.subject.data == "none":
         return None
     bench.enter_start()
     try:
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
-        found: list[StepTrace] = []
+        traces: list[StepTrace] = []
         allocated = measure_allocated(
-            lambda _: found.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
+            lambda _: traces.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
         )
-        return SmallStep(step, found[0], allocated.workspaces)
-    except Exception as error:  # inputs, or a model, with a fixed batch size
+        return SmallStep(step, traces[0], allocated.workspaces)
+    except Exception as error:  # the inputs or the model may have a fixed batch size
         if is_out_of_memory(error):
             raise
     finally:

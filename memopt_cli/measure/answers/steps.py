@@ -28,9 +28,9 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
 
 
 def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> Found:
-    """Run ``step`` by ``run`` from the model's starting state, and return its result; gradients stay."""
+    """Call ``run`` with ``step`` in the model's starting state, and return the result; gradients stay."""
     bench.begin(step)
-    if isinstance(step, OwnStep):  # it frees gradients that it finds; the profiler would count those it saw made
+    if isinstance(step, OwnStep):  # the user's step frees old gradients, and so would be seen to free memory
         step.model.zero_grad(set_to_none=True)
     return run(step)
 

@@ -1,4 +1,8 @@
-"""Steps on data that are timed: measurements of the step as described, and probes at other sizes."""
+"""Measured steps on real data: time and memory of the step as described, under a plan, and at other sizes.
+
+A step is timed several times if it is short, and once after a warm-up if it is long.  A plan and the original are
+compared by steps taken in turns, since everything else that the machine does slows both of a pair.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +51,21 @@ from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerpr
 
 _ENOUGH_S = 0.3
 _MOST_STEPS = 20
-"""Seconds of all timed steps together, and their number, after which short steps are timed no more."""
+"""Timing of short steps stops after this many seconds in total, or this many steps."""
 _BEYOND_DOUBT = 3
 """Slowdown in the first turn, divided by the allowed one, beyond which a plan is not timed again."""
-_NEAR, _NEAR_TURNS, _MOST_TURNS, _MOST_LONG_TURNS = 0.05, 5, 12, 3
-"""Relative distance to the allowed slowdown at which at least five turns are taken, and the most turns of short and
-long steps where the error leaves it open on which side of the limit a plan is.  On a busy machine, three turns gave
-1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+_NEAR, _NEAR_TURNS = 0.05, 5
+"""A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
+gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+_MOST_TURNS, _MOST_LONG_TURNS = 12, 3
+"""Most turns of short steps, and of long ones, while the error leaves open on which side of the limit a plan is."""
 _LONG_S = 1.0
-"""Seconds of a step that is timed once, after a warm-up.  The step whose memory is recorded does not count: recording
-slows plans down by 20 to 45 %."""
+"""Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
+which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
 
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
-    """Measure steps under the plan of ``job``; the first step shows that every segment runs."""
+    """Measure time and memory of steps under the plan of ``job``, after a first step that must run every segment."""
     with device_of(job.limit_bytes, bench.settings.device):
         return _measure(bench, job) if job.plan.compile is None else _measure_compiled(bench, job)
 
@@ -70,12 +75,12 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_S
-    cold = () if job.warm_up else (first_s,)
+    cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
     since = _clocks()
     timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
     waited = _waited(since, bench.settings.device)
     bench.enter_start()
-    # The operators of a short step are timed in several steps of their own.
+    # The operators of a long step are timed in the step that is counted anyway, those of a short one in further steps.
     clock = trace.Clock(bench.settings.device) if is_long else None
     meter = trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -86,9 +91,10 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     printed = repeated(first, fingerprint(effects_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
-        bench.tell(full_workspaces, metered(meter, allocated))
+        bench.remember(full_workspaces, metered(meter, allocated))
         if clock is not None and clock.times:
-            bench.tell(operator_times, clock.times)
+            bench.remember(operator_times, clock.times)
+    # Gradients stay allocated after a step.  If a step under a plan leaves more, a segment may keep tensors forever.
     gradient_bytes = sum(tensor.grad.nbytes for tensor in bench.model.parameters() if tensor.grad is not None)
     if job.plan != ORIGINAL and allocated.left_bytes > gradient_bytes:
         _refuse_growth(bench, step)
@@ -98,7 +104,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
 
 
 def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
-    """Measure as :func:`_measure` does, without what watches operators: compiled code hides them."""
+    """Measure as :func:`_measure` does, but by the allocator alone: compiled code runs operators that nothing sees."""
     started = time.monotonic()
     step = bench.step()
     broken = compile_step(bench, job.plan, step)
@@ -131,8 +137,8 @@ def _measurement(
         resident_bytes=counted.resident_bytes,
         reserved_peak_bytes=allocated.reserved_bytes,
         process_peak_bytes=_process_peak_bytes(),
-        step_times_s=tuple(found.step_s for found in timed),
-        update_s=statistics.median([found.update_s for found in timed] or [0.0]),
+        step_times_s=tuple(step.step_s for step in timed),
+        update_s=statistics.median([step.update_s for step in timed] or [0.0]),
         breakdown=counted.breakdown,
         holders=counted.holders[:HOLDERS],
         backend=allocated.backend,
@@ -146,18 +152,18 @@ def _measurement(
 def _refuse_growth(bench: Bench, step: Step) -> None:
     """Raise :class:`StepError` if steps under the plan each leave more memory than those of the original do.
 
-    Takes the plan off.
+    The plan is removed from the model on the way.
     """
 
-    def taken() -> None:
+    def take() -> None:
         _timed(bench, step)
 
     device = bench.settings.device
-    planned_bytes = growth(taken, device)
+    planned_bytes = growth(take, device)
     if not planned_bytes:
         return
     remove_segments(bench.model)
-    if planned_bytes > growth(taken, device):
+    if planned_bytes > growth(take, device):
         raise StepError(
             f"each step leaves {format_bytes(planned_bytes)} more memory behind than the one before, and nothing "
             "frees it",
@@ -176,7 +182,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
 
     def is_open(plan: int) -> bool:
         least, most = (1, _MOST_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MOST_TURNS)
-        return _tells_little([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
+        return _needs_more([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
 
     hopeful = list(range(len(job.plans)))
     while not original or any(map(is_open, hopeful)):
@@ -205,20 +211,20 @@ def _clocks() -> tuple[float, float]:
 
 
 def _waited(since: tuple[float, float], device: str) -> float:
-    """Return the share of the time ``since`` then in which this thread did not run: it waited for a processor.
+    """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
 
-    On a GPU, it waits for that, which says nothing.
+    On a GPU the share is 0: the thread then waits for the device, which tells nothing of other processes.
     """
     wall_s, run_s = (now - then for now, then in zip(_clocks(), since, strict=True))
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
 def _timed_in_turn(bench: Bench, step: Step) -> float:
-    """Return the seconds of ``step`` as the model is now: the shorter of two after a first one.
+    """Return the seconds of ``step`` as the model is now: the shorter of two steps after a warm-up.
 
-    The first one without a plan takes up to a tenth longer, since the plan's step has left other memory to the
-    allocator; the first one under a plan takes up to twice as long, since segments watch all that they do to trust it
-    in later ones.  Whatever else a machine does makes a step longer, so the shorter one is nearer to the truth.
+    The first step without a plan takes up to a tenth longer, since the plan's steps have left the allocator other free
+    blocks.  The first step under a plan takes up to twice as long, since segments watch their first call.  Other work
+    of the machine can only make a step longer, so the shorter one is nearer to the truth.
     """
     _timed(bench, step)
     return min(_timed(bench, step).step_s for _ in range(2))
@@ -242,18 +248,18 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
     bench.settle(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
-        _timed(bench, step)  # makes the state
+        _timed(bench, step)  # the optimizer makes its state in its first update
     try:
         allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
-            step.checked()  # fails again, with the module in its message
+            step.checked()  # fails in the same way, with an error that names the module
         raise
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_S:
         return allocated.peak_bytes, allocated.step_s
-    return allocated.peak_bytes, statistics.median(found.step_s for found in _timed_steps(bench, step, 1))
+    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _timed_steps(bench, step, 1))
 
 
 @contextlib.contextmanager
@@ -274,16 +280,16 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
     """Apply ``plan``, take a first step, check that every segment runs, and return its seconds and its results."""
     apply_plan(bench.model, plan, bench.optimizer)
     segments = plan.at(bench.subject.spec.dims).segments
-    idle = {find_part(bench.model, segment.path): segment.path for segment in segments}
+    never_called = {find_part(bench.model, segment.path): segment.path for segment in segments}
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        idle.pop(module, None)
+        never_called.pop(module, None)
 
     with module_hooks(bench.model, enter, lambda *_: None):
         elapsed, printed = _first(bench, step)
-    if idle:
+    if never_called:
         raise StepError(
-            f"the plan makes a segment of '{min(idle.values())}', but the step never calls that module",
+            f"the plan makes a segment of '{min(never_called.values())}', but the step never calls that module",
             hint="Remove it from the plan.",
         )
     return elapsed, printed
@@ -301,7 +307,7 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
 
 
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
-    """Take a step with finite gradients, and drop them; return its seconds and its results."""
+    """Take a step with finite gradients, drop the gradients, and return the seconds and the results of the step."""
     elapsed, printed = _taken(bench, step)
     if not step.is_settled():
         bench.settle(step)
@@ -335,7 +341,7 @@ class _Timed:
     device: str
     step_s: float = 0.0
     update_s: float = 0.0
-    """Seconds of it in the phases of an update."""
+    """Seconds of the step in the phases of an update."""
     _phase: Phase = field(default="forward", init=False)
     _since: float = field(default=0.0, init=False)
 
@@ -370,25 +376,28 @@ def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     timed = _Timed(bench.settings.device)
     with timed.running():
         step.take(timed.enter if phases else lambda phase: None)
-    if bench.settings.micro_batches == 1:  # else gradients stay, as they do between micro-batches
+    if bench.settings.micro_batches == 1:  # with several, gradients are kept from one micro-batch to the next
         step.model.zero_grad(set_to_none=True)
     return timed
 
 
 def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
-    """Time ``step`` at least ``least`` times; more often if it is so short that few times tell little."""
+    """Time ``step`` at least ``least`` times, and a step that is short more often."""
     steps: list[_Timed] = []
-    while _tells_little([timed.step_s for timed in steps], least):
+    while _needs_more([timed.step_s for timed in steps], least):
         steps.append(_timed(bench, step, phases=phases))
     return steps
 
 
-def _tells_little(times: Sequence[float], least: int) -> bool:
+def _needs_more(times: Sequence[float], least: int) -> bool:
     return len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS)
 
 
 def _process_peak_bytes() -> int:
-    """Return the largest resident set so far.  On Linux, ``ru_maxrss`` starts from the parent's, and is of no use."""
+    """Return the largest resident set of this process so far, in bytes.
+
+    On Linux ``ru_maxrss`` cannot be used: a forked process inherits the maximum of its parent.
+    """
     if sys.platform == "linux":
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Verification of a plan against the original, and the least sizes at which all chunks of the plan run."""
+"""Answers to the jobs that verify a plan against the original, and that find small sizes to verify it at."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
-    """Find the least sizes at which all chunks of the plan of ``job`` run, by forwards under the plan."""
+    """Find, by forwards under the plan of ``job``, the least sizes at which every segment runs in all its chunks."""
     spec = bench.subject.spec
-    asked = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
+    full_sizes = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
         forget_unsafe(bench.model)  # a module that could not run in chunks at other sizes may at these
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
-        with bench.planned(job.plan.of_model), recorded_cuts() as found, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about fewer chunks than the plan has
+        with bench.planned(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # small sizes warn that there are fewer chunks than the plan has
             step.reach_loss()
-        if len(found) < chunked:
-            raise StepError(f"of {chunked} segments that are to run in chunks, {len(found)} did")
-        return found
+        if len(cuts) < chunked:
+            raise StepError(f"of {chunked} segments that are to run in chunks, {len(cuts)} did")
+        return cuts
 
-    # Without a symbol for the batch, dimension 0 is taken for it, and may be time.
-    sizes = least_sizes(asked, observe, alike=BATCH if BATCH in spec.dims else "")
-    others = {name: size for name, size in sizes.items() if name != BATCH and size != asked[name]}
-    return Sizes(batch=sizes[BATCH], dims=others)
+    # Inputs without the symbol ``B`` have their dimension 0 taken for the batch; it may be time, which is unlike it.
+    sizes = least_sizes(full_sizes, observe, alike=BATCH if BATCH in spec.dims else "")
+    other_sizes = {name: size for name, size in sizes.items() if name != BATCH and size != full_sizes[name]}
+    return Sizes(batch=sizes[BATCH], dims=other_sizes)
 
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
-    """Verify the plan of ``job`` at its sizes; last of all an optimizer in backward, in a few updates."""
+    """Verify the plan of ``job`` at its sizes; a plan with an optimizer in backward also in a few updates."""
     trained = bench.resized(job.batch, job.dims)
     bench.settle(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model
@@ -63,7 +63,7 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
             return first_samples(step.args, step.kwargs, size)
         return other.args, other.kwargs
 
-    found = verify(
+    verification = verify(
         step,
         plan,
         functools.partial(apply_plan, plan=plan),
@@ -75,8 +75,10 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     )
     dims = {**described, **job.dims}
     dims.pop(BATCH, None)
-    found = replace(found, dims=dims)
-    return _with_updates(trained, job.plan, found) if job.plan.in_backward and found.passed else found
+    verification = replace(verification, dims=dims)
+    return (
+        _with_updates(trained, job.plan, verification) if job.plan.in_backward and verification.passed else verification
+    )
 
 
 def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:

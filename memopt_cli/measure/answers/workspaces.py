@@ -1,4 +1,8 @@
-"""The workspaces that kernels allocate for themselves: steps on data show them, steps without data do not."""
+"""Workspaces: the memory that kernels take for themselves while they run, such as cuDNN's buffers.
+
+A dry run does not show them, so they are measured in a step on data.  If the full step must not run or does not fit,
+they are estimated from a step of three samples and one of two, which show how each operator's workspace grows.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
-    """Return the workspaces for steps under ``plan``: the original's at full size, or estimates from a small batch."""
-    found = bench.known(full_workspaces)
-    if found is None:
+    """Return the workspaces for steps under ``plan``: those of the original at full size, or estimates."""
+    workspaces = bench.known(full_workspaces)
+    if workspaces is None:
         return bench.known(_estimated)
-    return bench.known(_growing) if plan.has_chunks else found
+    return bench.known(_growing) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
-    """Return the workspaces of the original at full size; ``None`` if it must not run, or does not fit."""
+    """Return the workspaces of the original at full size; ``None`` if that step must not run, or does not fit."""
     return bench.at_full_size(functools.partial(_workspaces_by, bench))
 
 
@@ -37,16 +41,16 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 
 
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
-    """Return the workspaces that ``meter`` saw, with what libraries keep; without a meter, those of the profiler."""
-    found = allocated.workspaces
-    return found if meter is None else replace(meter.found, kept_bytes=found.kept_bytes)
+    """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
+    workspaces = allocated.workspaces
+    return workspaces if meter is None else replace(meter.found, kept_bytes=workspaces.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
-    """Return the workspaces of the full step, with their growth from a small step."""
-    found = bench.known(full_workspaces)
-    assert found is not None
-    return found.compared(_of_small_step(bench))
+    """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
+    workspaces = bench.known(full_workspaces)
+    assert workspaces is not None
+    return workspaces.compared(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
@@ -56,16 +60,16 @@ def _of_small_step(bench: Bench) -> Workspaces:
 
 
 def _estimated(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step, with their growth from a step of one sample less if that runs."""
-    found = _of_small_step(bench)
-    if found == Workspaces() or bench.batch < SMALL_BATCH:
-        return found
+    """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
+    workspaces = _of_small_step(bench)
+    if workspaces == Workspaces() or bench.batch < SMALL_BATCH:
+        return workspaces
     try:
         smaller = replace(bench.step(SMALL_BATCH - 1), optimizer=None)
-        return found.compared(allocated_by(bench, smaller).workspaces)
-    except Exception as error:  # inputs, or a model, that take only some batch sizes
+        return workspaces.compared(allocated_by(bench, smaller).workspaces)
+    except Exception as error:  # the inputs or the model may not allow this batch size
         if is_out_of_memory(error):
             raise
-        return found
+        return workspaces
     finally:
         bench.reset()

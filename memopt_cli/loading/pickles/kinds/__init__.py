@@ -1,4 +1,4 @@
-"""The kinds of objects that a file may hold."""
+"""The kinds of objects that a pickled file may hold; a file beside this one for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt_cli.loading.pickles.kinds.vouched import Vouched
 
 
 def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[Kind]:
-    """List every kind, in the order in which they may claim a name: kinds of listed names before the user's trust."""
+    """List every kind in the order in which a name is offered to them: tables of names first, then the user's trust."""
     libraries = Libraries((*LIBRARIES, *vouched.trust.libraries))
     builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), ATTRIBUTES, Own())
     return (*builtin, vouched, libraries)

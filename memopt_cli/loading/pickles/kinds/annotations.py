@@ -1,4 +1,4 @@
-"""Types as values, such as ``typing.Any``, ``list[int]`` and ``int | None``: some libraries keep signatures."""
+"""The kind of types as values, such as ``typing.Any``, ``list[int]`` and ``int | None``, as in stored signatures."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _GENERIC: Final[dict[str, tuple[str, ...]]] = {
     "collections": ("OrderedDict", "defaultdict", "deque", "Counter"),
 }
 _TEXT: Final = re.compile(r"[\w. \[\],|-]{0,200}", re.ASCII)
-"""Texts that may stand for a type: Python compiles them."""
+"""Texts that may be forward references to types: Python compiles them as expressions."""
 _SUBSCRIPT: Final = (Global("operator", "getitem"), Global("_operator", "getitem"))
 _ALTERNATIVES: Final = Global("functools", "reduce")
 _OR: Final = ("operator.or_", "_operator.or_")
 
 
 class Annotations:
-    """A type of :mod:`typing`, or one that is made of others."""
+    """The kind of types of :mod:`typing`, and of types that are made of others."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` is a type, in the form in which Python pickles one."""
@@ -38,17 +38,19 @@ class Annotations:
             return use.name.module == "typing" and use.name.name in _FORMS
         if use.how != "called" or use.node is None:
             return False
-        given = use.node.given()
-        if not given or not isinstance(given[0], Global):
+        arguments = use.node.argument_items()
+        if not arguments or not isinstance(arguments[0], Global):
             return False
         if use.name in _SUBSCRIPT:  # typing.List[int]
-            return given[0].module == "typing" and given[0].name in _FORMS
+            return arguments[0].module == "typing" and arguments[0].name in _FORMS
         if use.name == _ALTERNATIVES:  # int | None
-            return len(given) == 2 and str(given[0]) in _OR
-        return str(use.name) == "types.GenericAlias" and given[0].name in _GENERIC.get(given[0].module, ())  # list[int]
+            return len(arguments) == 2 and str(arguments[0]) in _OR
+        return str(use.name) == "types.GenericAlias" and arguments[0].name in _GENERIC.get(
+            arguments[0].module, ()
+        )  # list[int]
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for the type, which may be called."""
+        """Return the recipe for the type of ``use``."""
         if use.how == "held":
             return Recipe(make=functools.partial(getattr, typing, use.name.name), role="callable")
         if use.name == _ALTERNATIVES:
@@ -63,12 +65,12 @@ def _alternatives(_: Any, parts: Any) -> Any:
 
 
 _MOST_PARTS: Final = 200
-"""Parts of a type, at most: Python compares each with all the others."""
+"""Most parts of a type: Python compares each with all the others."""
 
 
 def _check_parts(node: Built, graph: Graph) -> str:
-    """Refuse a type of anything but a few types, texts and numbers: Python runs code of their classes to join them."""
-    pending, seen = list(node.given()), 0
+    """Refuse a type with parts that are not known types, texts or numbers: joining parts runs code of their classes."""
+    pending, seen = list(node.argument_items()), 0
     while pending:
         part = pending.pop()
         seen += 1

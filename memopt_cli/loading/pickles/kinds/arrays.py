@@ -1,4 +1,4 @@
-"""Arrays and numbers of NumPy, with plain dtypes."""
+"""The kind of NumPy's arrays and numbers with plain dtypes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from memopt_cli.loading.pickles.described import items_in
 from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quoted
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
-"""Names of dtypes whose items are numbers, text or objects of the file, without structures of them."""
+"""Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
 _LARGEST, _MOST_SIZES = 2**48, 32
-"""Items and dimensions of an array, at most."""
+"""Most items and most dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
 
 
 class Arrays:
-    """An array, a number or a dtype of NumPy, or its class."""
+    """The kind of arrays, numbers and dtypes of NumPy, and of their classes."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is one of them."""
+        """Return whether ``use`` is in the table of NumPy's names."""
         return str(use.name) in _RECIPES.get(use.how, {})
 
     def recipe(self, use: Use) -> Recipe | Missing:
@@ -45,7 +45,7 @@ def _dtype(name: Any, *_: Any) -> Any:
 
 
 def _fill_dtype(dtype: Any, state: Any) -> None:
-    """Check the state of a dtype, which is complete without it: it may only say that bytes are in the usual order."""
+    """Accept the state of a plain dtype in the usual byte order, which adds nothing; refuse any other."""
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
@@ -104,7 +104,7 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
 
 def _items(shape: tuple[Any, ...]) -> int:
-    """Return the number of items of an array with this ``shape``; no size may be too large, even in an empty array."""
+    """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even beside a 0."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MOST_SIZES:
             raise Broken(f"an array has the shape {quoted(shape)}")

@@ -1,7 +1,7 @@
-"""Functions that modules keep as attributes: only functions that compute are allowed.
+"""The kind of functions that modules keep as attributes: only functions that do nothing but compute are allowed.
 
-Of PyTorch's operators these are the ones that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`),
-under any of their names in Python.
+Of PyTorch's operators, those are allowed that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`),
+by any of their names in Python.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from memopt_cli.runtime.lifted.allowed import is_allowed
 _OPERATOR_MODULES: Final = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "special", "fft"))
 """Modules whose functions have the names of operators."""
 _OPERATOR_OWNERS: Final = ("torch._C._VariableFunctionsClass", "torch._C.TensorBase", "torch._C._TensorBase")
-"""Classes whose attributes have the names of operators: a pickle has ``torch.bmm`` as an attribute of the first,
-``torch.Tensor.view`` as one of the others."""
+"""Classes whose attributes have the names of operators: a pickle stores ``torch.bmm`` as an attribute of the first, and
+``torch.Tensor.view`` as an attribute of one of the others."""
 _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torch.nn.functional": re.compile(r"(?!triplet_margin_with_distance_loss)[a-z]\w+"),
     "torch.functional": re.compile(r"[a-z]\w+"),
@@ -59,7 +59,7 @@ _OPERATOR: Final = frozenset(
 
 
 class Functions:
-    """A function that is held as a value."""
+    """The kind of functions that are held as values."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` holds a function by a listed name."""
@@ -74,16 +74,16 @@ class Functions:
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for the function; for a class of operators, for its name alone."""
+        """Return the recipe for the function; a class of operators is held as a text, its name."""
         if str(use.name) in _OPERATOR_OWNERS:
             return Recipe(make=lambda: str(use.name))
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
+        function = resolve(use.name)
+        if isinstance(function, Denied | Missing):
+            return function
         python = _in_function_module(use.name.module)
-        if not callable(found) or (python and not _in_function_module(str(getattr(found, "__module__", "")))):
+        if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
             return Denied("is not a function that memopt knows to do nothing but compute")
-        return Recipe(make=lambda: found, role="callable")
+        return Recipe(make=lambda: function, role="callable")
 
 
 def _in_function_module(module: str) -> bool:
@@ -105,20 +105,20 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    match node.given():
+    match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             allowed, of = is_allowed(f"aten::{name}"), owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
-            asked = _may_ask_class if is_class else _may_ask_object
-            allowed, of = kind is not None and asked(kind, name, graph), kind.__name__ if kind else "something"
+            may_get = _may_get_from_class if is_class else _may_get_from_object
+            allowed, of = kind is not None and may_get(kind, name, graph), kind.__name__ if kind else "something"
         case _:
             return "is asked for something without a name"
     return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
 
 
-def _may_ask_class(kind: type, name: str, graph: Graph) -> bool:
+def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
     if issubclass(kind, enum.Enum):
         return name in kind.__members__
     if is_surrogate(kind):
@@ -129,11 +129,11 @@ def _may_ask_class(kind: type, name: str, graph: Graph) -> bool:
 
 def _defined(kind: type, name: str) -> Any:
     """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
-    found = inspect.getattr_static(kind, name, None)
-    return found.__func__ if isinstance(found, staticmethod) else found
+    attribute = inspect.getattr_static(kind, name, None)
+    return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
-def _may_ask_object(kind: type, name: str, graph: Graph) -> bool:
+def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
     method = _defined(kind, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False
@@ -151,15 +151,15 @@ def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:
-    """Return the class that ``node`` asks another class for; ``None`` if it asks for something else."""
-    owner, name = node.given()
+    """Return the nested class that ``node``, a call of ``getattr``, gets from another class; ``None`` for others."""
+    owner, name = node.argument_items()
     kind = graph.class_of(owner)
     inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None
     return inner if isinstance(inner, type) else None
 
 
 def _role(node: Built, graph: Graph) -> Role:
-    owner, name = node.given()
+    owner, name = node.argument_items()
     kind = graph.class_of(owner)
     if kind is None:
         return "callable"

@@ -1,4 +1,8 @@
-"""The interface of kinds of objects, and the recipes by which they make a file's objects."""
+"""The interface of a kind of objects (:class:`Kind`), the recipes that kinds give, and helpers that they share.
+
+A kind claims the names that it knows, by name alone.  Asked for a recipe, it may import the name, and returns how to
+check, make and fill the object, or why the file is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,19 @@ from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
 Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
-"""The use that may be made of an object:
+"""The purpose for which a model may hold an object:
 
-- ``data``: it cannot even be called;
-- ``module``, ``callable``: it may be called, as a module, or as a function or class that only computes;
-- ``hook``: it may be a hook of a module;
-- ``named``: it may be the class of a segment, and nothing else;
-- ``trusted``: anything, for the user vouched for it.
+- ``data``: as a value; it cannot be called;
+- ``module``, ``callable``: to call it, as a module, or as a function or class that only computes;
+- ``hook``: as a hook of a module;
+- ``named``: as the class of a segment, and nothing else;
+- ``trusted``: for anything, since the user vouched for it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a name in a file: it is called, an object of it is created, or it is held as a value."""
+    """One use of a name in a file: to call it, to create an object of it, or to hold it as a value."""
 
     name: Global
     how: How | Literal["held"]
@@ -39,7 +43,7 @@ class Use:
 
 
 class Broken(ValueError):
-    """An object of a known kind that is made of the wrong things: the file is damaged, or was made by hand."""
+    """An object of a known kind is made of parts that do not fit: the file is damaged, or was made by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Denied:
 
     reason: str
     remedy: Trust | None = None
-    """The trust that would allow it; ``None`` if nothing should be suggested."""
+    """The flags that would allow the name; ``None`` if no flag should be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,17 @@ class Missing:
 
     reason: str
     lacks: str = ""
-    """The module that is not installed, if it is not the name's own."""
+    """The missing module, if another one than the name's own; empty otherwise."""
 
 
 class Graph(Protocol):
     """The objects of a file, before any of them is made."""
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object that ``value`` stands for."""
+        """Return the role of the object of which ``value`` is the stand-in."""
 
     def class_of(self, value: Any) -> type | None:
-        """Return the class of ``value``, or the class that it is, if it is a library's, memopt's or the user's."""
+        """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
 
     def trusts(self, kind: type) -> bool:
         """Return whether the user vouched for the class ``kind``."""
@@ -78,38 +82,38 @@ class Recipe:
     """The functions that check, make and fill one object."""
 
     make: Callable[..., Any]
-    """Makes the object from its arguments; a name that is held has none."""
+    """Function that makes the object from its arguments; it gets none for a name that is held as a value."""
     role: Role | Callable[[Built, Graph], Role] = "data"
     """Role of the object; a function if it depends on the object's parts."""
     kind: type | Callable[[Built, Graph], type | None] | None = None
     """Answer of :meth:`Graph.class_of` for the object."""
     extend: Callable[[Any, list[Any]], object] | None = None
-    """Appends or adds items; ``None`` if it cannot hold any."""
+    """Function that appends or adds items to the object; ``None`` if the object cannot hold items."""
     set: Callable[[Any, Any, Any], object] | None = None
-    """Sets an entry; ``None`` if it cannot hold any."""
+    """Function that sets an entry of the object; ``None`` if the object cannot hold entries."""
     fill: Callable[[Any, Any], object] | None = None
-    """Gives it its state; ``None`` if it cannot have one."""
+    """Function that gives the object its state; ``None`` if the object cannot have a state."""
     is_vouched: bool = False
-    """Whether the user vouched for the code that makes and fills it."""
+    """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Says why a file must not hold this object, by its parts, empty if it may; ``None`` if it may be of any parts."""
+    """Function that says why a file must not hold an object of these parts, empty if it may; ``None``: any parts do."""
 
 
 class Kind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is of this kind, by its name alone: nothing is imported."""
+        """Return whether ``use`` is of this kind, by its name alone, without importing anything."""
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for ``use``, whose name it may import, or refuse it."""
+        """Return the recipe for ``use``, or the reason to refuse it; this may import the name."""
 
 
 # ---------------------------------------------------------------------------------------------- shared by kinds
 
 
 def resolve(wanted: Global) -> Any | Denied | Missing:
-    """Import the module of ``wanted``, and return what it defines by that name, which may be a class in a class."""
+    """Import the module of ``wanted``, and return the object of that name in it: ``Outer.Inner`` is a nested class."""
     try:
         found: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
@@ -123,11 +127,11 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
 
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
-"""Packages that cannot be vouched for as a whole: some of their functions run their arguments as code."""
+"""Packages that the user cannot trust as a whole: some of their functions run their arguments as code."""
 
 
 def by_name(use: Use, found: Any) -> Trust | None:
-    """Return the trust in the name of ``use`` alone; ``None`` for an alias of a part of Python's library or PyTorch."""
+    """Return the trust in the name of ``use`` alone; ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
     home = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", None)
     is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
     return None if is_theirs else Trust(globals=(str(use.name),))
@@ -150,7 +154,7 @@ def is_surrogate(found: Any) -> bool:
 
 
 def quoted(value: Any) -> str:
-    """Return a text of ``value`` for a message; not of its parts, since printing all of them may take forever."""
+    """Return a short text of ``value`` for a message; nested parts are not printed, which may take forever."""
     values = value if isinstance(value, tuple | list) else (value,)
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
@@ -159,12 +163,12 @@ def quoted(value: Any) -> str:
 
 
 def is_dunder(name: str) -> bool:
-    """Return whether ``name`` is one such as ``__setstate__``, by which Python finds code to run."""
+    """Return whether ``name`` is like ``__setstate__``: Python may run an attribute of such a name."""
     return name[:2] == "__" and name[-2:] == "__"
 
 
 def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a state: a dict of attributes, or a pair of it and a dict of slots; ``None`` for others."""
+    """Return the attributes and slots in ``state``, a dict or a pair of dict and slots; ``None`` for other states."""
     match state:
         case Tuple(items=(None, slots)) if _is_dict(slots):
             return list(slots.entries)
@@ -178,10 +182,10 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_dict(value: Any) -> bool:
-    """Return whether ``value`` is a dict whose entries are all known: those of a dict made of another are not."""
+    """Return whether ``value`` is a dict that shows all its entries, unlike one that is made by a call on another."""
     if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
         return False
-    return not (value.given() or value.keywords is not None or value.items or value.has_state)
+    return not (value.argument_items() or value.keywords is not None or value.items or value.has_state)
 
 
 def set_attributes(target: Any, state: Any) -> None:
@@ -208,9 +212,9 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
             return f"has {name} among its attributes"
         if name == _BECOMES and not graph.trusts(kind):
             return f"has {name} among its attributes, a class that would take the place of its own"
-        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        hides = runs and found is not None
-        if (hides or (_is_method(found) and not graph.trusts(kind))) and not _is_own_method(value, name):
+        own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        hides = runs and own is not None
+        if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"has something else in the place of its method {name}"
     return ""
 
@@ -220,9 +224,9 @@ _BECOMES: Final = "cls_to_become"
 
 
 def _is_method(found: Any) -> bool:
-    """Return whether an attribute of an object would hide the attribute ``found`` of its class, as it hides a method.
+    """Return whether an object's attribute would hide ``found``, an attribute of its class, as it hides a method.
 
-    A property is not hidden: Python looks for it first.
+    A property cannot be hidden, since Python looks for it before the object's attributes.
     """
     kind = type(found)
     keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
@@ -231,7 +235,7 @@ def _is_method(found: Any) -> bool:
 
 def _is_own_method(value: Any, name: str) -> bool:
     """Return whether ``value`` is the method ``name`` of an object, as ``model.forward = model.forward`` keeps it."""
-    return isinstance(value, Built) and value.name == GETATTR and value.given()[1:] == (name,)
+    return isinstance(value, Built) and value.name == GETATTR and value.argument_items()[1:] == (name,)
 
 
 Table = Mapping[str, Recipe]
@@ -239,18 +243,18 @@ Table = Mapping[str, Recipe]
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kind that has a table of its names for each way to use them."""
+    """A kind with tables of all its names: those that may be called, created, or held as values."""
 
     called: Table
     created: Table
     held: Table
 
     def claims(self, use: Use) -> bool:
-        """Return whether the table for such a use has the name."""
+        """Return whether the table for this way of use has the name of ``use``."""
         return str(use.name) in self._table(use)
 
     def recipe(self, use: Use) -> Recipe:
-        """Return the recipe in the table."""
+        """Return the recipe for ``use`` in its table."""
         return self._table(use)[str(use.name)]
 
     def _table(self, use: Use) -> Table:

@@ -1,7 +1,7 @@
-"""Modules of PyTorch and of well-known model libraries, and the objects that these attach to their models.
+"""The kind of modules of PyTorch and of well-known model libraries, and of objects that these attach to their models.
 
-An object is created without its constructor and given its attributes.  If its class has a ``__setstate__``, that runs:
-the library's code, on attributes that were audited.
+An object is created without its constructor and given its attributes.  If its class has a ``__setstate__``, the
+library's code runs, on attributes that were audited.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ LAYERS: Final = (
     ),
     "torch.optim",
 )
-"""Packages whose classes may be held as values: a model may call one to make a layer, with arguments from the file.
-Constructors of whole models read files and fetch weights."""
+"""Packages whose classes may be held as values: a model may call such a class to make a layer, with arguments from the
+file.  Classes of whole models may not: their constructors read files and fetch weights."""
 
 _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
@@ -78,7 +78,8 @@ _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
     """Return those of the module ``names`` that any process may import: model libraries, and their layers and models.
 
-    The names may be made up.  A library has other modules besides, such as examples that train when they are imported.
+    The names may be made up by a hostile model.  Other modules of a library, such as examples, may run a training when
+    they are imported.
     """
     known = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
     return tuple(name for name in names if name in known or _MODELING.fullmatch(name))
@@ -107,17 +108,17 @@ _HOOKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """An object or a class of a known library."""
+    """The kind of objects and classes of known libraries."""
 
     libraries: tuple[str, ...]
 
     def claims(self, use: Use) -> bool:
-        """Return whether one of the libraries has the name, outside of its programs and examples."""
+        """Return whether one of the libraries has the name of ``use``, outside of its programs and examples."""
         is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
         return any(within(use.name.module, library) for library in self.libraries) and not is_program
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for a module, a hook, settings, an enum, a named tuple, or a class that is held."""
+        """Return the recipe for ``use``: a module, hook, enum, named tuple, settings, or a class held as a value."""
         found = resolve(use.name)
         if isinstance(found, Denied | Missing):
             return found
@@ -126,8 +127,8 @@ class Libraries:
             return Denied("is a function", remedy)
         if not any(within(found.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
-        made = {"created": _created, "called": _called, "held": self._held}[use.how](found)
-        return made or Denied(_REASONS[use.how], remedy)
+        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](found)
+        return recipe or Denied(_REASONS[use.how], remedy)
 
     def _held(self, found: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
@@ -168,18 +169,18 @@ def _created(found: type) -> Recipe | Denied | None:
 
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that copy and save an object, and run code of its library on the content of a file."""
+"""Methods that run when an object is copied or saved, with content that comes from the file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules whose classes have such methods that only copy attributes."""
+"""Modules in whose classes these methods only copy attributes."""
 
 
 def _called(found: type) -> Recipe | None:
-    """Return the recipe for a call of an enum, which returns a member of it."""
+    """Return the recipe for a call of ``found`` if it is an enum, whose call returns a member; ``None`` otherwise."""
     return Recipe(make=lambda value: _member(found, value), kind=found) if issubclass(found, enum.Enum) else None
 
 
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""Classes of training that some models keep objects of."""
+"""Classes of training, of which some models hold objects."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
     *("torch.distributions", "transformers.core_model_loading"),
@@ -242,7 +243,7 @@ def _check_attributes(node: Built, graph: Graph) -> str:
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Refuse an optimizer whose groups of parameters are no lists: it visits them all when it takes its state."""
+    """Refuse an optimizer whose parameter groups are not plain lists: it walks through them when it takes its state."""
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
     held = [] if groups is None else _items_of(groups)
     known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
@@ -250,7 +251,7 @@ def _check_training(node: Built, graph: Graph) -> str:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """Return the items of a plain list; ``None`` if ``value`` is none."""
+    """Return the items of ``value``; ``None`` if it is not a plain list."""
     is_list = isinstance(value, Built) and value.how == "plain" and value.name == LIST
     return value.items if is_list else None
 
@@ -260,7 +261,7 @@ _KERNELS: Final = ("_use_kernels", "kernel_config")
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Refuse a hook that calls something that is no hook."""
+    """Refuse a hook that would call anything but a hook."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
@@ -270,12 +271,12 @@ def _check_hook(node: Built, graph: Graph) -> str:
 
 
 def module_recipe(found: type[nn.Module]) -> Recipe:
-    """Return the recipe for a module, which is created empty and given audited attributes."""
+    """Return the recipe for a module of the class ``found``, which is created empty and given audited attributes."""
     return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
 
 
 def check_module(node: Built, graph: Graph) -> str:
-    """Say why a module must not be made from its state; empty if it may."""
+    """Say why the module ``node`` must not be made from its state; empty if it may."""
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:
@@ -287,7 +288,7 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Say why a recurrent layer must not have its number of layers, to which it counts when it takes its state."""
+    """Refuse a recurrent layer with another number of layers than it has weights: it loops over that number."""
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
@@ -311,11 +312,14 @@ Check = Callable[[str, Any, Graph], str]
 
 
 def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
-    """Return a check of one of the dicts in which a module keeps its parts, whose entries must be as ``holds`` says."""
+    """Return a check of a dict in which a module keeps its parts, such as ``_modules``; ``holds`` checks each entry.
+
+    ``what``: the kind of part, for the reason.
+    """
 
     def check(name: str, value: Any, graph: Graph) -> str:
         is_dict = isinstance(value, Built) and str(value.callee) in ("builtins.dict", "collections.OrderedDict")
-        if not is_dict or value.items or value.given():
+        if not is_dict or value.items or value.argument_items():
             return f"has {name} that are none"
         pairs = value.entries
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
@@ -336,7 +340,7 @@ def _is_name(key: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether ``value`` stands for a tensor, as far as its name tells; :func:`check_made` looks again."""
+    """Return whether ``value`` is made by a function of tensors; :func:`check_made` checks the object itself later."""
     names = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Uninitialized")
     return isinstance(value, Built) and value.how == "called" and str(value.callee).startswith(names)
 
@@ -348,15 +352,15 @@ def _holds_tensor(key: Any, item: Any, graph: Graph) -> bool:
 
 
 def _only(*allowed: Any, reason: str) -> Check:
-    """Return a check that refuses all values but a few, for a ``reason``."""
-    return lambda name, value, _: "" if any(value is one for one in allowed) else f"has {name}, which {reason}"
+    """Return a check that refuses all values but those ``allowed``, for a ``reason``."""
+    return lambda name, value, _: "" if any(value is choice for choice in allowed) else f"has {name}, which {reason}"
 
 
 def _check_names(name: str, value: Any, graph: Graph) -> str:
-    given = value.given() if isinstance(value, Built) else ()
+    given = value.argument_items() if isinstance(value, Built) else ()
     parts = [part for part in (value, *given) if isinstance(part, Built | Tuple)]
     are_names = all(_is_name(item) for part in parts for item in part.items)
-    are_seen = not any(isinstance(part, Built) and part.given() for part in given)
+    are_seen = not any(isinstance(part, Built) and part.argument_items() for part in given)
     return "" if are_names and are_seen else f"has {name} that are none"
 
 
@@ -392,7 +396,7 @@ REGISTERS: Final[Mapping[str, Check]] = {
         _register("a flag", lambda key, item, graph: isinstance(key, int) and isinstance(item, bool)),
     ),
 }
-"""Attribute that every module has, or memopt gives it -> its check."""
+"""Attribute that every module has, or that memopt gives modules -> its check."""
 
 
 # ---------------------------------------------------------------------------------------------- made
@@ -401,7 +405,7 @@ _PARTS: Final = {"_parameters": Tensor, "_buffers": Tensor, "_modules": nn.Modul
 
 
 def check_made(module: nn.Module) -> None:
-    """Raise :class:`Broken` unless the registers of ``module``, which is made now, hold tensors and modules."""
+    """Raise :class:`Broken` unless the registers (``_parameters``, ``_modules``) of ``module`` hold the right types."""
     kind, attributes = type(module), vars(module)
     for register, holds in _PARTS.items():
         parts = attributes.get(register)
@@ -413,7 +417,7 @@ def check_made(module: nn.Module) -> None:
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:
-    """Raise :class:`Broken` if two of ``modules`` have a register in common."""
+    """Raise :class:`Broken` if two of ``modules`` share a register, so that a change to one would change the other."""
     owners: dict[int, nn.Module] = {}
     for module in modules:
         for register in REGISTERS:

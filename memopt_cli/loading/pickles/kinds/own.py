@@ -1,4 +1,4 @@
-"""The objects in memopt's own files: segments, lifted modules, scripts, and the few classes that go with them."""
+"""The kind of objects in memopt's own files: segments, lifted modules, scripts, and the few classes that they need."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
 class Own:
-    """A name of the runtime that is a part of the file format."""
+    """The kind of the runtime's names that are a part of the format of saved models."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is one of them; no kind claims other names of the runtime."""
+        """Return whether ``use`` is a use that saved models make of a runtime's name; no other kind claims these."""
         if use.name in (*RESTORE_SEGMENTS, RESTORE_LIFTED):
             return use.how == "called"
         if str(use.name) in _MODULES:
@@ -65,7 +65,9 @@ class Own:
             return Recipe(
                 make=restore,
                 role="module",
-                kind=lambda node, graph: graph.class_of(next(iter(node.given()), None)),  # the class that it had before
+                kind=lambda node, graph: graph.class_of(
+                    next(iter(node.argument_items()), None)
+                ),  # the class that the module had before
                 fill=fill,
                 check=_check_segment,
             )
@@ -84,7 +86,7 @@ class Own:
 
 
 def _fill_script(target: Any, state: Any) -> None:
-    """Check the archive in the state of a script, as a file of its own is checked, and give it to ``target``."""
+    """Check the TorchScript archive in ``state`` as a TorchScript file is checked, then give it to ``target``."""
     archive = state.get("archive") if isinstance(state, dict) else None
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise Broken("a script has no archive")
@@ -104,7 +106,7 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
 
 
 def check_segment(module: nn.Module) -> None:
-    """Raise :class:`Broken` for a segment that no plan could make; it has its state now."""
+    """Raise :class:`Broken` if ``module``, after it has its state, is a segment that no plan could have made."""
     try:
         check_installed(module)
     except ValueError as reason:
@@ -112,9 +114,9 @@ def check_segment(module: nn.Module) -> None:
 
 
 def _check_segment(node: Built, graph: Graph) -> str:
-    """Refuse a segment unless it is of a module's class, and given its state, or of a lifted module, which has one."""
+    """Refuse a segment that is made neither of a module's class and a state, nor of a lifted module."""
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
-    match node.given():
+    match node.argument_items():
         case (original, Built() as settings) if is_plain(settings):
             kind, entries = graph.class_of(original), plain_entries(node.state)
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
@@ -126,25 +128,25 @@ def _check_segment(node: Built, graph: Graph) -> str:
 
 
 def _is_plain(settings: Built) -> bool:
-    """Return whether ``settings`` has fields of a segment's configuration; making it checks their values."""
+    """Return whether ``settings`` has only fields of a segment's configuration, whose values are checked later."""
     entries = plain_entries(settings)
     return entries is not None and all(name in _CONFIG_FIELDS and _is_setting(value) for name, value in entries)
 
 
 def is_segment(value: Built) -> bool:
-    """Return whether ``value`` makes a module that is recomputed or packed, at some length at least."""
-    match value.callee, value.given():
+    """Return whether ``value`` makes a segment; in a plan by length, whether it is one in some range at least."""
+    match value.callee, value.argument_items():
         case callee, (_, Built() as settings) if callee == RESTORE_BY_LENGTH:
             configs = dict(plain_entries(settings) or ()).get("configs")
-            return not isinstance(configs, Tuple) or any(one is not None for one in configs.items)
+            return not isinstance(configs, Tuple) or any(config is not None for config in configs.items)
     return value.callee in RESTORE_SEGMENTS
 
 
 def _is_by_length(settings: Built) -> bool:
-    """Return whether ``settings`` has a configuration, or none, for each bound, and for the root its length."""
+    """Return whether ``settings`` are of a plan by length: ascending bounds, each with a configuration or none."""
     match dict(plain_entries(settings) or ()):
         case {"up_to": Tuple() as up_to, "configs": Tuple() as configs, "length": length, "path": path, **others}:
-            are_configs = all(one is None or (isinstance(one, Built) and _is_plain(one)) for one in configs.items)
+            are_configs = all(item is None or (isinstance(item, Built) and _is_plain(item)) for item in configs.items)
             ascend = all(type(bound) is int for bound in up_to.items) and list(up_to.items) == sorted(set(up_to.items))
             is_known = not others and isinstance(path, str) and _is_setting(path) and _is_length(length)
             return is_known and are_configs and ascend and 0 < len(up_to.items) == len(configs.items)
@@ -154,8 +156,8 @@ def _is_by_length(settings: Built) -> bool:
 def _is_length(value: Any) -> bool:
     if value is None:
         return True
-    found = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
-    return found.keys() == _LENGTH_FIELDS and all(map(_is_setting, found.values()))
+    entries = dict(plain_entries(value) or ()) if isinstance(value, Built) else {}
+    return entries.keys() == _LENGTH_FIELDS and all(map(_is_setting, entries.values()))
 
 
 def _is_setting(value: Any) -> bool:
@@ -165,8 +167,8 @@ def _is_setting(value: Any) -> bool:
 
 
 def _check_lifted(node: Built, graph: Graph) -> str:
-    """Refuse a lifted module without attributes of a module; that they suit its program is checked once it is made."""
-    match node.given():
+    """Refuse a lifted module whose state is not a module's; whether it suits the program is checked once it is made."""
+    match node.argument_items():
         case (Tuple(), Built() as state):
             entries = plain_entries(state)
             return (

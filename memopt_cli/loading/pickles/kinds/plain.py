@@ -1,6 +1,6 @@
-"""Containers and values of the standard library, which hold data and run nothing.
+"""The kind of containers and values of the standard library, which hold data and run nothing.
 
-A pickle makes them by calls; here their arguments are checked, and the object is made from them.
+A pickle makes such an object by a call.  Here the arguments are checked first, and then the call is made.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Characters of a path, of the name of a logger (Python makes a logger for each part of it), and of a pattern."""
+"""Most characters of a path, of a logger's name (Python makes a logger for each part of it), and of a pattern."""
 
 
-def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check of its arguments: of the types ``given`` only, and ``most`` of them."""
+def _checked(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
+    """Return ``make`` with a check that its arguments are of the types ``given``, and at most ``most``."""
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):
@@ -50,7 +50,7 @@ def _of(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Make bytes as protocol 2 does, which has none: it encodes a text with one character for each byte."""
+    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
     if encoding not in ("latin1", "latin-1"):
         raise Broken(f"bytes are encoded as {quoted(encoding)}")
     return text.encode("latin1")
@@ -62,7 +62,7 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
 
 def _check_defaultdict(node: Built, graph: Graph) -> str:
     """Refuse a defaultdict unless its factory is a plain type, or the user vouched for it."""
-    factory, *more = node.given() or (None,)
+    factory, *more = node.argument_items() or (None,)
     if more:
         return "is built from unexpected arguments"
     plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
@@ -81,7 +81,7 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
             raise Broken(f"a path has more than {_LONGEST} characters")
         return kind(*parts)
 
-    return _of(make, str)
+    return _checked(make, str)
 
 
 def _logger(name: str = "root") -> logging.Logger:
@@ -103,16 +103,16 @@ def _decimal(text: Any) -> decimal.Decimal:
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a maker of ``datetime`` and its like, from their bytes and a time zone."""
+    """Return a maker of ``datetime`` and related classes, which pickles make from bytes and a time zone."""
 
     def make(*arguments: Any) -> Any:
         return kind(*(_bytes(argument) if type(argument) is str else argument for argument in arguments))
 
-    return _of(make, bytes, str, int, datetime.timezone, type(None))
+    return _checked(make, bytes, str, int, datetime.timezone, type(None))
 
 
 def _set_random(generator: random.Random, state: Any) -> None:
-    """Set the state of ``generator``, unless it is another version's: Python would compute with any values in that."""
+    """Set the state of ``generator`` if it is of version 3; of older ones, Python computes with unchecked values."""
     match state:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
@@ -121,7 +121,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
 
 
 def _type_of(value: Any) -> type:
-    """Return the type of a singleton, which Python stores as ``type(None)``."""
+    """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
         raise Broken("it asks for the type of something")
     return type(value)
@@ -136,8 +136,8 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 
 def _check_partial(node: Built, graph: Graph) -> str:
-    """Refuse a partial unless its function only computes, and its state names the same function."""
-    given = node.given()
+    """Refuse a partial whose function may do more than compute, or whose state names another function."""
+    given = node.argument_items()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
         return "calls something that is not a function that only computes"
     match node.state:
@@ -153,7 +153,7 @@ def _check_partial(node: Built, graph: Graph) -> str:
 
 
 def _role_of_partial(node: Built, graph: Graph) -> Role:
-    given = node.given()
+    given = node.argument_items()
     return "trusted" if given and graph.role_of(given[0]) == "trusted" else "callable"
 
 
@@ -177,20 +177,20 @@ _OF_ITEMS: Final = (list, tuple)
 
 PLAIN: Final = Listed(
     called={
-        "builtins.list": Recipe(make=_of(list, *_OF_ITEMS, most=1), extend=list.extend),
-        "builtins.dict": Recipe(make=_of(dict, dict, most=1), set=operator.setitem),
-        "builtins.set": Recipe(make=_of(set, *_OF_ITEMS, most=1), extend=set.update),
-        "builtins.frozenset": Recipe(make=_of(frozenset, *_OF_ITEMS, most=1)),
-        "builtins.tuple": Recipe(make=_of(tuple, *_OF_ITEMS, most=1)),
-        "builtins.complex": Recipe(make=_of(complex, float, int, most=2)),
-        "builtins.slice": Recipe(make=_of(slice, int, type(None), most=3)),
-        "builtins.range": Recipe(make=_of(range, int, most=3)),
-        "builtins.bytes": Recipe(make=_of(_bytes, str, most=2)),
-        "builtins.bytearray": Recipe(make=_of(_bytearray, bytes, bytearray, str, most=2)),
+        "builtins.list": Recipe(make=_checked(list, *_OF_ITEMS, most=1), extend=list.extend),
+        "builtins.dict": Recipe(make=_checked(dict, dict, most=1), set=operator.setitem),
+        "builtins.set": Recipe(make=_checked(set, *_OF_ITEMS, most=1), extend=set.update),
+        "builtins.frozenset": Recipe(make=_checked(frozenset, *_OF_ITEMS, most=1)),
+        "builtins.tuple": Recipe(make=_checked(tuple, *_OF_ITEMS, most=1)),
+        "builtins.complex": Recipe(make=_checked(complex, float, int, most=2)),
+        "builtins.slice": Recipe(make=_checked(slice, int, type(None), most=3)),
+        "builtins.range": Recipe(make=_checked(range, int, most=3)),
+        "builtins.bytes": Recipe(make=_checked(_bytes, str, most=2)),
+        "builtins.bytearray": Recipe(make=_checked(_bytearray, bytes, bytearray, str, most=2)),
         "builtins.type": Recipe(make=_type_of, role="callable"),
-        "_codecs.encode": Recipe(make=_of(_bytes, str, most=2)),
+        "_codecs.encode": Recipe(make=_checked(_bytes, str, most=2)),
         "collections.OrderedDict": Recipe(
-            make=_of(collections.OrderedDict, *_OF_ITEMS, most=1),
+            make=_checked(collections.OrderedDict, *_OF_ITEMS, most=1),
             set=operator.setitem,
             fill=set_attributes,
             check=_attributes(
@@ -198,15 +198,17 @@ PLAIN: Final = Listed(
             ),  # set by ``state_dict`` and by ``typing``
         ),
         "collections.defaultdict": Recipe(make=collections.defaultdict, set=operator.setitem, check=_check_defaultdict),
-        "collections.Counter": Recipe(make=_of(collections.Counter, dict, most=1), set=operator.setitem),
+        "collections.Counter": Recipe(make=_checked(collections.Counter, dict, most=1), set=operator.setitem),
         "collections.deque": Recipe(make=_deque, extend=collections.deque.extend),
         "functools.partial": Recipe(
             make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
         ),
-        "types.SimpleNamespace": Recipe(make=_of(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED),
-        "random.Random": Recipe(make=_of(random.Random, most=0), fill=_set_random),
+        "types.SimpleNamespace": Recipe(
+            make=_checked(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED
+        ),
+        "random.Random": Recipe(make=_checked(random.Random, most=0), fill=_set_random),
         "re._compile": Recipe(make=_pattern),
-        "logging.getLogger": Recipe(make=_of(_logger, str, most=1)),
+        "logging.getLogger": Recipe(make=_checked(_logger, str, most=1)),
         **{
             f"{home}.{name}": Recipe(make=_path(kind))
             for home in ("pathlib", "pathlib._local")  # the second is Python 3.13's
@@ -221,13 +223,15 @@ PLAIN: Final = Listed(
         "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
         "datetime.date": Recipe(make=_moment(datetime.date)),
         "datetime.time": Recipe(make=_moment(datetime.time)),
-        "datetime.timedelta": Recipe(make=_of(datetime.timedelta, int, most=3)),
-        "datetime.timezone": Recipe(make=_of(datetime.timezone, datetime.timedelta, str, most=2)),
+        "datetime.timedelta": Recipe(make=_checked(datetime.timedelta, int, most=3)),
+        "datetime.timezone": Recipe(make=_checked(datetime.timezone, datetime.timedelta, str, most=2)),
     },
     created={
-        "argparse.Namespace": Recipe(make=_of(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED),
-        "builtins.object": Recipe(make=_of(object, most=0)),
-        "contextlib.nullcontext": Recipe(make=_of(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED),
+        "argparse.Namespace": Recipe(make=_checked(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED),
+        "builtins.object": Recipe(make=_checked(object, most=0)),
+        "contextlib.nullcontext": Recipe(
+            make=_checked(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED
+        ),
     },
     held={
         "builtins.Ellipsis": Recipe(make=lambda: ...),

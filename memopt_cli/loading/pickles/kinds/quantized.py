@@ -1,4 +1,4 @@
-"""The packed weights of quantized layers: objects of PyTorch's C++ classes."""
+"""The kind of packed weights of quantized layers, which are objects of PyTorch's C++ classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _make(*arguments: Any) -> Any:
 
 
 def _check(node: Built, graph: Graph) -> str:
-    """Refuse packed weights unless their state is a pair of a state that the class takes, and its name."""
+    """Refuse packed weights whose state is not a pair of a known class's name and a state that the class checks."""
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:
             return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"

@@ -1,7 +1,7 @@
-"""Tensors, and the dtypes, devices and layouts that describe them.
+"""The kinds of tensors and storages, and of the dtypes, devices and layouts that describe them.
 
-PyTorch's functions that rebuild a tensor trust their arguments, and are not called: a tensor is made here, after a
-check that its storage holds it.
+PyTorch's functions that rebuild a tensor trust their arguments, so they are not called.  Each has a function here that
+makes the same tensor, after a check that it lies inside its storage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memopt_cli.loading.pickles.making import TENSOR_SUBCLASS_REBUILD
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
 
-if TYPE_CHECKING:  # which imports this package
+if TYPE_CHECKING:  # ``storages`` imports this package
     from memopt_cli.loading.pickles.storages import Storages
 
 
@@ -49,11 +49,11 @@ NESTED: Final = Global("torch.storage", "_load_from_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A storage, found by its identity: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """The kind of storages; a pickle names one as ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
 
     storages: Storages
     nested: Callable[[bytes], tuple[Any, Storages]]
-    """Reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
+    """Function that reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` is a storage beside the pickle, or inside it."""
@@ -89,7 +89,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
-    """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than that."""
+    """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than the storage."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise Broken("a tensor is made of no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
@@ -141,7 +141,7 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 
 
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
-    """Make a tensor that was on a device whose storages PyTorch saves as tensors or arrays."""
+    """Make on the CPU a tensor that was on a device, such as XLA, for which PyTorch saves a CPU tensor or an array."""
     made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
     if made.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
         raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
@@ -154,7 +154,7 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
         raise Broken("a sparse tensor is built from unexpected arguments")
-    # The indices are checked once, here.  They are copied, so that no other tensor of the file can change them later.
+    # The indices are checked once, here, and copied: another tensor on the same storage could change them later.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
         indices = indices.clone()
@@ -163,7 +163,7 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
-        raise Broken("a sparse tensor has blocks of no size")  # kernels divide by it
+        raise Broken("a sparse tensor has blocks of no size")  # kernels would divide by 0
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
@@ -191,9 +191,9 @@ def _quantized_tensor(
 def _quantized_by_channel(
     sizes: tuple[int, ...], scales: Tensor, zeros: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
-    """Make a tensor that is quantized by channels.
+    """Make a tensor that is quantized by channel.
 
-    One of embeddings has zero points that are not whole numbers, and one for each row, since it is packed by rows.
+    Embeddings are packed by rows: they have a scale for each row, and zero points that are not whole numbers.
     """
     is_of_rows = zeros.is_floating_point()
     if not 0 <= axis < len(sizes) or any(given.shape != (sizes[axis],) for given in (scales, zeros)):
@@ -222,7 +222,7 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
 
 
 def _check_state_of_parameter(node: Built, graph: Graph) -> str:
-    return _check_attributes(node.given()[3:], graph)
+    return _check_attributes(node.argument_items()[3:], graph)
 
 
 def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
@@ -246,7 +246,7 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
 
 
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """Make a tensor with attributes, or of the class ``kind``, from the tensor that ``function`` makes."""
+    """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise Broken("a tensor is made by something else")
     made = _MAKERS[function](*arguments)
@@ -257,7 +257,7 @@ def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Te
 
 
 def _check_subclass(node: Built, graph: Graph) -> str:
-    match node.given():
+    match node.argument_items():
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)
             if own is None or not issubclass(own, Tensor):
@@ -307,9 +307,9 @@ def _itself(value: Any) -> Any:
 
 
 def _constants() -> dict[str, Recipe]:
-    """Return the recipes for names that are held; functions and classes of storages are held as their names."""
-    dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
-    schemes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.qscheme)}
+    """Return the recipes for names held as values; functions and storage classes are held as texts, never called."""
+    dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    schemes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.qscheme)}
     formats = {
         f"torch._utils.torch.{name}": getattr(torch, name)
         for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")

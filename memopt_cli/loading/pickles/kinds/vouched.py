@@ -1,4 +1,4 @@
-"""Objects that the user vouched for: by packages, single names, and code of their own."""
+"""The kind of objects that the user vouched for by a flag: a package, a single name, or code of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memopt_cli.records import Trust
 
 _SCRIPT: Final = "YOUR_SCRIPT.py"
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Files of this folder that are searched for the definition of a class, and bytes of one, at most."""
+"""Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
 """A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
 Parsing a source would take seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
@@ -41,10 +41,11 @@ Definition = Literal["class", "def", ""]
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """An object of a vouched package, script or name.
+    """The kind of objects of a package, script or name that the user vouched for.
 
-    Trust in a package covers its classes, and its functions as values; a function that the file calls must be named by
-    itself.  A module is audited as any other: its class is trusted, but its attributes come from the file.
+    Trust in a package covers its classes, and its functions as values.  A function that the file calls must be named
+    by itself, since its arguments come from the file.  A module is audited as any other: its class is trusted, but its
+    attributes come from the file.
     """
 
     trust: Trust
@@ -63,7 +64,7 @@ class Vouched:
         return str(name) in self.trust.globals or name.package in packages or self.code.defines(name.module)
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for ``use``, or say what else the user would have to allow."""
+        """Return the recipe for ``use``, or the reason why the user's flags are not enough."""
         own = self.code.defines(use.name.module)
         if use.name.module == "__main__" and not own:
             return needs_script(use.name)
@@ -97,9 +98,9 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Refuse ``wanted``, a name of ``__main__``, and suggest the script of this folder that defines it; none is run."""
-    found = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
-    source = found[0] if len(found) == 1 else Path(_SCRIPT)
+    """Refuse ``wanted``, a name of ``__main__``, and suggest the script in this folder whose source defines it."""
+    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
+    source = sources[0] if len(sources) == 1 else Path(_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
     if source.name != script:
         exported = f"jupyter nbconvert --to script {shlex.quote(source.name)}"
@@ -114,7 +115,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return how the source at ``path`` defines ``wanted``, empty if it does not; it is read, not imported."""
+    """Return how the source at ``path`` defines ``wanted``, empty if it does not; the source is not imported."""
     try:
         state = path.stat()
         return _definitions(path, state.st_mtime_ns, state.st_size).get(wanted.name.partition(".")[0], "")
@@ -124,11 +125,11 @@ def defined_as(path: Path, wanted: Global) -> Definition:
 
 @functools.lru_cache(maxsize=2 * _MOST_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
-    """Return the definitions in the source at ``path``, read once for all names that a file uses."""
+    """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
     if size > _LONGEST_SCRIPT or not path.is_file():
         return {}
-    found = _DEFINITION.findall(path.read_bytes())
-    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in found}
+    definitions = _DEFINITION.findall(path.read_bytes())
+    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in definitions}
 
 
 def _extend(target: Any, items: list[Any]) -> None:
