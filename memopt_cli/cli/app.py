@@ -160,7 +160,7 @@ def _retyped(failure: MemoptError, command: str) -> str:
         case UnsafeFileError(trusted_with=str(flags)) if flags:
             return f"You trusted this file before, and it is unchanged. To do so again: {command} {flags}"
         case OutputExistsError():
-            return f"To replace it: {command} --force"
+            return f"To replace it: {command} `--force`"
     return ""
 
 
