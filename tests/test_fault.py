@@ -143,7 +143,7 @@ IN_A_SUBPROCESS = [
 ]
 
 AN_ANSWER = "an answer of a subprocess"
-LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.files.write._fill"
+LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.text.writing._fill"
 CTRL_C = [
     # command, in which stage, just after what
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),
