@@ -138,7 +138,11 @@ IN_A_STEP = [
         ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 8x3x32x32"],
     ),
     ("optimize good.pt -i x:2x3", 3, ["x", "such as -i 8x3x32x32"]),
-    ("optimize faulty:Raises -i 2x3", 3, ["the model itself (Raises) rejected its input 2x3", "own complaint"]),
+    (
+        "optimize faulty:Raises -i 2x3",
+        3,
+        ["forward of Raises raised ValueError: the model's own", "faulty.py, line 66)"],
+    ),
     ("optimize faulty:Detached -i 2x3", 3, ["nothing to differentiate", "--loss"]),
     ("profile faulty:ReadsAParameter -i 2x3 --fake", 3, ["ReadsAParameter() failed", "leave --fake out"]),
     ("optimize faulty:NotANumber -i 2x3", 3, ["NaN", "values"]),

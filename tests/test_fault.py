@@ -129,7 +129,7 @@ IN_A_SUBPROCESS = [
     ("closes its pipe", "optimize faulty:ClosesItsPipe -i 2x3", 3, ["closed its pipe without an answer"]),
     ("sleeps for ever", "optimize faulty:Sleeps -i 2x3 --timeout 4", 3, ["time limit of 4 s", "--timeout"]),
     ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller batch"]),
-    ("raises", "optimize faulty:Raises -i 2x3", 3, ["rejected its input", "the model's own complaint"]),
+    ("raises", "optimize faulty:Raises -i 2x3", 3, ["forward of Raises raised ValueError: the model's own complaint"]),
     ("is killed", "baseline faulty:Killed -i 2x3", 3, ["the profiling subprocess was killed", "memory"]),
     ("runs out of memory", "check faulty:Starves --baseline Starves.json", 3, ["out of memory", "smaller inputs"]),
     (
@@ -143,7 +143,7 @@ IN_A_SUBPROCESS = [
 ]
 
 AN_ANSWER = "an answer of a subprocess"
-LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.files.write._fill"
+LOADED, FILLED = "memopt_cli.pipeline.prepare.open_model", "memopt_cli.text.writing._fill"
 CTRL_C = [
     # command, in which stage, just after what
     ("optimize good.pt -i 8x6 --level 4", "loading", LOADED),

@@ -34,7 +34,6 @@ from memopt_cli.api.arguments import (
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
 from memopt_cli.files.contents import the_plan
-from memopt_cli.files.write import check_targets
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
@@ -70,6 +69,7 @@ from memopt_cli.records.progress import logged
 from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
+from memopt_cli.text.writing import check_targets
 from memopt_cli.training.apply import apply_plan, plan_of, taken_off
 
 

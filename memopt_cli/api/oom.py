@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from memopt_cli.api.arguments import path_given
-from memopt_cli.files.write import content, write_all
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.writing import content, write_all
 from memopt_cli.training.step import is_out_of_memory
 
 

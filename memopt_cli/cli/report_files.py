@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt_cli.files.write import Fill, check_targets, content, write_all
+from memopt_cli.files.outputs import check_outputs
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html import require_plotly
 from memopt_cli.report.snapshot import snapshot_bytes
 from memopt_cli.text.spelling import on_command_line
+from memopt_cli.text.writing import Fill, content, write_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class ReportFiles:
     def check(self, model: str) -> None:
         """Raise now what :meth:`write` would raise after minutes of work.  ``model``: a file not to be replaced."""
         paths = [Path(path) for path in (self.html, self.snapshot) if path is not None]
-        check_targets(paths, force=self.force, model=model)
+        check_outputs(paths, model, force=self.force)
         if self.html is not None:
             require_plotly()
 

@@ -7,8 +7,8 @@ A file may have come with a stranger's model, so everything that is read is chec
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,21 +23,21 @@ from memopt_cli.records import (
     BatchProbe,
     FastestTraining,
     FileHeader,
-    Layout,
     Measurement,
     MemOptSummary,
     Plan,
     PredictedStep,
     ReplicaAdvice,
     SearchOptions,
-    SegmentPlan,
     ShorterStep,
     ShownFrontier,
     StepMemory,
     from_data,
     refuse_unknown,
     to_data,
+    to_short_data,
 )
+from memopt_cli.records.plan_file import PARALLEL, PREDICTED, TURNS_OFF, header_data
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import (
     MOST_BYTES,
@@ -54,39 +54,6 @@ from memopt_cli.text.spelling import on_command_line
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     """Return the content of ``*.summary.json``: the keys of ``header``, then ``summary``."""
     return on_command_line(json_text({**to_data(header), "summary": to_data(summary)})).encode()
-
-
-def plan_yaml(
-    header: FileHeader,
-    plan: Plan,
-    level: int,
-    predicted: PredictedStep | None = None,
-    layout: Layout | None = None,
-    turns_off: Sequence[str] = (),
-) -> bytes:
-    """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of the search, and ``plan``.
-
-    For people, the file also has the estimate for another device (``predicted``), the ``layout`` of the ranks that the
-    plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
-    Applying the plan needs none of these.
-    """
-    described = {"level": level, **_without_defaults(plan)}
-    if plan.ranges:
-        described["ranges"] = [{**_without_defaults(part), **_segments(part.segments)} for part in plan.ranges]
-    else:
-        described["segments"] = [_segment_data(segment) for segment in plan.segments]
-    more = {_PREDICTED: predicted, _PARALLEL: layout}
-    more = {name: to_data(value) for name, value in more.items() if value is not None}
-    off = {_TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**_header_data(header), **off, **described, **more}).encode()
-
-
-def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
-    return {"segments": [_segment_data(segment) for segment in segments]} if segments else {}
-
-
-def _segment_data(segment: SegmentPlan) -> dict[str, Any]:
-    return {"path": segment.path, **_without_defaults(segment)}
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
@@ -128,8 +95,8 @@ def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
 
     Raises :class:`UsageError`.
     """
-    data = _plan_data(path).get(_PREDICTED)
-    return None if data is None else from_data(PredictedStep, data, where=f"{path}.{_PREDICTED}")
+    data = _plan_data(path).get(PREDICTED)
+    return None if data is None else from_data(PredictedStep, data, where=f"{path}.{PREDICTED}")
 
 
 def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -141,12 +108,11 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), _PREDICTED, _PARALLEL, _TURNS_OFF]
+    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
     refuse_unknown(data, known, str(path))
     return data
 
 
-_PREDICTED, _PARALLEL, _TURNS_OFF = "predicted", "parallel", "turns_off"
 _PLAN = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
@@ -352,9 +318,7 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
 
 def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
     """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` says why."""
-    return yaml_text(
-        {**_header_data(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}
-    ).encode()
+    return yaml_text({**header_data(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
 
 
 def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
@@ -383,7 +347,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
         "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
-        "probes": _without_defaults(advice.probes),
+        "probes": to_short_data(advice.probes),
     }
 
 
@@ -415,23 +379,5 @@ def replicas_data(advice: ReplicaAdvice) -> dict[str, Any]:
         "replicas": advice.fastest,
         "route": route,
         "replicas_limited_by": on_command_line(advice.limited_by),
-        "replica_probes": _without_defaults(advice.probes),
-    }
-
-
-def _header_data(header: FileHeader) -> dict[str, Any]:
-    return {**to_data(header), "spec": _without_defaults(header.spec)}
-
-
-def _without_defaults(record: Any) -> Any:
-    """Convert ``record`` like :func:`to_data`, but leave out fields with their default, for files that people read."""
-    if isinstance(record, list | tuple):
-        return [_without_defaults(item) for item in record]
-    if not is_dataclass(record):
-        return to_data(record)
-    values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
-    return {
-        name: _without_defaults(value)
-        for name, (value, f) in values.items()
-        if value != (f.default if f.default_factory is MISSING else f.default_factory())
+        "replica_probes": to_short_data(advice.probes),
     }

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.files.write import content, write_all
 from memopt_cli.records import Trust, from_data, to_data
 from memopt_cli.text.documents import json_text, read_bytes, read_json
+from memopt_cli.text.writing import content, write_all
 
 _MOST_BYTES = 1 << 16  # of a remembered trust
 _FOR_OTHERS = 0o022

@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, StepError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
+from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
@@ -30,7 +31,8 @@ from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_d
 from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
-from memopt_cli.training.step import FORWARD_HINT, is_out_of_memory
+from memopt_cli.training.module_calls import InputsRejected
+from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.wrappers import uncompiled
 
 Answer = TypeVar("Answer")
@@ -76,9 +78,12 @@ class Worker:
             compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
             with self.bench.cleared(), compiled:
                 return answer(self.bench, job)
-        except StepError as error:
-            if error.hint == FORWARD_HINT and self._subject.spec.is_guess:
-                error.hint = f"The inputs were {self._subject.spec.source}. {FORWARD_HINT}"
+        except InputsRejected as error:
+            spec, location = self._subject.spec, self._subject.source.location
+            if spec.is_guess:
+                error.hint = f"The inputs were {spec.source}. {error.hint}"
+            elif is_pretrained(location):
+                error.hint = f"Leave `-i` out: the inputs are then taken from the configuration in {location}."
             raise
 
     def close(self) -> None:

@@ -191,3 +191,4 @@ from memopt_cli.records.verification import Verification as Verification
 from memopt_cli.records.wire import from_data as from_data
 from memopt_cli.records.wire import refuse_unknown as refuse_unknown
 from memopt_cli.records.wire import to_data as to_data
+from memopt_cli.records.wire import to_short_data as to_short_data

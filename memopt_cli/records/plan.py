@@ -5,11 +5,14 @@ The fields of these classes are the keys of ``*.plan.yaml`` files.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Final, Literal
 
 from memopt_cli.errors import UsageError
+from memopt_cli.text.spelling import said_in_python
 
 MOST_RANGES = 100
 """Most ranges of a plan by length, each of which is measured by itself."""
@@ -242,6 +245,17 @@ class Plan:
     def eager(self) -> Plan:
         """The plan without compiling."""
         return replace(self, compile=None)
+
+    @said_in_python()
+    def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
+
+        ``force``: replace a file that is there.  Raises :class:`UsageError` for one that may not be replaced, and
+        :class:`WriteError` for a folder or a disk that cannot be written to.
+        """
+        from memopt_cli.records.plan_file import save_plan  # which imports this file
+
+        save_plan(self, Path(output), force=force)
 
     def required_eager(self, what: str) -> Plan:
         """Return the plan.  Raises :class:`UsageError`, which ends in ``what``, if the plan compiles the model."""

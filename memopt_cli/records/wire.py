@@ -43,6 +43,20 @@ def to_data(value: Any) -> Any:
     return value
 
 
+def to_short_data(record: Any) -> Any:
+    """Convert ``record`` like :func:`to_data`, without fields that have their default, for files that people read."""
+    if isinstance(record, list | tuple):
+        return [to_short_data(item) for item in record]
+    if not is_dataclass(record):
+        return to_data(record)
+    values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
+    return {
+        name: to_short_data(value)
+        for name, (value, f) in values.items()
+        if value != (f.default if f.default_factory is MISSING else f.default_factory())
+    }
+
+
 def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
     """Read ``data`` as a record of class ``cls``, the inverse of :func:`to_data`.
 

@@ -6,14 +6,17 @@ When forward fails, the innermost module still running is the one to name, with 
 from __future__ import annotations
 
 import contextlib
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from memopt_cli.errors import first_line
+from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
@@ -83,18 +86,72 @@ def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
         yield stack
 
 
-def rejection(error: BaseException, stack: list[WatchedCall], model: nn.Module) -> str:
-    """Return a message on which module of ``stack`` raised ``error``, on which input, and what it takes."""
+class InputsRejected(StepError):
+    """A forward that failed on what it was given: a shape, a dtype, or an argument."""
+
+
+def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module) -> StepError:
+    """Return what to raise for ``error`` of the forward of ``model``; it came from ``stack``, outermost first.
+
+    It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
+    ``raise`` in the user's code, is told as what it is, with the line that raised it.
+    """
+    about_inputs = bool(_OF_INPUTS.search(str(error))) or (stack and _is_of_torch(type(stack[-1].module).__module__))
+    if not about_inputs:
+        return StepError(
+            f"{_forward_of(stack, model)} raised {first_line(error)}{raised_at(error)}",
+            hint="The same error appears when the model is called with these inputs in plain Python.",
+        )
     if not stack:
-        return f"the model rejected its inputs: {first_line(error)}"
+        return InputsRejected(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
     last = stack[-1]
-    kind = type(last.module).__name__
-    # The module's own name: ``last.path`` goes through a run of layers, if it is in one.
-    path = next((path for path, module in model.named_modules() if module is last.module), last.path)
+    path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    return (
-        f"{where} rejected its input {_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
-    )
+    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
+    return InputsRejected(f"{where} rejected its input {given}", hint=_accepted_hint(stack[0].inputs))
+
+
+def _accepted_hint(given: Any) -> str:
+    """Return the hint for a model that rejected the inputs ``given``, with an example that these are not."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(given)]
+    example = "16x3x64x64" if (8, 3, 32, 32) in shapes else "8x3x32x32"
+    return f"Give inputs that the model accepts, one for each argument of forward, such as `-i {example}`."
+
+
+_OF_INPUTS: Final = re.compile(
+    r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
+)
+"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
+
+
+def _own_path(call: WatchedCall, model: nn.Module) -> str:
+    """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
+    return next((path for path, module in model.named_modules() if module is call.module), call.path)
+
+
+def _forward_of(stack: list[WatchedCall], model: nn.Module) -> str:
+    if not stack:
+        return f"forward of {type(model).__name__}"
+    path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
+    return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of ``error`` that is outside of torch and memopt: `` (net.py, line 8)``."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    return f" ({frame.f_code.co_filename}, line {line})"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return _is_of_torch(name) or name.partition(".")[0] == "memopt_cli"
+
+
+def _is_of_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
 
 
 def _expected(module: nn.Module, inputs: Any) -> str:

@@ -24,7 +24,7 @@ from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.training.module_calls import rejection, watched_modules
+from memopt_cli.training.module_calls import failed_forward, raised_at, watched_modules
 from memopt_cli.training.optimizers import closure_refusal
 from memopt_cli.training.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
 from memopt_cli.training.user_step import StepModels
@@ -130,8 +130,9 @@ class OwnStep(Step):
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                reason = rejection(error, watched, self.model) if watched else f"the step failed: {first_line(error)}"
-                raise StepError(reason, hint=_HINT) from error
+                if watched:
+                    raise failed_forward(error, watched, self.model) from error
+                raise StepError(f"the step failed: {first_line(error)}{raised_at(error)}", hint=_HINT) from error
         check_finite(output, "what the step returned")
         if self.is_settled():  # otherwise a scaler skips updates with gradients that are not finite
             for name, parameter in self.models.named_parameters():

@@ -24,7 +24,7 @@ from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, is_started, unseen
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.training.module_calls import rejection, watched_modules
+from memopt_cli.training.module_calls import failed_forward, watched_modules
 from memopt_cli.training.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.training.wrappers import unwrapped
 
@@ -165,10 +165,10 @@ class Step:
     def checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError` that names the module that rejected its input, or tells that only backward fails.  An
+        Raises :class:`StepError` that names the module whose forward failed, or tells that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
-        with _rejection_named(self.model):
+        with _failure_named(self.model):
             output = self.forward()
         check_finite(output)
         loss = functools.partial(_loss_of, loss=self.loss) if self.loss else None
@@ -328,20 +328,16 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
             )
 
 
-FORWARD_HINT = "Give inputs that the model accepts, one for each argument of forward, such as `-i 8x3x32x32`."
-"""Hint for a forward that fails."""
-
-
 @contextlib.contextmanager
-def _rejection_named(model: nn.Module) -> Iterator[None]:
-    """Turn a failure of a forward in the block into a :class:`StepError` that names the rejecting module."""
+def _failure_named(model: nn.Module) -> Iterator[None]:
+    """Turn a failure of a forward in the block into a :class:`StepError` that names its module."""
     with watched_modules(model) as watched:
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise StepError(rejection(error, watched, model), hint=FORWARD_HINT) from error
+            raise failed_forward(error, watched, model) from error
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:

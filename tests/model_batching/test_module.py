@@ -20,7 +20,6 @@ from torch.testing import assert_close
 import memopt_cli
 from memopt_cli import apply_plan
 from memopt_cli.errors import UsageError
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.model_batching import (
     AbstractBatchModule,
     BatchModule,
@@ -38,6 +37,7 @@ from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.pipeline.plans.application import apply
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
 from memopt_cli.spikingjelly import memory_optimization
 from memopt_cli.trace import count

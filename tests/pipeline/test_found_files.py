@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.files.contents import plan_yaml, read_measured
+from memopt_cli.files.contents import read_measured
 from memopt_cli.inputs.spec_text import check_spec
 from memopt_cli.records import InputSpec, Plan, TensorSpec, to_data
+from memopt_cli.records.plan_file import plan_yaml
 from tests.zoo.records import a_header
 
 Memopt = Any

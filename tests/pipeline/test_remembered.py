@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.pipeline.prepare import remembered_inputs
 from memopt_cli.records import GUESS, SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec, to_data
+from memopt_cli.records.plan_file import plan_yaml
 
 Memopt = Callable[..., Any]
 BESIDE = "net.memopt.plan.yaml"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.errors import PlanError, UsageError
-from memopt_cli.files.contents import plan_yaml, read_plan
+from memopt_cli.files.contents import read_plan
 from memopt_cli.loading import read_file
 from memopt_cli.loading.description import describe
 from memopt_cli.records import (
@@ -28,6 +28,7 @@ from memopt_cli.records import (
     SegmentPlan,
     TensorSpec,
 )
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import is_recomputing
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from tests.zoo.models import Parts

@@ -12,8 +12,8 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import PlanError, VerificationError
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, taken_off
 from tests.zoo.models import Parts

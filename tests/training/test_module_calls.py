@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn, ones
 
-from memopt_cli.training.module_calls import watched_modules
+from memopt_cli.errors import StepError
+from memopt_cli.training.module_calls import InputsRejected, failed_forward, watched_modules
 from tests.zoo.models import Parts
 
 
@@ -29,3 +30,40 @@ def test_an_exception_that_was_caught_is_not_where_the_next_comes_from() -> None
     with watched_modules(model) as stack, pytest.raises(LookupError):
         model(ones(2, 4))
     assert [call.path for call in stack] == ["", "0"]
+
+
+class Complains(nn.Module):
+    def __init__(self, complaint: Exception) -> None:
+        super().__init__()
+        self.complaint = complaint
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.complaint
+
+
+def error_of(model: nn.Module, x: Tensor) -> StepError:
+    with watched_modules(model) as stack, pytest.raises(Exception, match=r"\w") as caught:
+        model(x)
+    return failed_forward(caught.value, stack, model)
+
+
+def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:
+    error = error_of(nn.Sequential(Complains(ValueError("oops"))), ones(2, 3))
+    assert not isinstance(error, InputsRejected)
+    assert error.message.startswith("forward of module '0' (Complains) raised ValueError: oops (")
+    line = Complains.forward.__code__.co_firstlineno + 1
+    assert error.message.endswith(f"{__file__}, line {line})")
+    assert "`-i" not in error.hint
+
+
+@pytest.mark.parametrize("complaint", ["wrong input shape", "missing 1 required positional argument: 'y'"])
+def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -> None:
+    error = error_of(Complains(TypeError(complaint)), ones(2, 3))
+    assert isinstance(error, InputsRejected)
+    assert error.message == f"the model itself (Complains) rejected its input 2x3@float32: TypeError: {complaint}"
+
+
+def test_the_inputs_that_were_rejected_are_not_the_example() -> None:
+    shapes = (2, 3), (8, 3, 32, 32)
+    hints = [error_of(nn.Linear(5, 5), ones(*shape)).hint for shape in shapes]
+    assert ["8x3x32x32" in hint for hint in hints] == [True, False]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.measure.jobs import Measured
 from memopt_cli.records import (
     Breakdown,
@@ -25,6 +24,7 @@ from memopt_cli.records import (
     from_data,
 )
 from memopt_cli.records.header import SCHEMA_VERSION
+from memopt_cli.records.plan_file import plan_yaml
 
 MIB = 2**20
 

@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, VerificationError
-from memopt_cli.files.contents import fastest_data, plan_yaml
-from memopt_cli.files.write import check_targets, content, left_alone, pair_paths, write_all
+from memopt_cli.files.contents import fastest_data
+from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out
@@ -47,6 +47,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.pair_search import PairSearch
@@ -55,6 +56,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.questions import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
+from memopt_cli.text.writing import check_targets, content, left_alone, write_all
 
 _RUNS = 8
 """The number of runs at most, including those of the original."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
-from memopt_cli.files.write import Fill, check_targets, content, output_paths, write_all
+from memopt_cli.files.outputs import check_outputs, output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
@@ -46,6 +46,7 @@ from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_o
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_copies
+from memopt_cli.text.writing import Fill, content, write_all
 
 
 def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> BatchRecommendation:
@@ -56,7 +57,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
-        check_targets([Path(request.output)], force=request.force, model=request.source.location)
+        check_outputs([Path(request.output)], request.source.location, force=request.force)
     opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model

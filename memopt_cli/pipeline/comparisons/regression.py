@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.files.contents import baseline_json, read_measured, read_plan
-from memopt_cli.files.write import check_targets, content, write_all
+from memopt_cli.files.outputs import check_outputs
 from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
@@ -43,11 +43,12 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.text.writing import content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
-    check_targets([Path(request.output)], force=request.force, model=request.source.location)
+    check_outputs([Path(request.output)], request.source.location, force=request.force)
     opening = opening_of(request, request.settings, layout=request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
     return record_prepared(request, prepared)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memopt_cli.errors import MemoptError, RankLostError, UsageError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.files.write import check_targets, content, write_all
+from memopt_cli.files.outputs import check_outputs
 from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
@@ -29,6 +29,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.documents import json_text
 from memopt_cli.text.spelling import on_command_line
+from memopt_cli.text.writing import content, write_all
 
 
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
@@ -38,7 +39,7 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     another is gone.
     """
     started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
-    check_targets(targets, force=request.force, model=request.source.location)
+    check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     plan.required_eager("ranks are measured without a compiler")
     settings = replace(request.settings, device=_device(request))

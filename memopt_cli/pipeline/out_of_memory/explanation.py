@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
-from memopt_cli.files.write import output_paths
+from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import VerificationError
 from memopt_cli.files.contents import read_plan, read_prediction
-from memopt_cli.files.write import check_targets, output_paths, write_all
+from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
@@ -24,6 +24,7 @@ from memopt_cli.pipeline.prepare import (
 from memopt_cli.pipeline.verification import verified
 from memopt_cli.records import CHANGES_NOTHING, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.text.writing import check_targets, write_all
 
 
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:

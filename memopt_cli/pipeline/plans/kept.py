@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.errors import Interrupted, MemoptError, Terminated
-from memopt_cli.files.contents import plan_yaml, recommended_data, summary_json
-from memopt_cli.files.write import Fill, OutputPaths, content, left_alone, write_all
+from memopt_cli.files.contents import recommended_data, summary_json
+from memopt_cli.files.outputs import OutputPaths
 from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
@@ -30,6 +30,8 @@ from memopt_cli.records import (
     RecordedSteps,
     Trust,
 )
+from memopt_cli.records.plan_file import plan_yaml
+from memopt_cli.text.writing import Fill, content, left_alone, write_all
 
 
 @dataclass(slots=True, kw_only=True)

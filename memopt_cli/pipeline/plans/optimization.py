@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
-from memopt_cli.files.write import check_targets, output_paths
+from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
 from memopt_cli.pipeline.batches.batch_probes import check_varied
@@ -44,6 +44,7 @@ from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import exact_bytes
+from memopt_cli.text.writing import check_targets
 
 _FEW = 0.03
 """Share of the original's step that a plan within a budget may add so that a longer search for a faster one is not

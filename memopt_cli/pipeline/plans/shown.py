@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.files.contents import frontier_json, read_frontier
-from memopt_cli.files.write import check_targets, content, output_paths, write_all
+from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import check_pick
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
@@ -30,6 +30,7 @@ from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.units import format_bytes
+from memopt_cli.text.writing import check_targets, content, write_all
 
 _AGAIN = "Run `--frontier` for this step, and pick one of its plans."
 _SHOWN_DIGITS = 12

@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.errors import BaselineError
-from memopt_cli.files.contents import plan_yaml, read_measured
+from memopt_cli.files.contents import read_measured
 from memopt_cli.inputs.spec_text import parse_limit, parse_tensor
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
@@ -40,6 +40,7 @@ from memopt_cli.records import (
     StepSettings,
     Trust,
 )
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.comparison import reasons
 from memopt_cli.report.text import TextReport

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.files.contents import plan_yaml, read_plan, read_prediction
+from memopt_cli.files.contents import read_plan, read_prediction
 from memopt_cli.measure.jobs import Measured, Subject
 from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, unlike
 from memopt_cli.records import (
@@ -31,6 +31,7 @@ from memopt_cli.records import (
     StepSettings,
     TensorSpec,
 )
+from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.text import TextReport
 from tests.zoo.records import a_header, answered, measured

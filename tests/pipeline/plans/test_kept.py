@@ -15,13 +15,13 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import MeasurementError, UnsafeFileError
-from memopt_cli.files.write import write_all
 from memopt_cli.measure import model_file
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans import kept
 from memopt_cli.records import Crashed, ModelSource, Plan, Trust
+from memopt_cli.text.writing import write_all
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

@@ -1,123 +1,31 @@
-"""Naming the files that memopt writes, and writing them: all files of a command, or none."""
+"""Writing of files: all files of a command, or none."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from memopt_cli.errors import OutputExistsError, UsageError, WriteError
-from memopt_cli.inputs.spec_text import file_of
 
 Fill = Callable[[BinaryIO], object]
-"""A function that writes the content of one file to an open binary file."""
-
-
-# ---------------------------------------------------------------------------------------------- names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputPaths:
-    """Paths of the four files of one optimization."""
-
-    model: Path
-    plan_only: bool = False
-    """Whether the model is not written; the other files are named as if it were."""
-
-    @property
-    def summary(self) -> Path:
-        """Path of the summary: ``model.memopt.summary.json``."""
-        return self.model.with_name(f"{self.model.stem}.summary.json")
-
-    @property
-    def plan(self) -> Path:
-        """Path of the plan: ``model.memopt.plan.yaml``."""
-        return self.model.with_name(f"{self.model.stem}.plan.yaml")
-
-    @property
-    def batch(self) -> Path:
-        """Path of the batch configuration: ``model.memopt.batch.yaml``."""
-        return self.model.with_name(f"{self.model.stem}.batch.yaml")
-
-    @property
-    def frontier(self) -> Path:
-        """Path of the plans that ``--frontier`` showed: ``model.memopt.frontier.json``."""
-        return self.model.with_name(f"{self.model.stem}.frontier.json")
-
-    def all(self) -> tuple[Path, ...]:
-        """Return the paths that are written, the model's first."""
-        beside = self.summary, self.plan, self.batch
-        return beside if self.plan_only else (self.model, *beside)
-
-    def free(self) -> OutputPaths:
-        """Return these paths or, if one is taken, the first free ones with a number: ``model.memopt-2.pt``."""
-        numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
-        candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
-        return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
-
-
-def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
-    """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
-
-    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises what :func:`output_paths` does.
-    """
-    paths = output_paths(location, output)
-    if output is None:
-        return paths.batch, paths.plan
-    batch = Path(output)
-    return batch, batch.with_name(f"{batch.name.removesuffix(batch.suffix).removesuffix('.batch')}.plan.yaml")
-
-
-def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
-    """Return the paths for an optimization of the model at ``location``.
-
-    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:callable`` gives ``module.memopt.pt`` in the
-    working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
-    :class:`UsageError` if ``output`` names no file, or that of the original model.
-    """
-    file = file_of(location)
-    model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
-    if not model.name:
-        raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
-    _require_other(file, model)
-    return OutputPaths(model=model, plan_only=plan_only)
-
-
-def _require_other(file: str, path: Path) -> None:
-    """Raise :class:`UsageError` if ``path`` is the ``file`` from which the model is read, or by which it is built."""
-    if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
-        raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
-
-
-def _beside(file: Path, *, is_code: bool) -> Path:
-    """Return the path of the optimized model: beside ``file``, or in the working directory if code builds the model."""
-    if is_code:
-        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
-    return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
+"""Writes one file's content to an open binary file."""
 _MODE = 0o666
 """Permissions of a new file, before the process's umask."""
 _LONGEST_STEM = 60
 """Characters of a file's name that its temporary name keeps: a name may have 255 bytes, and a character may take 4."""
 
 
-def check_targets(paths: Iterable[Path], *, force: bool, model: str = "") -> None:
-    """Raise now the errors that writing to ``paths`` would raise later.
+def check_targets(paths: Iterable[Path], *, force: bool) -> None:
+    """Raise the errors that writing to ``paths`` would raise later.
 
-    These are :class:`UsageError` for a path that is a folder or a device, that exists and may not be replaced, or that
-    is the ``model`` by another name; and :class:`WriteError` for a folder that is missing or not writable.
+    They are :class:`UsageError` for a path that is a folder or a device, or exists and may not be replaced; and
+    :class:`WriteError` for a folder that is missing or not writable.
     """
-    file = file_of(model)
     for path in paths:
-        _require_other(file, path)
         if os.path.isdir(path):
             raise UsageError(
                 f"the output {path} is a folder", hint="Name a file with `-o`, for example `-o model.memopt.pt`."

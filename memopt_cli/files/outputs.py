@@ -1,0 +1,101 @@
+"""Names of the files that memopt writes, none of which is the model that it reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import file_of
+from memopt_cli.text.writing import check_targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPaths:
+    """Paths of the four files of one optimization."""
+
+    model: Path
+    plan_only: bool = False
+    """Whether the model is not written; the other files are named after it all the same."""
+
+    @property
+    def summary(self) -> Path:
+        """Path of the summary: ``model.memopt.summary.json``."""
+        return self.model.with_name(f"{self.model.stem}.summary.json")
+
+    @property
+    def plan(self) -> Path:
+        """Path of the plan: ``model.memopt.plan.yaml``."""
+        return self.model.with_name(f"{self.model.stem}.plan.yaml")
+
+    @property
+    def batch(self) -> Path:
+        """Path of the batch configuration: ``model.memopt.batch.yaml``."""
+        return self.model.with_name(f"{self.model.stem}.batch.yaml")
+
+    @property
+    def frontier(self) -> Path:
+        """Path of the plans that ``--frontier`` showed: ``model.memopt.frontier.json``."""
+        return self.model.with_name(f"{self.model.stem}.frontier.json")
+
+    def all(self) -> tuple[Path, ...]:
+        """Return the paths that are written, the model's first."""
+        others = self.summary, self.plan, self.batch
+        return others if self.plan_only else (self.model, *others)
+
+    def free(self) -> OutputPaths:
+        """Return these paths or, if one exists by now, the first free ones with a number: ``model.memopt-2.pt``."""
+        numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
+        candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
+        return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
+
+
+def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
+    """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
+
+    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises as :func:`output_paths`.
+    """
+    paths = output_paths(location, output)
+    if output is None:
+        return paths.batch, paths.plan
+    batch = Path(output)
+    return batch, batch.with_name(f"{batch.name.removesuffix(batch.suffix).removesuffix('.batch')}.plan.yaml")
+
+
+def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
+    """Return the paths for an optimization of the model at ``location``.
+
+    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:callable`` gives ``module.memopt.pt`` in the
+    working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
+    :class:`UsageError` if ``output`` names no file, or that of the original model.
+    """
+    file = file_of(location)
+    model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
+    if not model.name:
+        raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
+    _spare(file, model)
+    return OutputPaths(model=model, plan_only=plan_only)
+
+
+def check_outputs(paths: Iterable[Path], model: str, *, force: bool) -> None:
+    """Raise :class:`UsageError` if one of ``paths`` is the ``model`` by whatever name; then :func:`check_targets`."""
+    outputs = list(paths)
+    for path in outputs:
+        _spare(file_of(model), path)
+    check_targets(outputs, force=force)
+
+
+def _spare(file: str, path: Path) -> None:
+    """Raise :class:`UsageError` if ``path`` is ``file``, which the model is read from or built by."""
+    if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
+        raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
+
+
+def _beside(file: Path, *, is_code: bool) -> Path:
+    """Return where the optimized model goes: beside its ``file``, or to the working directory if code builds it."""
+    if is_code:
+        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
+    return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"

@@ -1,0 +1,77 @@
+"""Content of a plan's file, and the saving of a plan that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from memopt_cli.records.device import PredictedStep
+from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
+from memopt_cli.records.inputs import InputSpec
+from memopt_cli.records.layout import Layout
+from memopt_cli.records.plan import Plan, SegmentPlan
+from memopt_cli.records.wire import to_data, to_short_data
+from memopt_cli.text.documents import yaml_text
+from memopt_cli.text.writing import content, write_all
+from memopt_cli.version import __version__
+
+PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
+"""Keys of a plan's file that say something to readers, and that are not needed to apply it."""
+
+
+def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
+    """Write ``plan`` to ``path``, with a header that names no model and no inputs, since a plan knows neither.
+
+    Raises as :func:`write_all`.
+    """
+    header = FileHeader(
+        schema_version=SCHEMA_VERSION,
+        memopt=__version__,
+        torch=version("torch"),
+        model="(in memory)",
+        sha256=None,
+        spec=InputSpec(source="Plan.save"),
+        seed=0,
+        device="",
+    )
+    write_all({path: content(plan_yaml(header, plan))}, force=force)
+
+
+def plan_yaml(
+    header: FileHeader,
+    plan: Plan,
+    level: int | None = None,
+    predicted: PredictedStep | None = None,
+    layout: Layout | None = None,
+    turns_off: Sequence[str] = (),
+) -> bytes:
+    """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of a search, and ``plan``.
+
+    For readers, it also has the estimate for a device elsewhere (``predicted``), the ``layout`` of the ranks that the
+    plan was searched for (``parallel``) and the attributes of the model that are off under the plan (``turns_off``).
+    Nothing of this is needed to apply the plan.
+    """
+    said = {**({} if level is None else {"level": level}), **to_short_data(plan)}
+    if plan.ranges:
+        said["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
+    else:
+        said["segments"] = [_named(segment) for segment in plan.segments]
+    more = {PREDICTED: predicted, PARALLEL: layout}
+    more = {name: to_data(value) for name, value in more.items() if value is not None}
+    off = {TURNS_OFF: list(turns_off)} if turns_off else {}
+    return yaml_text({**header_data(header), **off, **said, **more}).encode()
+
+
+def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
+    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+
+
+def _named(segment: SegmentPlan) -> dict[str, Any]:
+    return {"path": segment.path, **to_short_data(segment)}
+
+
+def header_data(header: FileHeader) -> dict[str, Any]:
+    """Convert ``header`` like :func:`to_data`; its inputs without fields that have their default."""
+    return {**to_data(header), "spec": to_short_data(header.spec)}

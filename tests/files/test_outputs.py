@@ -1,0 +1,68 @@
+"""Names of the files that memopt writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memopt_cli.errors import UsageError
+from memopt_cli.files.outputs import check_outputs, output_paths, pair_paths
+
+
+@pytest.mark.parametrize(
+    ("location", "output", "names"),
+    [
+        ("d/model.pt", None, "d/model.memopt.pt d/model.memopt.summary.json d/model.memopt.plan.yaml"),
+        ("net.v2.pth", None, "net.v2.memopt.pt net.v2.memopt.summary.json net.v2.memopt.plan.yaml"),
+        ("model.pt", "o/x.pt", "o/x.pt o/x.summary.json o/x.plan.yaml"),
+        ("model.pt", "x", "x x.summary.json x.plan.yaml"),
+        ("sample_models.gpt:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+        ("gpt:Models.small", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+    ],
+)
+def test_output_paths(location: str, output: str | None, names: str) -> None:
+    paths = output_paths(location, output)
+    assert [str(path) for path in (paths.model, paths.summary, paths.plan)] == names.split()
+    assert str(paths.batch) == str(paths.plan).replace(".plan.", ".batch.")
+    assert paths.all() == (paths.model, paths.summary, paths.plan, paths.batch)
+
+
+@pytest.mark.parametrize("output", ["", ".", "/"])
+@pytest.mark.parametrize("paths", [output_paths, pair_paths])
+def test_an_output_that_names_no_file(output: str, paths: Callable[[str, str], object]) -> None:
+    with pytest.raises(UsageError, match="does not name a file"):
+        paths("model.pt", output)
+
+
+def test_an_output_over_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "net.pt"
+    model.touch()
+    (tmp_path / "link.pt").symlink_to(model)
+    for output in (model, tmp_path / "link.pt"):
+        for paths in (output_paths, pair_paths):
+            with pytest.raises(UsageError, match="is the model itself"):
+                paths(str(model), str(output))
+        with pytest.raises(UsageError, match="is the model itself"):
+            check_outputs([output], str(model), force=True)
+
+
+def test_an_output_over_the_script_that_builds_the_model(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(UsageError, match="is the model itself"):
+        output_paths(f"{script}:build", str(script))
+    with pytest.raises(UsageError, match="is the model itself"):
+        check_outputs([script], f"{script}:build", force=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "batch", "plan"),
+    [
+        (None, "a/net.memopt.batch.yaml", "a/net.memopt.plan.yaml"),
+        ("b/fast.batch.yaml", "b/fast.batch.yaml", "b/fast.plan.yaml"),
+        ("fast.yaml", "fast.yaml", "fast.plan.yaml"),
+        ("fast", "fast", "fast.plan.yaml"),
+    ],
+)
+def test_a_plan_is_written_beside_its_batch(output: str | None, batch: str, plan: str) -> None:
+    assert pair_paths("a/net.pt", output) == (Path(batch), Path(plan))
