@@ -133,6 +133,8 @@ def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFi
         ("check model.pt --fail-on peak", "peak"),
         ("check model.pt --fail-on peaks:0", "peaks"),
         ("check model.pt --fail-on peak:apples", "apples"),
+        ("check model.pt --fail-on 5%", "hint: Write METRIC:LIMIT, peak:5%. Known metrics: peak, "),
+        ("check model.pt --fail-on peak:5", "'peak:5': '5' has no unit\nhint: Write peak:5% for a share, "),
         ("check model.pt --format xml", "xml"),
     ],
 )
