@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _MARKER = "limit_train_memory"
+_COUNTED = "train_memory"
+"""Property of a test, which reports and JUnit files have: a model's class, and the tensor peak of its step."""
 _HOLDERS = 5
 """Modules that a failure names."""
 
@@ -34,8 +36,10 @@ _HOLDERS = 5
 class TrainMemory:
     """Takes training steps of models and counts what they need; one that needs more than the limit fails the test."""
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, properties: list[tuple[str, object]] | None = None) -> None:
+        """Count against ``limit_bytes``, if there is a limit, and add what is counted to a test's ``properties``."""
         self._limit_bytes = limit_bytes
+        self._properties = [] if properties is None else properties
         self.steps = 0
         """How many were counted."""
 
@@ -79,6 +83,7 @@ class TrainMemory:
             counted = count(step)
             start.enter()
         self.steps += 1
+        self._properties.append((_COUNTED, f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}"))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
             pytest.fail(_complaint(model, counted, self._limit_bytes), pytrace=False)
         return counted
@@ -88,7 +93,22 @@ class TrainMemory:
 def train_memory(request: pytest.FixtureRequest) -> TrainMemory:
     """Count the memory of one training step: ``train_memory(model, *inputs)``; see the marker for a limit."""
     marker = request.node.get_closest_marker(_MARKER)
-    return TrainMemory(None if marker is None else _limit(marker))
+    return TrainMemory(None if marker is None else _limit(marker), request.node.user_properties)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the steps of passed tests needed, from which a limit can be chosen."""
+    lines = [
+        f"{report.nodeid}: {value}"
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == _COUNTED
+    ]
+    if lines:
+        terminalreporter.section("training memory")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def pytest_configure(config: pytest.Config) -> None:

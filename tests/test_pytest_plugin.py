@@ -57,6 +57,19 @@ def test_a_step_within_its_limit_passes(run) -> None:  # type: ignore[no-untyped
     done.assert_outcomes(passed=1)
 
 
+def test_the_summary_says_what_a_passed_test_needed(run) -> None:  # type: ignore[no-untyped-def]
+    done = run("""
+        def test_net(train_memory):
+            train_memory(net(), X)
+
+        @pytest.mark.limit_train_memory("1 KiB")
+        def test_too_much(train_memory):
+            train_memory(net(), X)
+    """)
+    done.stdout.re_match_lines([r"=+ training memory =+", r".*::test_net: Sequential 1\.\d MiB$"])
+    done.stdout.no_fnmatch_line("*::test_too_much: Sequential*")
+
+
 def test_a_step_past_its_limit_fails_and_says_why(run) -> None:  # type: ignore[no-untyped-def]
     done = run("""
         @pytest.mark.limit_train_memory("512 KiB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from memopt_cli.api.arguments import path_given
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.optimizer_text import name_of
 from memopt_cli.text.writing import content, write_all
 from memopt_cli.training.step import is_out_of_memory
 
@@ -44,9 +46,29 @@ def _kept(error: Exception, base: Path) -> str:
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # no other error is to take this one's place
         return f"memopt could not write the files that explain it: {failed}"
-    return " ".join(
-        ["memopt explain MODEL", *(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())]
+    told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
+    known = " ".join(filter(None, (_script(), _optimizer(error))))
+    return (
+        f"memopt explain {told}\n"
+        f"and to find what would fit: memopt explain MODEL -i SHAPE {known}{' ' * bool(known)}{told}\n"
+        "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE that of a batch, 64x3x224x224 or "
+        "64x128@int64=0..32000; --loss train.py:loss if it has a loss of its own"
     )
+
+
+def _script() -> str:
+    """Return the flag that lets classes of the running script be imported; empty in a notebook."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return f"--code-path {quoted_path(path)}" if path else ""
+
+
+def _optimizer(error: Exception) -> str:
+    """Return the flag for the first optimizer among the local variables on the way to ``error``; empty if none is."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.optim.Optimizer) and (name := name_of(type(value).__name__)):
+                return f"--optimizer {name}"
+    return ""
 
 
 def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:

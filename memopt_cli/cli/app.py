@@ -168,8 +168,20 @@ def _usage_hint(err: TyperException) -> str:
     context, parameter = getattr(err, "ctx", None), getattr(err, "param", None)
     if context is None:
         return "See memopt --help."
+    if taking := _commands_with(getattr(err, "option_name", "")):
+        return f"{taking}. See {context.command_path} --help."
     in_file = parameter is not None and parameter.name in (context.default_map or {})
     return f"See {context.command_path} --help.{f' A value for it is in {context.obj.path}.' if in_file else ''}"
+
+
+def _commands_with(flag: str) -> str:
+    """Return which commands have an option ``flag``, as a clause; empty if none has it."""
+    commands = [
+        f"memopt {name}"
+        for name, command in _command().commands.items()
+        if any(flag in parameter.opts for parameter in command.params)
+    ]
+    return f"{flag} is an option of {', '.join(commands)}" if commands else ""
 
 
 def _print_failure(failure: MemoptError, err: BaseException) -> None:

@@ -56,7 +56,7 @@ def check(
         layout=spread.layout(),
         timeout_s=timeout,
     )
-    report = report_in("json" if shown.json else format)
+    report = report_in("json" if shown.json else format, verdict_only=shown.quiet)
     try:
         context.with_resource(processes.kept(early=True))
         from memopt_cli import pipeline  # not before the arguments are known to be right

@@ -14,7 +14,7 @@ def compare(
     before: str,
     after: str,
     *,
-    format: Literal["table", "json", "md"] = "table",
+    format: Literal["table", "json", "md", "markdown"] = "table",
     json: bool = False,
     verbose: bool = False,
 ) -> None:

@@ -12,19 +12,19 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 
-ReportFormat = Literal["table", "json", "md", "github", "junit"]
+ReportFormat = Literal["table", "json", "md", "markdown", "github", "junit"]
 
 
-def report_in(name: str) -> Judgement:
-    """Return the form of report of that ``name``."""
+def report_in(name: str, *, verdict_only: bool = False) -> Judgement:
+    """Return the form of report of that ``name``; a table with ``verdict_only`` is one line."""
     match name:
         case "json":
             return JsonReport()
-        case "md":
+        case "md" | "markdown":
             return MarkdownReport()
         case "github":
             return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
         case "junit":
             return JunitReport()
         case _:
-            return TextReport()
+            return TextReport(verdict_only=verdict_only)

@@ -176,12 +176,15 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
 def parse_limit(text: str) -> Limit:
     """Parse how much a metric may grow: ``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"``.
 
-    Raises :class:`UsageError` for anything else.
+    Bytes need a unit: ``peak:5`` was meant as 5 % by all who wrote it.  Raises :class:`UsageError` for anything else.
     """
-    name, _, amount = text.replace(" ", "").partition(":")
+    name, colon, amount = text.replace(" ", "").partition(":")
     metric = next((metric for metric in METRICS if metric == name), None)
     if metric is None:
-        raise UsageError(f"'{text}': '{name}' is not a known metric", hint=f"Known metrics: {', '.join(METRICS)}.")
+        meant = "" if colon else f"Write METRIC:LIMIT, peak:{name if name[:1].isdigit() else '5%'}. "
+        raise UsageError(
+            f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
+        )
     percent, time = _PERCENT.fullmatch(amount), _TIME.fullmatch(amount)
     if percent:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
@@ -189,6 +192,9 @@ def parse_limit(text: str) -> Limit:
         if not time:
             raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT, step:20% or step:50ms.")
         return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
+    if amount.isdecimal() and amount.strip("0"):
+        hint = f"Write {metric}:5% for a share, {metric}:64MiB, or {metric}:5B if bytes are meant."
+        raise UsageError(f"'{text}': {shortened(amount)} has no unit", hint=hint)
     try:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:

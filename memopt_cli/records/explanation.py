@@ -19,7 +19,7 @@ class ExplainRequest:
     """The options of ``memopt explain``, resolved."""
 
     source: ModelSource | None
-    """Model; ``None`` if there is only a snapshot."""
+    """Model; ``None`` if there is only a log or a snapshot."""
     spec: InputSpec | None = None
     """Inputs; ``None`` to look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
@@ -115,17 +115,20 @@ class Explanation:
     """The result of ``memopt explain``: who held the memory when it ran out, and changes that fit."""
 
     header: FileHeader | None
-    """Header; ``None`` if there is only a snapshot."""
+    """Header; ``None`` if there is no model."""
     limit_bytes: int
     """Memory limit; 0 if not known."""
     limit: str
     """Source of the limit."""
     needed_bytes: int
-    """Predicted allocated peak of the unchanged step; with only a snapshot, the bytes that it shows as held."""
+    """Predicted allocated peak of the unchanged step; without a model, the bytes held by the snapshot or the error."""
     asked_bytes: int = 0
     """Bytes of the failed allocation, by the error; 0 if not known."""
     instant: Instant | None = None
     """First instant at which the step needs more than the limit; ``None`` if it fits, or if there is no model."""
+    counted_as: str = ""
+    """The batch at which the step was counted, and options that were left out, where the step fits although an error
+    says that memory ran out; empty otherwise."""
     line: str = ""
     """Line of the model's code at that instant, or at the peak of a step that fits."""
     raised_at: str = ""

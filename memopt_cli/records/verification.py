@@ -118,6 +118,11 @@ class Verification:
     """Name of the further check that failed; empty if none did, or if the recorded step itself differed."""
 
     @property
+    def is_to_the_bit(self) -> bool:
+        """Whether all tensors, those of the measured steps included, have the same bits."""
+        return self.exact and (self.measured is None or self.measured.equal == self.measured.compared)
+
+    @property
     def sizes(self) -> str:
         """Sizes in words: ``batch 8, S=256``."""
         return _sizes_in_words(self.batch, self.dims)

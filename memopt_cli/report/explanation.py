@@ -21,15 +21,12 @@ _SHOWN = 12
 
 def headline(found: Explanation) -> Iterator[str]:
     """Yield how much memory the step of ``found`` needs, how much there is, and where it runs out."""
-    needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
-    if found.header is None:
-        yield f"tensors held {needed} of {there}"
-    elif found.instant is None:
-        yield f"the step fits: it needs about {needed}, and there are {there}"
-    else:
-        yield f"the step needs about {needed}, and there are {there}"
+    yield _outcome(found)
     if found.asked_bytes:
-        yield f"the error asked for {format_bytes(found.asked_bytes)} more"
+        beyond = ", which alone is more than this step needs" * (0 < found.needed_bytes < found.asked_bytes)
+        yield f"the error asked for {format_bytes(found.asked_bytes)} more{beyond}"
+    if found.counted_as:
+        yield found.counted_as
     if found.instant is not None and found.instant.op < 0:
         yield "memory runs out before the first operator runs"
     elif found.instant is not None:
@@ -38,6 +35,21 @@ def headline(found: Explanation) -> Iterator[str]:
         yield f"memory runs out in {found.instant.phase}{where}, while {found.instant.name} runs{line}"
     if found.raised_at:
         yield f"the error was raised at {_short(found.raised_at)}"
+
+
+def _outcome(found: Explanation) -> str:
+    """Return whether the step of ``found`` fits; where an error says that it did not, how far the step explains it."""
+    needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
+    if found.asked_bytes and not found.limit_bytes:
+        step = "" if found.header is None else f". This step needs about {needed}"
+        return f"memory ran out, and the error does not say how much there was: say so with `--memory 16GiB`{step}"
+    if found.header is None:
+        return f"tensors held {needed} of {there}"
+    if found.instant is not None:
+        return f"the step needs about {needed}, and there are {there}"
+    if found.asked_bytes:
+        return f"memory ran out, but this step alone does not fill it: it needs about {needed} of {there}"
+    return f"the step fits: it needs about {needed}, and there are {there}"
 
 
 def tables(found: Explanation) -> Iterator[Table]:

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from memopt_cli.records import Comparison, Equivalence, OptimizeResult, SelftestReport, to_data
 from memopt_cli.report.interface import Answer
 from memopt_cli.text.documents import json_text
+from memopt_cli.text.spelling import on_command_line
 
 
 class JsonReport:
@@ -20,7 +21,8 @@ class JsonReport:
         """Write nothing: output is one document, and whoever asked for ``files`` knows their paths."""
 
     def refused(self, reason: str, stream: TextIO) -> None:
-        """Write nothing: without an answer there is no document."""
+        """Write a document with the ``reason`` alone, as the other formats do."""
+        stream.write(json_text({"error": on_command_line(reason)}))
 
 
 def _document(found: Answer) -> Any:

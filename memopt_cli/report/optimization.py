@@ -59,10 +59,9 @@ def _equal(found: Verification | None) -> str:
     if found is None:
         return "not verified"
     measured = found.measured
-    is_to_the_bit = found.exact and (measured is None or measured.equal == measured.compared)
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    return f"{'same bits' if is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
+    return f"{'same bits' if found.is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
 
 
 def _in_bytes(summary: MemOptSummary) -> str:

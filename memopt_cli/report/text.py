@@ -52,6 +52,8 @@ class TextReport:
 
     verbose: bool = False
     """Whether to show all that was found, as ``-v`` asks, and not the result alone."""
+    verdict_only: bool = False
+    """Whether one line has the answer of a comparison."""
 
     def show(self, found: Answer, stream: TextIO) -> None:
         console = _console(stream)
@@ -66,6 +68,8 @@ class TextReport:
                 _applied(console, found)
             case SelftestReport():
                 _tested(console, found)
+            case Comparison() if self.verdict_only:
+                _print(console, "; ".join(comparison.headline(found)))
             case Comparison():
                 _compared(console, found)
             case _:

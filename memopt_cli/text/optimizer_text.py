@@ -66,6 +66,11 @@ _NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
 _OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
+def name_of(class_name: str) -> str:
+    """Return the name of the class of ``torch.optim`` called ``class_name``; empty if it has none here."""
+    return next((name for name, (known, _) in _CLASSES.items() if known == class_name), "")
+
+
 def is_function(text: str) -> bool:
     """Return whether ``text`` names a function in a file: ``train.py:make_optimizer``."""
     return _FUNCTION.fullmatch(text) is not None

@@ -502,6 +502,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python=""),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
+    "check.quiet": Option(
+        "Show no progress, and of the table the verdict alone.", OUTPUT, flags=("-q", "--quiet"), python=""
+    ),
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
     # -------------------------------------------------------------------------------------------- the rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,33 @@ def run_out() -> None:
     torch.empty(1 << 60)
 
 
-def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
+def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py")
     with pytest.raises(RuntimeError) as raised, memopt_cli.explain_oom(tmp_path / "a b"):
         run_out()
-    assert raised.value.__notes__ == [f"memopt explain MODEL --log '{tmp_path / 'a b.log'}'"]
+    told = f"--log '{tmp_path / 'a b.log'}'"
+    first, second, third = raised.value.__notes__[0].splitlines()
+    assert first == f"memopt explain {told}"
+    assert second == f"and to find what would fit: memopt explain MODEL -i SHAPE --code-path train.py {told}"
+    assert third.startswith("MODEL is a saved model, or net.py:build ")
     found = read_oom((tmp_path / "a b.log").read_text())
     assert found.asked_bytes == 4 << 60
     assert found.line.startswith(__file__)
+
+
+@pytest.mark.parametrize(("made", "flag"), [(torch.optim.AdamW, " --optimizer adamw "), (torch.optim.ASGD, None)])
+def test_the_note_names_the_optimizer_that_trained(
+    made: type[torch.optim.Optimizer], flag: str | None, tmp_path: Path
+) -> None:
+    def train() -> None:
+        optimizer = made([torch.nn.Parameter(torch.zeros(1))])  # noqa: F841
+        run_out()
+
+    with pytest.raises(RuntimeError) as raised, memopt_cli.explain_oom(tmp_path / "kept"):
+        train()
+    note = raised.value.__notes__[0]
+    assert (flag or "-i SHAPE --code-path ") in note
+    assert ("--optimizer" in note) is bool(flag)
 
 
 def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path) -> None:
@@ -93,3 +114,6 @@ def test_the_message_of_another_backend() -> None:
     said = "MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB). Tried to allocate 256.00 MB on"
     found = read_oom(said)
     assert found.asked_bytes == 256 * 2**20
+    assert (found.allocated_bytes, round(found.available_bytes / 2**30, 2)) == (8 << 30, 9.07)
+    shared = read_oom(said.replace("max", "other allocations: 1.00 GB, max"))
+    assert round(shared.available_bytes / 2**30, 2) == 8.07

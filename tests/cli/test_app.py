@@ -124,11 +124,17 @@ def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFi
         ("recommend-batch model.pt -i Bx3 --dim B=8 --dim S=2:4", "no input has a dimension S"),
         ("optimize model.pt --config nowhere.yaml", "nowhere.yaml"),
         ("apply model.pt", "PLAN"),
-        ("profile model.pt --level 2", "--level"),
+        (
+            "profile model.pt --level 2",
+            "hint: --level is an option of memopt optimize, memopt recommend-batch. See memopt",
+        ),
+        ("explain model.pt --for h100", "--for is an option of memopt profile, "),
         ("profile model.pt --fake --compile eager", "--compile"),
         ("check model.pt --fail-on peak", "peak"),
         ("check model.pt --fail-on peaks:0", "peaks"),
         ("check model.pt --fail-on peak:apples", "apples"),
+        ("check model.pt --fail-on 5%", "hint: Write METRIC:LIMIT, peak:5%. Known metrics: peak, "),
+        ("check model.pt --fail-on peak:5", "'peak:5': '5' has no unit\nhint: Write peak:5% for a share, "),
         ("check model.pt --format xml", "xml"),
     ],
 )

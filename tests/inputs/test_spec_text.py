@@ -173,7 +173,21 @@ def test_limits(text: str, metric: str, amount: float, relative: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "peak", "peak:", "peak:-1", "peak:5 %%", "peak:50ms", "peaks:0", "step:0", "step:1MiB", "5%", "peak:x"]
+    "text",
+    [
+        "",
+        "peak",
+        "peak:",
+        "peak:-1",
+        "peak:5 %%",
+        "peak:50ms",
+        "peaks:0",
+        "step:0",
+        "step:1MiB",
+        "5%",
+        "peak:x",
+        "peak:64",
+    ],
 )
 def test_no_limits(text: str) -> None:
     with pytest.raises(UsageError) as caught:

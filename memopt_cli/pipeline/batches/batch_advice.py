@@ -140,7 +140,8 @@ def begin_advice(
         least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
         longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
-    search = probes.search(prepared.batch, limits_of_device(device, longest_s, aim=_AIM))
+    limits = limits_of_device(device, longest_s, aim=_AIM, budget=request.goal.budget)
+    search = probes.search(prepared.batch, limits)
     search.runs[prepared.batch] = BatchProbe(
         batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
     )

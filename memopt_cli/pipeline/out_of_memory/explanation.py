@@ -58,6 +58,11 @@ _SHARE: Final = 0.9
 """Share of the device's free memory, where nobody says how much there is."""
 _MOST_LOG_BYTES: Final = 16 << 20
 """Bytes that are read from the end of a log, where the last failure is."""
+_BY_ERROR: Final = "what tensors held and what was free, by the error"
+_MORE: Final = (
+    "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
+    "if you train with one), and what would fit is tried."
+)
 _KEPT: Final = 200
 """Holders of a kind, at most."""
 _LEVEL: Final = 4
@@ -78,17 +83,27 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     started = time.monotonic()
     error = _error_of(request.log_path) if request.log_path is not None else None
     snapshot = _snapshot_of(request) if request.snapshot_path is not None else None
+    asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
     if request.source is not None:
         opening = Opening(
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
         )
         prepared = prepare(opening, progress=progress, ask=ask)
-        found = _explained(request, prepared, *_limit(request, error, snapshot, prepared))
+        limits = limits_of(
+            _SHARE if request.memory is None else request.memory, prepared.subject.settings.device, _LONGEST_STEP_S
+        )
+        told = _told_limit(error, snapshot) if request.memory is None else None
+        found = _explained(request, prepared, *(told or (limits.budget_bytes, limits.name)))
+        if asked and found.instant is None:
+            found = replace(found, counted_as=_counted_as(prepared))
+            if request.memory is None and told is None:  # memory ran out, so there was less than is here
+                found = replace(found, limit_bytes=0, limit="")
     elif snapshot is not None:
         found = _of_snapshot(snapshot)
+    elif error is not None:
+        found = _of_error(error)
     else:
-        raise UsageError("there is no model to explain", hint="Name it, or give `--snapshot FILE`.")
-    asked = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
+        raise UsageError("there is no model to explain", hint="Name it, or give `--log FILE` or `--snapshot FILE`.")
     return replace(
         found,
         notes=(*found.notes, *_fragmented(error)),
@@ -106,7 +121,34 @@ def _of_snapshot(snapshot: SnapshotFacts) -> Explanation:
         limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
         limit="what the snapshot tells",
         needed_bytes=snapshot.allocated_bytes,
-        notes=("Name the model as well, and what would fit is tried.",),
+        notes=(_MORE,),
+    )
+
+
+def _of_error(error: OutOfMemoryText) -> Explanation:
+    """Explain ``error`` by the numbers in its message alone."""
+    numbers = (
+        f"By the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
+        f"{format_bytes(error.reserved_bytes)} that no tensor used, and {format_bytes(error.free_bytes)} were free."
+    )
+    return Explanation(
+        header=None,
+        limit_bytes=error.available_bytes,
+        limit=_BY_ERROR,
+        needed_bytes=error.allocated_bytes,
+        notes=(numbers, _MORE) if error.available_bytes else (_MORE,),
+    )
+
+
+def _counted_as(prepared: Prepared) -> str:
+    """Return how the step was counted, where a run of it ended in an error that the count does not explain."""
+    settings = prepared.subject.settings
+    given = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
+    missing = [] if prepared.facts.format == STEP else [flag for flag, is_given in given.items() if not is_given]
+    without = f", without {' and '.join(missing)}" if missing else ""
+    return (
+        f"the step was counted at batch {prepared.batch}{without}: describe it as it was run. What else the process "
+        "held, such as another model or results that keep their graph, is not counted"
     )
 
 
@@ -142,17 +184,13 @@ def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
         return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
-def _limit(
-    request: ExplainRequest, error: OutOfMemoryText | None, snapshot: SnapshotFacts | None, prepared: Prepared
-) -> tuple[int, str]:
-    """Return the memory limit in bytes, and where it comes from."""
-    device = prepared.subject.settings.device
-    if request.memory is None and error is not None and error.available_bytes:
-        return error.available_bytes, "what tensors held and what was free, by the error"
-    if request.memory is None and snapshot is not None and snapshot.asked_bytes:
+def _told_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
+    """Return the memory limit in bytes by the error or the snapshot, and which of the two; ``None`` by neither."""
+    if error is not None and error.available_bytes:
+        return error.available_bytes, _BY_ERROR
+    if snapshot is not None and snapshot.asked_bytes:
         return snapshot.allocated_bytes + snapshot.free_bytes, "what tensors held and what was free, by the snapshot"
-    limits = limits_of(_SHARE if request.memory is None else request.memory, device, _LONGEST_STEP_S)
-    return limits.budget_bytes, limits.name
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- where it ends
@@ -285,7 +323,9 @@ class _Trial:
         row = next(row for row in found.rows if row.plan == found.plan)
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
-        text, flags = _told(found.plan), [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
+        rounds = found.verification is not None and not found.verification.is_to_the_bit
+        text = _told(found.plan) + ", equal within rounding" * rounds
+        flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
         if found.plan.in_backward:
             flags.append("--optimizer-in-backward")
         if sends:

@@ -20,9 +20,15 @@ _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOU
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),
     re.compile(rf"{_AMOUNT} already allocated"),
+    re.compile(rf"MPS allocated: {_AMOUNT}"),
 )
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
+_MOST: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
+_OTHERS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
+"""Numbers that the message of Apple's GPUs gives in place of what is free."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
+_LINE: Final = 1000
+"""Characters, at most, of the message before and after what was asked for."""
 _MOST_BYTES: Final = 2**63
 """No device has as many."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
@@ -39,13 +45,15 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     if not found:
         return None
     last = max(found, key=lambda match: match.start())
-    said = text[last.start() : last.start() + 1000]
+    line_start = text.rfind("\n", max(0, last.start() - _LINE), last.start()) + 1 or max(0, last.start() - _LINE)
+    said = text[line_start : last.start() + _LINE]
     allocated = _first(_ALLOCATED, said)
+    left = max(0, _first(_MOST, said) - allocated - _first(_OTHERS, said))
     total = _RESERVED_IN_TOTAL.search(said)
     unallocated = _bytes(total) - allocated if total else _first(_UNALLOCATED, said)
     return OutOfMemoryText(
         asked_bytes=_bytes(last),
-        free_bytes=_first(_FREE, said),
+        free_bytes=_first(_FREE, said) or left,
         allocated_bytes=allocated,
         reserved_bytes=max(0, unallocated),
         line=_innermost(text[max(0, last.start() - _TRACEBACK) : last.start()]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import DeviceProfile
+from memopt_cli.records import Budget, DeviceProfile
 from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.search.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.text.units import exact_bytes, format_bytes
@@ -29,15 +29,21 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
     )
 
 
-def limits_of_device(device: str, longest_step_s: float, *, aim: float) -> Limits:
-    """Return the limits on ``device`` without a given budget: the default share of all its memory, free or not."""
+def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: Budget | None) -> Limits:
+    """Return the limits on ``device`` where no ``--memory`` is given.
+
+    They are the default share of all the memory that the device has, free or not, or a ``budget`` in bytes if that is
+    less: a user who optimizes within 200 MiB asks what fits into 200 MiB.
+    """
     capacity = device_capacity(device)
-    budget = int(capacity.device_bytes * TARGET_SHARE)
+    budget_bytes, name = int(capacity.device_bytes * TARGET_SHARE), f"{100 * TARGET_SHARE:g} % of {capacity.limited_by}"
+    if budget is not None and budget.nbytes is not None and budget.nbytes < budget_bytes:
+        budget_bytes, name = budget.nbytes, f"`--budget {exact_bytes(budget.nbytes)}`"
     return Limits(
-        budget_bytes=budget,
+        budget_bytes=budget_bytes,
         device_bytes=capacity.device_bytes,
-        runnable_bytes=budget,
-        name=f"{100 * TARGET_SHARE:g} % of {capacity.limited_by}",
+        runnable_bytes=budget_bytes,
+        name=name,
         longest_step_s=longest_step_s,
         aim=aim,
     )

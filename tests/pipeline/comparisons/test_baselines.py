@@ -124,7 +124,7 @@ def test_every_metric_is_judged_by_its_own_value() -> None:
 
 
 def test_each_limit_is_a_limit_of_its_own() -> None:
-    found = compare(a_baseline(peak=1000), a_baseline(peak=1060), list(map(parse_limit, ("peak:5%", "peak:64"))))
+    found = compare(a_baseline(peak=1000), a_baseline(peak=1060), list(map(parse_limit, ("peak:5%", "peak:64B"))))
     assert [verdict.exceeded for verdict in found.verdicts] == [True, False]
     assert [verdict.limit.text for verdict in found.exceeded] == ["peak:5%"]
 

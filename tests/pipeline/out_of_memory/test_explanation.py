@@ -160,13 +160,64 @@ def test_a_step_that_fits_is_told_so(recorded: StepTrace, explained: Callable[..
     assert text.getvalue().startswith("the step fits: it needs about")
 
 
+ON_A_GPU = (
+    'File "/me/train.py", line 9, in <module>\nCUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total '
+    "capacity of 1.00 GiB of which 16.00 MiB is free. Of the allocated memory 512.00 MiB is allocated by PyTorch, and "
+    "128.00 MiB is reserved by PyTorch but unallocated"
+)
+NO_LIMIT = "memory ran out, and the error does not say how much there was: say so with `--memory 16GiB`"
+ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12"
+
+
+def text_of(found: Explanation) -> str:
+    text = io.StringIO()
+    TextReport().show(found, text)
+    return text.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("log", "first"),
+    [
+        (ON_A_GPU, "memory ran out, but this step alone does not fill it: it needs about "),
+        (
+            ON_THE_CPU,
+            f"{NO_LIMIT}. This step needs about ",
+        ),
+    ],
+)
+def test_an_error_is_not_denied_where_the_step_alone_would_fit(
+    log: str, first: str, tmp_path: Path, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(log)
+    found = explained(None, log_path=str(path))
+    assert found.instant is None
+    text = text_of(found)
+    assert text.startswith(first)
+    assert f"the step was counted at batch {BATCH}, without `--optimizer` and `--loss`: describe it as it was" in text
+    assert (", which alone is more than this step needs" in text) is (found.asked_bytes > found.needed_bytes)
+    assert bool(found.limit_bytes) is (log == ON_A_GPU)
+
+
+def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(ON_A_GPU)
+    text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
+    assert text.startswith("tensors held 512.0 MiB of 528.0 MiB (what tensors held and what was free, by the error)\n")
+    assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
+    assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
+    assert "Name the model as well, with the inputs of a step (memopt explain model.pt `-i " in text
+    log.write_text(ON_THE_CPU)
+    text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
+    assert text.startswith(f"{NO_LIMIT}\n")
+    assert "By the error" not in text
+
+
 @pytest.mark.slow
 def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
     log = tmp_path / "train.log"
-    log.write_text(
-        'File "/me/train.py", line 9, in <module>\nCUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total '
-        "capacity of 1.00 GiB of which 16.00 MiB is free. Of the allocated memory 512.00 MiB is allocated by PyTorch"
-    )
+    log.write_text(ON_A_GPU)
     found = explained(None, log_path=str(log))
     assert found.limit_bytes == 528 * 2**20
     assert (found.asked_bytes, found.raised_at) == (64 * 2**20, "/me/train.py:9")
@@ -255,6 +306,18 @@ def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: C
     assert f" --code-path . --dim B={BATCH} --memory " in commands["micro-batches"]
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(segments=(SegmentPlan(path="a"),))
+    row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
+    found = SimpleNamespace(plan=plan, rows=[row], verification=SimpleNamespace(is_to_the_bit=exact))
+    prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
+    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(trial, "_search", lambda *_, **__: found)
+    (said,) = trial._plan()
+    assert said.text == "a plan of 1 segment" + ", equal within rounding" * (not exact)
+
+
 @pytest.mark.parametrize("plan", [Plan(place="disk"), Plan(segments=(SegmentPlan(path="a"),))])
 def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = measured(900, 0.5, elsewhere_bytes=3 << 20)
@@ -263,7 +326,7 @@ def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: p
 
     def search(*_: object, offload: str) -> object:
         asked.append(offload)
-        return SimpleNamespace(plan=plan, rows=[row])
+        return SimpleNamespace(plan=plan, rows=[row], verification=None)
 
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]

@@ -555,6 +555,17 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
+def test_the_batch_that_fits_is_counted_against_a_budget_in_bytes(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SMALL_BATCH, "--budget", "2MiB")
+    assert done.code == 0, done.err
+    batch = yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]
+    assert batch["budget_bytes"] == 2 << 20
+    assert 64 < batch["estimated_batch_size"] < 64 * 100
+    assert "predicted to fit, 2.0 MiB of 2.0 MiB" in done.out
+
+
+@pytest.mark.slow
 def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
     optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from memopt_cli.records import (
     BatchEstimate,
     BatchOutcome,
     BatchProbe,
+    Budget,
     Failure,
     NoBatchFits,
     OutOfMemory,
@@ -30,6 +31,7 @@ from memopt_cli.records import (
 from memopt_cli.search.batch_size import capacity
 from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.search.batch_size.lines import between, fit_line, largest_root
+from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.runs import MOST_PROBES, Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 
@@ -650,6 +652,15 @@ def test_a_run_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable:    1000 kB\nBuffers: 5 kB\n")
     assert runnable_bytes("cpu") == 921_600
     assert free_capacity("cpu") == device_capacity("cpu")
+
+
+@pytest.mark.parametrize("budget", [Budget(nbytes=3 << 10), Budget(nbytes=1 << 60), Budget(share=0.5), None])
+def test_a_budget_in_bytes_bounds_the_batch_as_well(budget: Budget | None) -> None:
+    limits = limits_of_device("cpu", 1.0, aim=0.7, budget=budget)
+    device = int(0.8 * device_capacity("cpu").device_bytes)
+    named = budget is not None and budget.nbytes == 3 << 10
+    assert limits.budget_bytes == limits.runnable_bytes == (3 << 10 if named else device)
+    assert limits.name.startswith("`--budget 3KiB`" if named else "80 % of ")
 
 
 class FakeNvml(SimpleNamespace):
