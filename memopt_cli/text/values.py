@@ -125,13 +125,16 @@ class Size(Amount):
 
     def parse(self, text: str) -> int:
         """Return the bytes of ``8GiB``; raise :class:`UsageError` for other text."""
-        return self.of(Amount.parse(self, text))
+        return self.of(parse_amount(text))
 
     def of(self, given: object) -> int:
         """Return the bytes that ``given`` is, or spells."""
-        found = Amount.of(self, given)
+        try:
+            found = Amount.of(self, given)
+        except ValueError:  # which would offer shares, too
+            found = 0.0
         if isinstance(found, float):
-            raise ValueError("a size: 64GiB or 512MB")
+            raise ValueError("a size that something fits into: 64GiB or 512MB")
         return found
 
 

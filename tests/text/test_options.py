@@ -43,8 +43,8 @@ def test_a_value_becomes_a_plain_one() -> None:
         (Real(1, unlimited=True), "0.5", "a number of at least 1, or none"),
         (Real(0.1, 9, unit="seconds"), "0", "a number of seconds from 0.1 to 9"),
         (Amount(), "0MiB", "an amount that something fits into"),
-        (Size(), "0MiB", "an amount that something fits into"),
-        (Size(), "50%", "a size"),
+        (Size(), "0MiB", "a size that something fits into: 64GiB or 512MB"),
+        (Size(), "50%", "a size that something fits into: 64GiB or 512MB"),
     ],
 )
 def test_text_that_is_not_taken(kind: Kind, text: str, said: str) -> None:

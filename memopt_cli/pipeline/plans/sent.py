@@ -74,8 +74,10 @@ def room_note(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Ite
 def _check(folder: str) -> None:
     if not os.path.isdir(folder):
         raise UsageError(f"there is no folder '{folder}' for tensors to wait in", hint=_NAME_ONE)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"'{folder}' cannot be written to: permission denied", hint=_NAME_ONE)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # /proc has all permissions, and takes no files
+    except OSError as error:
+        raise UsageError(f"'{folder}' cannot be written to: {error.strerror}", hint=_NAME_ONE) from error
     file_system = _file_system(os.path.realpath(folder))
     if file_system in _IN_MEMORY:
         raise UsageError(

@@ -71,7 +71,7 @@ def test_a_limit_on_host_memory_that_nothing_is_sent_to(offload: str) -> None:
 
 @pytest.mark.parametrize("memory", ["50%", 0.5, "much", 0, -1, True])
 def test_a_limit_on_host_memory_that_is_no_size(memory: object) -> None:
-    with pytest.raises((OptionError, UsageError)):
+    with pytest.raises((OptionError, UsageError), match=r"Give a size that something fits into|is not a memory size"):
         optimized(offload="host", host_memory=memory)
 
 
@@ -101,6 +101,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UsageError, match="cannot be written to"):
         optimized(offload=f"disk:{tmp_path}")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no such folder")
+def test_a_folder_that_takes_no_files() -> None:
+    with pytest.raises(UsageError, match="'/proc' cannot be written to"):
+        optimized(offload="disk:/proc")
 
 
 def test_a_folder_in_memory_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
