@@ -1,4 +1,4 @@
-"""Assertions for your own tests: a batched model computes what each of its models computes alone."""
+"""Assertions for users' own tests: a batched model computes what each of its models computes alone."""
 
 from __future__ import annotations
 
@@ -90,18 +90,19 @@ def test_batched_model(
     _compare(together, [torch.stack(outputs) for outputs in zip(*alone, strict=True)], rtol, atol)
 
 
-test_model_batching.__test__ = test_batched_model.__test__ = False  # type: ignore[attr-defined]  # none of pytest's
+# pytest would take functions of these names for tests where they are imported.
+test_model_batching.__test__ = test_batched_model.__test__ = False  # type: ignore[attr-defined]
 
 
 def _drawn(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``state`` with its floating tensors drawn anew, with the norms that they had."""
+    """Return ``state`` with floating tensors drawn at random, each with the norm of the original."""
     drawn = {}
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             drawn[name] = tensor
             continue
         noise = torch.randn_like(tensor)
-        noise = noise.abs() if bool((tensor >= 0).all()) else noise  # a variance
+        noise = noise.abs() if bool((tensor >= 0).all()) else noise  # a variance must stay positive
         drawn[name] = noise * (tensor.norm() / noise.norm()) if noise.numel() else noise
     return drawn
 

@@ -1,4 +1,7 @@
-"""The comparison of each route with the loop over the models: do they leave the same after two steps?"""
+"""Compare each route with the loop over the models: two training steps must have the same effects.
+
+Compared are outputs, gradients and buffers of two steps on a few models and samples, in float64 if the model allows it.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,22 @@ ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
     "vmap": VmapRoute,
     "loop": LoopRoute,
 }
-"""Name -> what makes the route from a stacked model and the number of models, in the order of trying them."""
+"""Name -> the class of the route, called with a stacked model and the number of models; in the order of trying them."""
 
 TOLERANCE = 1e-10
-"""Relative difference from the loop, in float64, up to which a route computes the same."""
+"""Largest relative difference from the loop, in float64, with which a route counts as computing the same."""
 STORED_TOLERANCE = 1e-5
-"""Relative difference up to which it does where the model cannot run in float64, in the model's own precision."""
+"""The same in the model's own precision, for models that cannot run in float64."""
 _FEW_MODELS = 2
+"""Number of models that are compared."""
 _FEW_SAMPLES = 3
-"""Models, and samples of each, that are compared: two numbers, so that neither axis can be taken for the other."""
-_COMPARING_S = 1.0
+"""Number of samples of each that are compared; not the number of models, so that mixed-up axes show."""
 _COMPARING_SHARE = 0.1
+"""Once a route can be used, others are compared for at most this share of the time of a step on all samples …"""
 _SHORT_S = 0.25
-"""Once a route can be used, others are compared for this share of a step on all samples, but for at least the last and
-at most the first of these three."""
+"""… but for at least this many seconds, …"""
+_COMPARING_S = 1.0
+"""… and for at most this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +60,14 @@ class RouteTrial:
     difference: float = 0.0
     """Largest relative difference from the loop in float64, over outputs, gradients and buffers; NaN without one."""
     step_s: float = math.nan
-    """Median seconds of its forward and backward, of few samples where the whole would take long; NaN if not timed."""
+    """Median seconds of its forward and backward, on few samples if all would take long; NaN if not timed."""
     used: bool = False
-    """Whether it is the one that runs the models."""
+    """Whether this route was chosen to run the models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Stacked models, their number, and their inputs (models, samples, …): what a route is tried on."""
+    """The subject of a trial: stacked models, their number, and their inputs (models, samples, …)."""
 
     tree: nn.Module
     models: int
@@ -75,7 +80,10 @@ class Given:
         return max(1, sum(tensor.numel() for tensor in tensors_of((self.args, self.kwargs))))
 
     def few(self) -> Given:
-        """Return the first few models, all where a registered module knows their number, and few samples of each."""
+        """Return a copy with few models and few samples of each.
+
+        All models stay if a registered batch module is among the modules, which was made for their number.
+        """
         knows_number = any(isinstance(m, AbstractBatchModule) for m in self.tree.modules())
         count = self.models if knows_number else min(self.models, _FEW_MODELS)
         samples = next((t.shape[1] for t in tensors_of((self.args, self.kwargs)) if t.dim() > 1), 0)
@@ -83,7 +91,7 @@ class Given:
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            # A tensor with another second dimension than the first tensor has does not hold the samples there.
+            # Samples are in dimension 1, if that is as long as in the first input that has one.
             is_sampled = leaf.dim() > 1 and leaf.shape[1] == samples
             return leaf[:count, :_FEW_SAMPLES] if is_sampled else leaf[:count]
 
@@ -92,7 +100,7 @@ class Given:
 
 
 class RouteModel(nn.Module):
-    """A route on a stacked model, as a model to take steps with."""
+    """A route on a stacked model as an ``nn.Module``, with which :class:`Step` can take steps."""
 
     def __init__(self, name: RouteName, tree: nn.Module, models: int) -> None:
         super().__init__()
@@ -109,14 +117,14 @@ class Reference:
     def __init__(self, whole: Given) -> None:
         self._draws = False
         self.given = whole.few()
-        """A few models and samples, or the whole where a few samples are no input of the model."""
+        """A few models and samples; all, if the model fails on few samples."""
         self._run()
         if self._effects is None:
             self.given = whole
             self._run()
         step_s = self._took_s / 2 * whole.size / self.given.size
         self.patience_s = min(_COMPARING_S, max(_SHORT_S, _COMPARING_SHARE * step_s))
-        """Seconds after which no further route is compared, if there is one that can be used."""
+        """Seconds after which no further route is compared once one can be used."""
 
     def _run(self) -> None:
         self._effects: dict[str, Tensor] | None = None
@@ -134,7 +142,7 @@ class Reference:
                 self._took_s = time.perf_counter() - started
 
     def trial_of(self, name: RouteName) -> RouteTrial:
-        """Return whether the route ``name`` can be built, runs, and computes the same."""
+        """Return a trial of the route ``name``: whether it can be built, runs, and computes the same as the loop."""
         refused, relative = "", 0.0
         if name != "loop":
             try:
@@ -155,15 +163,15 @@ class Reference:
 
     def _effects_of(self, name: RouteName) -> dict[str, Tensor]:
         if not self._draws:
-            found = self._two_steps(name)
-            self._draws = any(_has_drawn(t) for key, t in found.items() if _RANDOM in key)
-        if self._draws:  # only then: a mode costs time, and the import of a compiler
+            left = self._two_steps(name)
+            self._draws = any(_has_drawn(t) for key, t in left.items() if _RANDOM in key)
+        if self._draws:  # only then, since a dispatch mode costs time, and makes PyTorch import its compiler
             with _WithoutDropout():  # type: ignore[no-untyped-call]
-                found = self._two_steps(name)
-        return {key: tensor for key, tensor in found.items() if _RANDOM not in key}
+                left = self._two_steps(name)
+        return {key: tensor for key, tensor in left.items() if _RANDOM not in key}
 
     def _two_steps(self, name: RouteName) -> dict[str, Tensor]:
-        """Return what each of two steps leaves; the second sees the buffers and the state that the first left."""
+        """Return the effects of two steps; the second starts from the buffers and the state that the first left."""
         model = RouteModel(name, self._different_models(), self.given.models)
         args, kwargs = self._inputs
         step = Step(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=loss_of)
@@ -172,11 +180,11 @@ class Reference:
     def _different_models(self) -> nn.Module:
         """Return a copy of the models with weights that differ.
 
-        It is made anew for each route: keeping one and copying that takes longer, and twice the memory.
+        It is made again for each route: copying one that is kept would take longer, and twice the memory.
         """
         if self._is_double:
             tree = first_models(self.given.tree, self.given.models, dtype=torch.float64)
-            tree.double()  # what modules convert that is neither parameter nor buffer
+            tree.double()  # modules may convert more by themselves than parameters and buffers
         else:
             tree = first_models(self.given.tree, self.given.models)
         _make_different(tree)
@@ -187,7 +195,7 @@ _RANDOM = "random generator"
 
 
 def _has_drawn(generators: Tensor) -> bool:
-    """Return whether a step that left the random generators at ``generators`` drew numbers."""
+    """Tell whether a step that left the random generators at ``generators`` drew numbers."""
     with generators_kept():
         seed_everything(StepSettings().seed)
         (untouched,) = generator_state().values()
@@ -197,7 +205,8 @@ def _has_drawn(generators: Tensor) -> bool:
 def loss_of(output: Any) -> Tensor:
     """Return a scalar whose gradient is that of a step without a loss.
 
-    Backward from gradients that are given makes PyTorch import what it computes symbolic shapes with: a second.
+    Calling backward on outputs with given gradients would be the same, but makes PyTorch import SymPy, which takes a
+    second.
     """
     roots, cotangents = seeds_of_backward(output, None, StepSettings().seed)
     weighed = [root if given is None else root * given for root, given in zip(roots, cotangents, strict=True)]
@@ -214,12 +223,12 @@ def settings_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepSettings:
 def _make_different(tree: nn.Module) -> None:
     """Give the models in ``tree`` weights and statistics that differ.
 
-    Between equal models, a route that takes one for another would go unnoticed.
+    If all models were equal, a route that mixes them up would go unnoticed.
     """
     seed_torch(0)
     for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
         if tensor.is_floating_point():
-            # Not one number for an output channel, which a norm would take away again.
+            # The noise varies within an output channel: a norm would undo one factor for all of it.
             shape = (tensor.shape[0], 1, *tensor.shape[2:]) if tensor.dim() > 2 else tensor.shape
             noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device)
             tensor.mul_(1 + 0.1 * noise)
@@ -227,13 +236,13 @@ def _make_different(tree: nn.Module) -> None:
 
 
 class _WithoutDropout(TorchDispatchMode):
-    """A mode in which operators that drop values at random keep them all, also in a recomputation."""
+    """A mode in which dropout keeps all values, also in a recomputation: routes would draw different masks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         match schema_of(func).name:
             case "aten::bernoulli_" | "aten::bernoulli" as name:
-                default = 0.5 if name.endswith("_") else args[0]  # one that is 0.5 is not passed on
+                default = 0.5 if name.endswith("_") else args[0]  # ``bernoulli_`` omits a probability of 0.5
                 probability = torch.as_tensor(args[1] if len(args) > 1 else kwargs.get("p", default))
                 kept = (probability > 0).to(args[0]).expand_as(args[0])
                 return args[0].copy_(kept) if name.endswith("_") else kept.clone()

@@ -1,4 +1,4 @@
-"""Batch modules: kernels of the user's own for types of modules that memopt has none for."""
+"""Batch modules: the user's own kernels, for types of modules that memopt has no kernel for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ B = TypeVar("B", bound="AbstractBatchModule")
 class AbstractBatchModule(nn.Module):
     """Many copies of one module, with a kernel of the user's own.
 
-    A subclass names the module it stands for in ``base_class``, gives its parameters and buffers the names they have
-    there with a leading dimension of ``batch`` models, and computes ``forward`` on merged data: dimension 0 of every
+    A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the same names as
+    there, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
     input and output is (image·model), the model fastest.  Values are loaded after construction.  The result is
     checked against ``base_class`` run model by model, as every route is.
     """
 
     base_class: ClassVar[type[nn.Module]] = nn.Module
+    """The class of modules that this one replaces."""
     original: nn.Module
-    """Copy of the module that this one stands for, without data."""
+    """A copy of the module that this one replaces, without data."""
 
     @classmethod
     def from_module(cls, module: nn.Module, batch: int) -> Self:
-        """Build the batch module of ``batch`` copies of ``module``; override it if the constructor wants more."""
+        """Build the batch module of ``batch`` copies of ``module``; override this if the constructor takes more."""
         return cls(batch)
 
     def __init__(self, batch: int) -> None:
@@ -42,12 +43,12 @@ class AbstractBatchModule(nn.Module):
         return tuple(self._shared_buffers)
 
     def register_shared_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
-        """Register ``tensor`` as a buffer that all models share, of the shape that it has in ``base_class``."""
+        """Register ``tensor`` as a buffer that all models share; it has the same shape as in ``base_class``."""
         self._shared_buffers.append(name)
         self.register_buffer(name, tensor, persistent)
 
     def adopt(self, original: nn.Module, path: str) -> None:
-        """Take the values of ``original``, the same for every model, and its mode; keep its structure.
+        """Copy the values of ``original`` into every model, and its training mode; remember its structure.
 
         Raises :class:`UsageError` if the two do not have the same parameters and buffers.
         """
@@ -71,6 +72,7 @@ class AbstractBatchModule(nn.Module):
 
 
 _registered: dict[type[nn.Module], type[AbstractBatchModule]] = {}
+"""Class of a module -> the batch class that replaces it."""
 
 
 def register_batch_module(batch_class: type[B]) -> type[B]:
@@ -93,16 +95,16 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(
             f"{getattr(batch_class, '__name__', batch_class)} is not an AbstractBatchModule",
-            hint="Register the batch class; it names the module it stands for in base_class.",
+            hint="Register the batch class; it names the class that it replaces in base_class.",
         )
     if batch_class.base_class is nn.Module:
-        raise UsageError(f"{batch_class.__name__}.base_class does not say which module it stands for")
+        raise UsageError(f"{batch_class.__name__}.base_class does not say which class it replaces")
     _registered[batch_class.base_class] = batch_class
     return batch_class
 
 
 def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
-    """Return the batch class that is registered for the type of ``module`` itself, not for a base of it."""
+    """Return the batch class registered for the very type of ``module``; ``None`` if only a base has one, or none."""
     return _registered.get(type(module))
 
 

@@ -1,6 +1,6 @@
-"""Orders of models and images in a caller's tensors.
+"""Convert between the orders of models and images in a caller's tensors and memopt's own order.
 
-Inside the package the models are always dimension 0: a batched tensor is (models, …one model's shape…).
+Inside this package the models are always dimension 0: a batched tensor is (models, …one model's shape…).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
         raise UsageError(
             f"a tensor of shape {tuple(tensor.shape)} in data order '{order}' has no {models} models in it: "
             f"dimension {dimension} should be {wanted}",
-            hint="Every tensor that is passed in has the models in it; say how with data_order=.",
+            hint="Every tensor that is passed in must hold all models; say in which order with data_order=.",
         )
     match order:
         case "g b":

@@ -1,4 +1,4 @@
-"""``vmap`` of functions that may return more than tensors."""
+"""Map functions over models with ``vmap``, also those whose outputs are not only tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:
-    """Raise :class:`Refused` if a module of ``model`` has kept a tensor of a ``vmap`` that has ended."""
+    """Raise :class:`Refused` if a module of ``model`` keeps an unusable tensor of a ``vmap`` that has ended."""
     for path, module in model.named_modules():
         if any(is_of_vmap(t) for t in tensors_of(list(vars(module).values()))):
             raise Refused(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")

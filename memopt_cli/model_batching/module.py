@@ -25,20 +25,20 @@ class BatchModule(nn.Module):
 
     There are ``batch`` copies of ``model``.  Every parameter and buffer is (batch, …); ``models`` holds them under the
     model's own names.  The copies start with the weights of ``model``; :meth:`load_state_dicts` gives each its own.
-    ``model`` is left alone; with ``inplace`` it shares the tensors of the first copy from then on, and takes no memory
-    of its own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
+    ``model`` does not change; but with ``inplace`` it shares the tensors of the first copy from then on, and takes no
+    memory of its own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
 
-    Three routes can run them: ``fused`` kernels over a traced graph, ``vmap`` and the per-model ``loop``.  A route is
-    used only if outputs, gradients and buffers equal the loop's, and of those the fastest measured one is.  That is
-    found out, on few models and samples, with ``example_inputs`` (models, images, …) at construction, else with the
-    first inputs, and once more for each combination of training modes; :attr:`trials` tells what was found.  ``route``
-    names the one to use instead of measuring; it is compared with the loop all the same.  With ``check=False`` nothing
-    is tried before: the first of the three that runs is used, which the first call finds.
+    Three routes can run the copies: ``fused`` kernels over a traced graph, ``vmap``, and the per-model ``loop``.  Only
+    routes whose outputs, gradients and buffers equal the loop's are used, and of these the fastest.  They are compared
+    and timed on few models and samples: with ``example_inputs`` (models, images, …) at construction, or else with the
+    first inputs, and again for each new combination of training modes.  :attr:`trials` has the results.  ``route``
+    names one route to use without timing; it is still compared with the loop.  With ``check=False`` nothing is compared
+    or timed: the first call uses the first of the three routes that runs.
 
-    What couples the models is outside: the sum of their losses does not (each gradient is zero elsewhere), nor do SGD,
-    Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see
-    :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  Stepping an optimizer that has momentum or
-    weight decay moves every model, those without a gradient too: that is what it does to a single model as well.
+    Nothing in here couples the models, but code outside may.  The sum of their losses does not (a model's loss has no
+    gradient in the others), nor do SGD, Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see
+    :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  A step of an optimizer with momentum or
+    weight decay changes every model, also those without a gradient, as it does with a single model.
 
     Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute
     them, vmap is refused.
@@ -78,7 +78,7 @@ class BatchModule(nn.Module):
 
     @property
     def trials(self) -> tuple[RouteTrial, ...]:
-        """One trial for each route, of the last time that they were tried."""
+        """The latest trial of each route; empty before the first."""
         return tuple(self._trials)
 
     def forward(
@@ -92,10 +92,10 @@ class BatchModule(nn.Module):
     ) -> Any:
         """Return the outputs of all models.
 
-        Tensors come in ``data_order`` and are returned in ``output_order``, by default the same.  An argument that is
-        no tensor is passed to every model as it is.  An output of one value per model is (models,).  As in torchmb,
+        Tensors are given in ``data_order`` and returned in ``output_order``, by default the same.  An argument that is
+        no tensor is passed to every model.  An output of one value per model is (models,).  As in torchmb,
         ``merge=False`` says that tensors are merged already, in the order ``(b g)``, and ``split=False`` returns them
-        so.
+        in that order.
         """
         output_order = output_order or data_order if split else "(b g)"
         data_order = data_order if merge else "(b g)"
@@ -109,11 +109,14 @@ class BatchModule(nn.Module):
         return map_leaves(lambda leaf: in_order(leaf, output_order) if isinstance(leaf, Tensor) else leaf, output)
 
     def choose_again(self) -> None:
-        """Try the routes anew with the next inputs: after attributes of modules changed, a dropout's rate, say."""
+        """Try the routes again with the next inputs.
+
+        Call this after attributes of modules have changed, the rate of a dropout, for example.
+        """
         self._routes.clear()
 
     def reset(self) -> None:
-        """Forget what the models keep in attributes, as membranes of spiking neurons; buffers stay.
+        """Reset the state that the models keep in attributes, such as membranes of spiking neurons; buffers stay.
 
         SpikingJelly's ``functional.reset_net`` calls it.
         """
@@ -125,8 +128,9 @@ class BatchModule(nn.Module):
     ) -> None:
         """Load one state dictionary into all models, or one into each.
 
-        ``batch_strict=False`` allows fewer than there are models; the others become zero.  ``strict`` is that of
-        ``load_state_dict``.  Raises :class:`~memopt_cli.errors.UsageError` if the dictionaries do not fit together.
+        ``batch_strict=False`` allows fewer dictionaries than models; the tensors of the other models become zero.
+        ``strict``: as in ``load_state_dict``.  Raises :class:`~memopt_cli.errors.UsageError` if the dictionaries do not
+        fit together.
         """
         state = load_stacked(self.models, state_dicts, self.batch, pad=not batch_strict)
         self.models.load_state_dict(state, strict=strict)
@@ -136,7 +140,7 @@ class BatchModule(nn.Module):
         return unstack(self.models, self.batch, device)
 
     def _mode(self) -> _Mode:
-        # A segment is installed by changing a module's class.
+        # With the classes, since installing or removing a segment exchanges a module's class.
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
@@ -145,7 +149,7 @@ class BatchModule(nn.Module):
         return route
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_routes": {}, "_trials": []}  # chosen anew, where it is loaded
+        return self.__dict__ | {"_routes": {}, "_trials": []}  # a loaded module chooses its route again
 
     def extra_repr(self) -> str:
         return f"batch={self.batch}, route={self._wanted}"

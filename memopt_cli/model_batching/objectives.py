@@ -58,7 +58,7 @@ def batch_loss(
     pairs = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
     try:
         losses: Tensor = torch.func.vmap(loss, randomness="different")(*pairs)
-    except RuntimeError:  # no batching rule
+    except RuntimeError:  # the loss calls an operator for which ``vmap`` has no rule
         losses = torch.stack([loss(i, t) for i, t in zip(*pairs, strict=True)])
     return in_order(losses, data_order)
 

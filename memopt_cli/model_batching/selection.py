@@ -1,13 +1,13 @@
-"""The choice of a route: the fastest measured one of those that compute what the loop over the models computes.
+"""Choose the route: the fastest one, as measured, of those that compute the same as the loop over the models.
 
-Choosing takes steps, and must be cheap beside the steps it saves.  For 100 models of 64 samples:
+Choosing runs training steps, and must cost little beside the time that it saves.  For 100 models of 64 samples:
 
 1. The loop takes two steps with 2 models and 3 samples each, in float64 and with weights that differ between the models
    (:mod:`~memopt_cli.model_batching.comparison`).  Outputs, gradients, buffers and hidden state are the reference.
-2. Each other route takes the same two steps.  It is refused if anything differs, and not even compared once one route
-   can be used and comparing has taken long enough.
+2. Each other route takes the same two steps.  It is refused if anything differs.  Once one route can be used and
+   comparing has taken long enough, no further route is compared.
 3. The routes that are left take turns on all models and samples; the one with the smallest median wins
-   (:mod:`~memopt_cli.model_batching.timing`).  Where that would take seconds, they are timed on the few samples.
+   (:mod:`~memopt_cli.model_batching.timing`).  If that would take seconds, they are timed on the few samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_TRIED = "it was not tried: another one can be used"
 
 
 def candidates(wanted: str) -> list[RouteName]:
-    """Return the routes to try for ``wanted``, which is the name of one or ``auto``, in the order of trying them."""
+    """Return the routes to try for ``wanted``, the name of a route or ``auto``, in the order of trying them."""
     return [name for name in ROUTES if wanted in ("auto", name)]
 
 
@@ -45,8 +45,8 @@ def select(
     """Return the route that runs ``tree``, the stacked model, from now on, and a trial for each candidate.
 
     Everything is tried on copies of a few models, on a few samples of each: the model, its gradients and the random
-    generators stay as they are.  Dropout is off while routes are compared, for each draws its own numbers.  Without
-    ``check`` nothing is tried: the first call finds the first route that runs.  Raises :class:`UsageError` with the
+    generators do not change.  Dropout is off while routes are compared, since each draws its own numbers.  Without
+    ``check`` nothing is tried: the first call uses the first route that runs.  Raises :class:`UsageError` with the
     reasons if the wanted route cannot be used.
     """
     if wanted == "loop":
@@ -55,7 +55,7 @@ def select(
         first = _FirstThatRuns(tree, models, wanted)
         return first, first.trials
     with warnings.catch_warnings(), torch.enable_grad(), generators_kept():
-        warnings.simplefilter("ignore")  # vmap warns where it is slow; that is measured
+        warnings.simplefilter("ignore")  # vmap warns of slow operators, whose time is measured here anyway
         whole = Given(tree, models, args, kwargs)
         reference = Reference(whole)
         patience_s = reference.patience_s if wanted == "auto" else 0.0
@@ -70,10 +70,10 @@ def select(
 
 
 def _compared(names: list[RouteName], compare: Callable[[RouteName], RouteTrial], most_s: float) -> Trials:
-    """Return what ``compare`` finds out about each of ``names``.
+    """Return the trial by ``compare`` of each of ``names``.
 
-    Once one can be used and ``most_s`` seconds are over, no other is compared.  The loop, with which the others are
-    compared, can always be used.
+    Once a route can be used and ``most_s`` seconds are over, no other is compared.  The loop needs no comparison: it is
+    the reference.
     """
     trials: Trials = {}
     started = time.perf_counter()
@@ -95,7 +95,7 @@ def _unusable(wanted: str, tree: nn.Module, trials: Trials) -> UsageError:
 
 
 class _FirstThatRuns:
-    """The first route whose first call raises nothing; what another one changed before it failed is put back."""
+    """The first route whose first call raises no error; changes that others made before they failed are undone."""
 
     def __init__(self, tree: nn.Module, models: int, wanted: str) -> None:
         self._tree = tree
@@ -103,7 +103,7 @@ class _FirstThatRuns:
         self._wanted = wanted
         self._route: Route | None = None
         self.trials: list[RouteTrial] = []
-        """One for each candidate, from the first call on."""
+        """One trial for each candidate; empty before the first call."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._first_call(args, kwargs) if self._route is None else self._route(args, kwargs)
@@ -123,7 +123,7 @@ class _FirstThatRuns:
                 output = route(args, kwargs)
             except Exception as error:
                 put_back()
-                if name == "loop":  # which raises what the model itself raises
+                if name == "loop":  # the last one: its error is the model's own
                     raise
                 trials[name] = replace(trials[name], refused=first_line(error))
                 continue
@@ -135,9 +135,9 @@ class _FirstThatRuns:
 
 
 def _restorer(tree: nn.Module) -> Callable[[], None]:
-    """Return a function that puts ``tree`` and the random generators back to where they are now."""
+    """Return a function that puts ``tree`` and the random generators back into their present state."""
     state, generators = ModuleState(tree), Generators()
-    # A route writes buffers in place.
+    # ``ModuleState`` refers to tensors, and routes write buffers in place.
     copies = [(buffer, buffer.detach().clone()) for buffer in tree.buffers()]
 
     def put_back() -> None:

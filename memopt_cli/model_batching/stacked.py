@@ -1,4 +1,4 @@
-"""Stacked models: one whose parameters and buffers hold those of many models, (models, …)."""
+"""Stack many copies of a model into one, whose parameters and buffers are (models, …), and take them apart again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ StateDict = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One place of a model that holds a parameter or a buffer; a tied tensor has several."""
+    """An attribute of some module that holds a parameter or a buffer; a tied tensor has several."""
 
     name: str
+    """The name as in ``named_parameters``, with the path of the module."""
     tensors: dict[str, Any]
-    """Dictionary of the owner's parameters or buffers."""
+    """The module's own dictionary of parameters or buffers."""
     key: str
+    """The key in that dictionary."""
     is_buffer: bool
 
     @property
@@ -49,7 +51,8 @@ def slots_of(model: nn.Module) -> list[Slot]:
 def stack_model(model: nn.Module, models: int) -> nn.Module:
     """Return a copy of ``model`` with ``models`` copies of each parameter and buffer, and registered modules replaced.
 
-    Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError` that names what cannot be batched.
+    Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError` that names a module that cannot be
+    batched.
     """
     refuse_unsupported(model)
     stacked: dict[int, Any] = {}
@@ -62,7 +65,7 @@ def stack_model(model: nn.Module, models: int) -> nn.Module:
 
 
 def share_first(tree: nn.Module, model: nn.Module) -> None:
-    """Make the tensors of ``model`` those of the first model of a stacked one."""
+    """Make ``model`` share the tensors of the first model in ``tree``, a stacked model."""
     shared = shared_names(tree)
     stacked = {slot.name: slot.tensor.detach() for slot in slots_of(tree)}
     for slot in slots_of(model):
@@ -70,7 +73,7 @@ def share_first(tree: nn.Module, model: nn.Module) -> None:
 
 
 def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
-    """Put registered batch modules in place of the modules of ``tree`` that they stand for."""
+    """Replace the modules of ``tree`` whose class has a registered batch class, and return the tree."""
     for path, original in list(model.named_modules()):
         batch_class = batch_class_of(original)
         if batch_class is None:
@@ -86,9 +89,9 @@ def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module
 
 
 def placeholder_copy(tree: nn.Module) -> nn.Module:
-    """Return one model out of ``tree``, a stacked one, whose tensors have shapes and no data.
+    """Return a single model with the structure of ``tree``, a stacked one; its tensors have shapes, but no data.
 
-    A route lends it tensors.  A batch module is replaced by the module that it stands for.
+    A route puts tensors in when it runs the model.  Batch modules are replaced by the modules that they replaced.
     """
     shared = shared_names(tree)
     empty: dict[int, Any] = {}
@@ -133,7 +136,7 @@ def shared_names(tree: nn.Module) -> set[str]:
 def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], models: int, *, pad: bool) -> StateDict:
     """Return ``states``, one for all models or one for each, as a state dictionary of ``tree``.
 
-    ``pad``: there may be fewer than models; the others become zero.
+    ``pad``: allow fewer than there are models; the others become zero.
     """
     shared = shared_names(tree)
     if isinstance(states, Mapping):
@@ -151,7 +154,7 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
 
 
 def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> list[dict[str, Tensor]]:
-    """Return a state dictionary for each model, whose tensors own their memory: a saved one holds one model only."""
+    """Return a state dictionary for each model, with copies of its tensors: saving a view would save all models."""
     shared = shared_names(tree)
     whole = {k: v.detach() for k, v in tree.state_dict().items()}
     return [

@@ -1,4 +1,4 @@
-"""Seconds of a step of each route, measured in turns."""
+"""Measure the seconds of a step of each route, in turns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.training.step import Step, synchronize
 
 _MOST_ROUNDS = 30
+"""Most steps of each route that are timed."""
 _TIMING_S = 1.0
-"""Seconds that timing may take after the first steps.  Where one step of each route would take longer, they take steps
-on few samples."""
+"""Seconds that timing may take after the first steps.  If one step of each route would take longer, routes are timed on
+few samples."""
 _TIMING_SHARE = 0.25
 """Share of a step on all samples that timing on few may take after the first steps."""
 _FAR_BEHIND = 1.5
-"""A route whose best step takes this many times as long as that of the fastest is timed no more."""
+"""Factor: a route whose best step takes more than so many times the fastest route's best step is timed no further."""
 
 Trials = dict[RouteName, RouteTrial]
 Timer = Callable[[], float]
@@ -33,10 +34,10 @@ Timer = Callable[[], float]
 
 
 def with_seconds(trials: Trials, sizes: Sequence[Given]) -> Trials:
-    """Return ``trials`` with the seconds of a step of each; a route that fails in its own precision is refused.
+    """Return ``trials`` with the seconds of a step of each route; one that fails in the model's precision is refused.
 
-    ``sizes``: on what steps may be taken, the smallest first.  The last is used if steps on it are short.  Where they
-    take long, timing takes no more than a share of one, or a single step of each route on the smallest.
+    ``sizes``: models and inputs to take steps on, the smallest first.  The last is used if its steps are short.  If
+    they are long, timing takes at most a share of one such step, or a single step of each route on the smallest.
     """
     for given in sizes:
         if sum(not trial.refused for trial in trials.values()) < 2:
@@ -51,10 +52,10 @@ def with_seconds(trials: Trials, sizes: Sequence[Given]) -> Trials:
 
 
 def _first_steps(trials: Trials, given: Given) -> tuple[dict[RouteName, Timer], dict[RouteName, float], Trials]:
-    """Take a first step by each usable route, and return what takes further ones, their seconds, and the trials."""
+    """Take a first step by each usable route; return the timers for further steps, the seconds, and the trials."""
     steps: dict[RouteName, Timer] = {}
     first_s: dict[RouteName, float] = {}
-    found = dict(trials)
+    updated = dict(trials)
     for name, trial in trials.items():
         if trial.refused:
             continue
@@ -63,8 +64,8 @@ def _first_steps(trials: Trials, given: Given) -> tuple[dict[RouteName, Timer], 
             first_s[name], steps[name] = step(), step
         except Exception as error:
             if name != "loop":
-                found[name] = replace(trial, refused=first_line(error))
-    return steps, first_s, found
+                updated[name] = replace(trial, refused=first_line(error))
+    return steps, first_s, updated
 
 
 def _median_seconds(
@@ -72,8 +73,8 @@ def _median_seconds(
 ) -> dict[RouteName, float]:
     """Return the median seconds of ``steps``, taken in turns, so that the load of the machine is the same for all.
 
-    ``first_s`` has the seconds of a first step of each, which warmed it up.  Where one more round would take longer
-    than ``most_s``, it is the answer.
+    ``first_s``: the seconds of a first step of each, which warmed it up; returned if one more round would take longer
+    than ``most_s``.
     """
     taken: dict[RouteName, list[float]] = {name: [] for name in steps}
     racing, started, done = list(steps), time.perf_counter(), 0

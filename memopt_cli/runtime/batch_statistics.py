@@ -5,8 +5,8 @@ variance of that norm's input.  Merging them, inside autograd, gives the statist
 variance, Chan et al. 1979).  The next pass uses these as ordinary tensors, and so runs through that norm and on to the
 second norm, or to the end.
 
-Each pass repeats the forward of the pass before up to the norm, but not its backward: at the norm, its graph is linked
-to the graph of the pass before, and only that graph is followed further back.
+Each pass repeats the forward of the pass before it up to the norm, but backward goes through that part only once: at
+the norm, the later pass's graph is linked to the earlier pass's graph, and gradients follow the earlier one from there.
 
     pass 1:  x --> h --> mean, variance of h
                    |          |
@@ -14,11 +14,11 @@ to the graph of the pass before, and only that graph is followed further back.
                    |          |
     pass 2:  x --> h = link --> normalized --> y
 
-Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of what
-has reached ``h`` by both.  So every operator of forward is differentiated once, and where the operator before the norm
-is costly, pass 2 takes its output from pass 1 and runs it only in its recomputation.  The price: the gradients of ``h``
-of all chunks exist at the same time.  Where they would take more memory than the gradients of ``x``, pass 2 is not
-linked, and goes back to ``x`` itself.
+Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of the
+gradients that reached ``h`` by both.  So every operator of forward is differentiated once.  If the operator before the
+norm is costly (a convolution, a linear layer), pass 2 takes its output from pass 1, and runs it only when backward
+recomputes pass 2.  The price: the gradients of ``h`` of all chunks exist at the same time.  If they would take more
+memory than the gradients of ``x``, pass 2 is not linked, and its own backward goes all the way to ``x``.
 
 Norms are found by intercepting ``batch_norm``, which every norm class calls in the end.  Every chunk starts from the
 running statistics and counters that the whole starts from, and updates them as the whole would, so code that reads them
@@ -74,30 +74,32 @@ class ReachedNorm:
     statistics: Statistics
     """The statistics of the norm's input in this chunk."""
     link: Tensor | None
-    """A tensor without memory that stands for the norm's input: a gradient that reaches it goes on to that input.
+    """A tensor without memory, in the shape of the norm's input; a gradient that reaches it goes on to that input.
 
-    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the next
-    pass goes back by itself.
+    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the
+    backward of the next pass goes all the way back by itself.
     """
     source: int | None
-    """The place of the operator that made the norm's input among the costly ones; ``None`` if none of these did."""
+    """The index of the operator that made the norm's input among the costly ones of forward; ``None`` if none did."""
     values: Tensor | None
-    """The norm's input, until the next pass has taken it; ``None`` if it is not to take it."""
+    """The norm's input, until the next pass has taken it; ``None`` if the next pass computes it again."""
     running: tuple[Tensor, ...]
-    """The running statistics that the norm is to update."""
+    """The running statistics that the norm updates."""
 
     def take(self) -> Tensor | None:
-        """Return the values, and hold them no longer."""
+        """Return :attr:`values`, and drop them here."""
         values, self.values = self.values, None
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """A batch norm whose statistics are known, and where each chunk came to it."""
+    """A batch norm whose statistics are known."""
 
     statistics: Statistics
+    """The statistics of its input in all chunks together."""
     chunks: Sequence[ReachedNorm]
+    """How the pass before broke off at this norm, for each chunk."""
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
@@ -109,8 +111,8 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
             return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics are those of all processes"
         if isinstance(inner, torch.jit.ScriptModule):
             return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
-        # Before a norm, one part comes through the normalized values and one through the statistics, which bypasses the
-        # norm's hooks.  Hooks of the module itself get the gradients of the whole.
+        # The gradient before a norm has two parts: one comes through the normalized values, and one through the
+        # statistics, which bypasses hooks.  Hooks of the module itself get the gradients of the whole.
         if inner is not module and has_gradient_hooks(inner):
             return f"a hook gets the gradients of its {name}, of which the passes over the chunks would give it parts"
     return ""
@@ -132,14 +134,16 @@ class BatchStatistics:
         self._module = module
         self._forward = forward
         self._found: tuple[_Norm, ...] = ()
-        self._hands_on = not config_of(module).keep  # a segment that keeps outputs counts the calls of operators
+        # A segment that keeps outputs finds them by the number of the operator's call, which must be the same in every
+        # pass: there no pass may skip an operator.
+        self._hands_on = not config_of(module).keep
         self._start = Start(module, given)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
-        """Yield a function for each of ``chunks`` of the next pass, to be called before the next one is asked for.
+        """Yield the function that runs in place of forward, for each of ``chunks`` chunks of the next pass.
 
-        It runs in place of forward, and returns a :class:`ReachedNorm` at the first norm without known statistics, and
-        the output once all are known.  It raises :class:`NotGathered`.
+        Call each before the next is yielded.  It returns a :class:`ReachedNorm` at the first norm without known
+        statistics, and the output once all are known.  It raises :class:`NotGathered`.
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
@@ -147,9 +151,9 @@ class BatchStatistics:
             yield self._chunk(breaks_off, index)
 
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
-        """Merge the statistics of the norm that every chunk has ``reached``, and put the module where it started from.
+        """Merge the statistics of the norm that every chunk has ``reached``, and put the module's state back.
 
-        Raises :class:`NotGathered`, or :class:`RuntimeError` if it cannot be put back.
+        Raises :class:`NotGathered`, or :class:`RuntimeError` if the state cannot be put back.
         """
         if self._start.draws():
             raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
@@ -159,15 +163,17 @@ class BatchStatistics:
 
     @property
     def undo(self) -> Callable[[], None]:
-        """A function that puts the module and the random generators where they started from.
+        """A function that puts the state of the module and of the random generators back, as before the first pass.
 
-        It holds nothing that passes have found, and raises :class:`RuntimeError` if they cannot be put back.
+        It holds no results of passes.  It raises :class:`RuntimeError` if the state cannot be put back.
         """
         return self._start.enter
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """Return the function for the chunk at ``index``; it adds to ``breaks_off`` whether its run breaks off."""
-        module, forward = self._module, self._forward  # not self: the graph must not hold where it started
+        # The function must not hold ``self``: autograd's graph holds the function until backward, and ``self`` has
+        # copies of the module's state.
+        module, forward = self._module, self._forward
         found, hands_on = self._found, self._hands_on
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -190,10 +196,10 @@ class BatchStatistics:
 
 
 def merged(parts: Sequence[Statistics]) -> Statistics:
-    """Return the statistics of all values whose ``parts`` have these statistics (Chan et al. 1979).
+    """Return the statistics of all values together, given the statistics of ``parts`` of them (Chan et al. 1979).
 
-    The whole has the mean of the means and the mean of the variances, by counts; to the latter comes the variance of
-    the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together mean 4 and variance 1 + 4.
+    The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted alike,
+    plus the variance of the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together 4 and 1 + 4.
     """
     count = sum(part.count for part in parts)
     mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
@@ -201,8 +207,8 @@ def merged(parts: Sequence[Statistics]) -> Statistics:
     return Statistics(mean, torch.stack(shares).sum(0), count)
 
 
-class _Unknown(Exception):  # no BaseException: at these, modules do not call their hooks
-    """Breaks off a forward at a norm whose statistics are not known."""
+class _Unknown(Exception):  # no BaseException: ``nn.Module`` calls its ``always_call`` hooks for an Exception only
+    """The signal that breaks off a forward at a norm whose statistics are not known yet."""
 
     def __init__(self, reached: ReachedNorm) -> None:
         super().__init__()
@@ -213,9 +219,10 @@ class _Norms(TorchFunctionMode):
     """A mode in which batch norms use the statistics of the whole in place of a chunk's."""
 
     def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, given_bytes: int) -> None:
-        """Take the norms ``found`` by earlier passes, in a run of ``module`` on the chunk at ``index``.
+        """Run ``module`` on the chunk at ``index`` with the statistics of the norms ``found`` by earlier passes.
 
-        ``hands_on``: let the next pass have a norm's input; ``given_bytes``: of the inputs that need gradients.
+        ``hands_on``: hand a norm's input on to the next pass; ``given_bytes``: bytes of the chunk's inputs that need
+        gradients.
         """
         super().__init__()
         self._module = module
@@ -228,9 +235,9 @@ class _Norms(TorchFunctionMode):
         self._costly = 0
         """How many costly operators have run."""
         self._last: _Output | None = None
-        """The output of the last of them, if the next pass may have it; otherwise ``None``."""
+        """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
-        """Why forward must not go on, though it may have caught the exception that ended it; empty if it may."""
+        """Why the run does not count, even if forward caught the exception that ended it; empty if it counts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -251,11 +258,12 @@ class _Norms(TorchFunctionMode):
         return self._normalize(**{key: given[key] for key in given.keys() & _USED})
 
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
-        """Run a costly operator, or take its output from the pass before."""
+        """Run a costly operator, or take its output from the pass before if that handed it on."""
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
-        # A checkpoint within runs the operator again on its own, and counts what it saves.
+        # Inside a checkpoint of the user's own, which shows in its hooks on saving, every operator must run: it runs
+        # them all again in backward, and compares how many tensors they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1
@@ -294,12 +302,13 @@ class _Norms(TorchFunctionMode):
         return ReachedNorm(measured, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """Return the place of the costly operator that made ``input``, if the next pass may have that from this one."""
+        """Return the index of the costly operator that made ``input``; ``None`` if the next pass cannot skip it."""
         is_made = link is not None and self._last is not None and self._last.is_given(input, link)
         return self._costly - 1 if is_made else None
 
     def _uncount(self, running_mean: Tensor) -> None:
-        # The norm has counted a call that will come once more; if a chunk raises, nobody else puts that back.
+        # The norm has counted this call, and counts it again in the next pass.  Before that pass all state is put back,
+        # the counter too; but if a chunk raises first, nothing is, and the caller must not find a call too many.
         for norm in batch_norms(self._module):
             counter = buffers_of(norm).get("num_batches_tracked")
             if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
@@ -312,20 +321,22 @@ class _Norms(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """The output of a costly operator, as it was then."""
+    """The output of a costly operator."""
 
     tensor: ref[Tensor]
     version: int
+    """Its version when the operator returned it."""
     requires_grad: bool
+    """Whether it needed a gradient then."""
 
     def is_given(self, input: Tensor, link: Tensor) -> bool:
-        """Tell whether this is ``input``, that of a norm, and its whole gradient goes to ``link``."""
+        """Tell whether this is a norm's ``input``, unwritten, and its gradient goes to ``link`` if it has one."""
         is_same = self.tensor() is input and self.version == version_of(input)
         return is_same and self.requires_grad == link.requires_grad
 
 
 def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
-    """Return the values that the pass before has handed on; in a recomputation run the operator, and save nothing."""
+    """Return the operator's output that the pass before handed on; if it is used up, in backward, run the operator."""
     values = reached.take()
     if values is not None:
         return values
@@ -334,7 +345,7 @@ def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
 
 
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""Functions that compute gradients, which would find that the graph of a chunk ends at the norms."""
+"""Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
 _HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _COSTLY = frozenset(
     function
@@ -342,7 +353,7 @@ _COSTLY = frozenset(
     for aten in (getattr(torch.ops.aten, operator),)
     for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
 )
-"""Operators worth running once less; the output of each shares no memory with other tensors."""
+"""Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
 _UNSEEN_WRITES = frozenset(
     (
         *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
@@ -354,9 +365,9 @@ _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "mo
 
 
 class _Links(torch.autograd.Function):
-    """Three links without values, to ``x [B, C, ...]``, to its mean [C] and to its variance [C].
+    """Three tensors without values, linked to ``x [B, C, ...]``, to its mean [C] and to its variance [C].
 
-    Gradients that reach them in backward add up to the gradient of ``x``.
+    In backward, the gradients that reach the three add up to the gradient of ``x``.
     """
 
     @staticmethod
@@ -369,7 +380,7 @@ class _Links(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_x: Tensor | None, of_mean: Tensor | None, of_variance: Tensor | None) -> Tensor | None:
         (x,) = ctx.saved_tensors
-        if of_mean is None or of_variance is None:  # nothing follows the norm
+        if of_mean is None or of_variance is None:  # the statistics were not used: no output depends on the norm
             return of_x
         precise, count = x.to(of_mean.dtype), x.numel() // x.shape[1]
         scale = of_variance * (2 / count)
@@ -393,7 +404,8 @@ class _Linked(torch.autograd.Function):
 def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     """Return ``values`` with their gradient going to ``link``.
 
-    ``is_seen``: the module's own code may write to them, which it may not to a view.
+    ``is_seen``: the module's own code gets them and may write to them in place, which autograd forbids for a view that
+    a custom function returns.
     """
     linked: Tensor = _Linked.apply(values, link, is_seen)  # type: ignore[no-untyped-call]
     return linked
@@ -401,10 +413,12 @@ def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
 
 def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
     """Return the statistics of ``x [B, C, ...]``, and a link to it."""
-    link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]  # a recomputation ends here
+    # The only tensor that is saved from here on is ``x``: a recomputation for backward ends as soon as it has it.
+    link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]
     values = x.detach().to(_precise(x))
     mean = values.mean(_other_dims(x))
-    variance = (values - _by_channel(mean, x)).square_().mean(_other_dims(x))  # var_mean takes five times as long
+    # Not ``torch.var_mean``, which takes five times as long.
+    variance = (values - _by_channel(mean, x)).square_().mean(_other_dims(x))
     statistics = Statistics(_linked(mean, mean_link), _linked(variance, variance_link), x.numel() // x.shape[1])
     return statistics, link
 
@@ -443,7 +457,7 @@ def _other_dims(x: Tensor) -> list[int]:
 
 
 def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias`` by one product and a sum in the dtype of ``x``."""
+    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias``, computed as ``x * scale + shift``."""
     if statistics.count == 1:
         raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
     scale = (statistics.variance + eps).rsqrt()
@@ -457,7 +471,7 @@ def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: 
 
 
 def _layout_of(x: Tensor) -> torch.memory_format:
-    """Return the memory format that batch norm gives for ``x``: later layers may draw noise in that order."""
+    """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
     layout = _CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
     return layout if layout is not None and is_last else torch.contiguous_format
@@ -468,12 +482,12 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @torch.no_grad()
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:  # past the version, as batch norm itself writes it: its backward checks that
+    if running is not None:  # ``.data`` raises no version; batch norm itself writes its statistics like this, too
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
 class Start:
-    """The state of a module and the random generators, to begin anew from there."""
+    """The state of a module and of the random generators at one moment, to put back before another pass."""
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
         self._module = module
@@ -486,17 +500,20 @@ class Start:
         self._generators = Generators()
 
     def draws(self) -> bool:
-        """Tell whether random numbers were drawn since."""
+        """Tell whether random numbers were drawn since this start was made."""
         return self._generators.moved()
 
     def add_norm(self, running: Sequence[Tensor]) -> None:
-        """Note the ``running`` statistics of a norm, which it has not updated yet."""
+        """Copy the ``running`` statistics of a norm before it updates them."""
         for tensor in running:
             self._copies.setdefault(id(tensor), (tensor, version_counter(tensor), tensor.detach().clone()))
             self._norms.add(id(tensor))
 
     def enter_norms(self) -> None:
-        """Put the batch norms alone where they stood.  Raises :class:`NotGathered` if they are others now."""
+        """Put back the state of the batch norms alone.
+
+        Raises :class:`NotGathered` if the module has other batch norms now.
+        """
         if batch_norms(self._module) != self._batch_norms:
             raise NotGathered("makes or takes away a batch norm in its forward")
         self._state_of_norms.restore()
@@ -505,7 +522,7 @@ class Start:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Put everything where it stood.
+        """Put back the state of the module and of the random generators.
 
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.
         """
@@ -515,7 +532,8 @@ class Start:
         for tensor, version, copy in self._copies.values():
             if tensor.requires_grad and version_counter(tensor) != version:
                 raise self._cannot("modifies its state in place")
-            # Where forward has raised the version, this does too: chunks may count on the values in between.
+            # ``.data`` raises no version.  If forward raised it, this must too: a chunk's graph may have saved the
+            # value in between, and autograd has to notice that it is overwritten.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
         self._generators.restore()
 

@@ -1,16 +1,16 @@
-"""Rows that mix: along the axis by which a segment is cut, a row of its output needs other rows of its input.
+"""Find rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
-A cumulative sum, a loop over time steps that is written in forward, attention: in chunks each would start anew where
-it is cut, and silently compute something else.  Two trials on a piece of the input, without gradients, find that::
+A cumulative sum, attention, or a loop over time steps that is written in forward would start anew in each chunk, and
+silently compute something else.  Two trials on a piece of the input, without gradients, find that::
 
-    cumsum([1, 2, 3, 4])    1 3 6 10
-    cumsum([1, 2, 1, 2])    1 3 4 6     other values in one half must leave the other half as it is: here they do
-    cumsum([3, 4, 3, 4])    3 7 10 14   here they do not: rows mix
-    two halves, joined      1 3 3 7     the row after a cut must be as without the cut: 3 is not 6
+    whole                   cumsum([1, 2, 3, 4])    1 3 6 10
+    trial 1, second half    cumsum([1, 2, 1, 2])    1 3 4 6     the first half of the output stays as it was: good
+             first half     cumsum([3, 4, 3, 4])    3 7 10 14   the second half changes with the first: rows mix
+    trial 2, two halves     joined                  1 3 3 7     the row after the cut is 3 and not 6: rows mix
 
-The second trial also finds modules that go by the position of a row.  Batch statistics do make rows depend on one
-another: where they are gathered over the chunks, the norms in every trial use the statistics found in the first run.
-Segments whose norms are to use the statistics of each chunk are not tried.
+Trial 1 replaces one half of the input by the other.  Trial 2 also finds modules that go by the position of a row.
+Batch statistics do make rows depend on one another: where they are gathered over the chunks, the norms in every trial
+use the statistics of the first run.  Segments whose norms use the statistics of each chunk (``inexact``) are not tried.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from memopt_cli.runtime.norms import OtherNorms
 from memopt_cli.runtime.private_torch import unseen
 
 _ROUNDINGS: Final = 8
-"""Steps of rounding, of the largest value, by which an output may differ between two runs of one shape."""
+"""Roundings of the largest value by which an output may differ between two runs on inputs of one shape."""
 _SHARE: Final = 1e-3
-"""Share of the largest value by which an element may differ between two shapes, which add up in another order."""
+"""Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
+up in another order."""
 _FEW: Final = 0.02
-"""Share of a row's elements that may differ by more: a spike that rounding flips is one of many."""
+"""Share of a row's elements that may differ by more than that: rounding may flip a few spikes from 0 to 1."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _tried: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """Segment -> its forwards in chunks so far."""
@@ -46,7 +47,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def rows_untried() -> Iterator[None]:
-    """Try no segment in the block: somebody else compares chunks with the whole."""
+    """Try no segment in the block, whose caller compares chunks with the whole itself."""
     outer, _thread.untried = getattr(_thread, "untried", False), True
     try:
         yield
@@ -55,6 +56,7 @@ def rows_untried() -> Iterator[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
+"""A function that returns a context manager in whose block a module is in its starting state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,63 +65,64 @@ class Piece:
 
     module: nn.Module
     starting: Starting
-    """A context manager in whose block the module is in its starting state."""
     whole: Callable[[Sequence[Tensor]], Any]
-    """A function that runs the module on tensors like the piece at once."""
+    """A function that runs the module on tensors in the piece's shapes, uncut."""
     halves: Callable[[], Sequence[Any]]
     """A function that runs the module on two halves of the piece, one after the other."""
     sequences: Sequence[Tensor]
     """The tensors of the piece."""
     axis: int
+    """The axis along which they are cut."""
     outputs: int
-    """How many of its outputs are cut; later ones are states."""
+    """How many of the module's outputs are joined over the chunks; later ones are states for the next chunk."""
     resumes: bool
-    """Whether it hands state on from chunk to chunk that it does not leave behind."""
+    """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), as a neuron does."""
     norms: AbstractContextManager[object]
-    """A context manager around every run."""
+    """A context manager around every run, in which batch norms use the same statistics."""
 
     @property
     def halves_of(self) -> tuple[int, int]:
-        """The lengths of the halves, cut as chunks are."""
+        """The lengths of the two halves, of which the first is the longer one, as with chunks."""
         length = self.sequences[0].shape[self.axis]
         return length - length // 2, length // 2
 
 
 def is_due(module: nn.Module) -> bool:
-    """Tell whether ``module`` is to be tried in this forward: the first, the 16th, the 256th and so on.
+    """Tell whether to try ``module`` in this forward, which is so in its first, 16th, 256th and so on.
 
     One trial may see nothing, as where all values are zero; more of them would show in measured times.
     """
     if getattr(_thread, "untried", False):
         return False
     _tried[module] = _tried.get(module, 0) + 1
-    return _tried[module].bit_count() == 1 and _tried[module].bit_length() % 4 == 1
+    count = _tried[module]
+    return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
 def mixing(piece: Piece) -> str:
-    """Return why the module of ``piece`` cannot run in chunks, a sentence without its subject; empty if it may."""
+    """Return why the module of ``piece`` cannot run in chunks, a sentence without its subject; empty if it can."""
     try:
         with torch.no_grad(), unseen():
             whole = _run_whole(piece, _copies(piece.sequences))
             cut = _run(piece, piece.halves)
             return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
-    except OtherNorms as found:
-        return str(found)
+    except OtherNorms as error:
+        return str(error)
     except Exception:  # the module's own code, on a length that it may not take: that proves nothing about chunks
         return ""
 
 
-def _other_shape(piece: Piece, whole: _Found, cut: _Found) -> str:
+def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> str:
     """Return how the joined outputs of two halves differ in shape from the output of the whole; empty if not."""
-    shapes = [tuple(tuple(tensor.shape) for tensor in found.tensors) for found in (whole, cut)]
+    shapes = [tuple(tuple(tensor.shape) for tensor in result.tensors) for result in (whole, cut)]
     if shapes[0] == shapes[1]:
         return ""
-    uncut, joined = (", ".join(map(str, found)) for found in shapes)
+    uncut, joined = (", ".join(map(str, of_run)) for of_run in shapes)
     return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
 
 
-def _dependence(piece: Piece, whole: _Found) -> str:
-    """Return why rows mix, if either half of the output changes with the other half of the input; else empty."""
+def _dependence(piece: Piece, whole: _Result) -> str:
+    """Return that rows mix, if either half of the output changes with the other half of the input; empty if not."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
     half, rest = piece.halves_of
@@ -131,10 +134,12 @@ def _dependence(piece: Piece, whole: _Found) -> str:
     return ""
 
 
-def _restart(piece: Piece, whole: _Found, cut: _Found) -> str:
-    """Return why a cut shows, if the first row after it differs from that without the cut; else empty."""
+def _restart(piece: Piece, whole: _Result, cut: _Result) -> str:
+    """Return that a cut changes the output, if the first row after the cut differs; empty if not."""
+    # A generator of the module's own may draw numbers that ``is_random`` does not see: those for half the length are
+    # others than for the whole, and prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
-        return ""  # no two shapes draw alike
+        return ""
     if whole.is_random or not whole.is_cut_at(piece):
         return ""
     half, _ = piece.halves_of
@@ -144,18 +149,18 @@ def _restart(piece: Piece, whole: _Found, cut: _Found) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Result:
     """The result of a run on a piece."""
 
     tensors: list[Tensor]
-    """The outputs that are cut, joined."""
+    """The outputs, each joined over the parts in which the piece was run."""
     is_random: bool
-    """Whether it drew random numbers."""
+    """Whether the run drew random numbers."""
     hands_over: bool
-    """Whether it leaves state behind, or returns some: then later rows do depend on earlier ones."""
+    """Whether the run left or returned state for a next chunk: then later rows rightly depend on earlier ones."""
 
     def is_cut_at(self, piece: Piece) -> bool:
-        """Tell whether it has a row for each row of ``piece``."""
+        """Tell whether every output has a row for each row of ``piece``."""
         lengths = {t.shape[piece.axis] if -t.dim() <= piece.axis < t.dim() else 0 for t in self.tensors}
         return lengths == {sum(piece.halves_of)}
 
@@ -163,8 +168,8 @@ class _Found:
         return [tensor.narrow(axis, start, count) for tensor in self.tensors]
 
 
-def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
-    with piece.starting():
+def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
+    with piece.starting():  # which also puts the training mode of the dropouts back
         for module in piece.module.modules():
             if isinstance(module, _DROPOUTS):
                 module.eval()
@@ -173,10 +178,10 @@ def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Found:
             parts = [output if isinstance(output, tuple) else (output,) for output in run()]
         columns = zip(*(part[: piece.outputs] for part in parts), strict=True)
         joined = [torch.cat(column, dim=piece.axis) for column in columns]
-        return _Found(joined, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
+        return _Result(joined, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
 
 
-def _run_whole(piece: Piece, inputs: Sequence[Tensor]) -> _Found:
+def _run_whole(piece: Piece, inputs: Sequence[Tensor]) -> _Result:
     return _run(piece, lambda: [piece.whole(inputs)])
 
 
@@ -198,7 +203,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_unlike(a: Tensor, b: Tensor) -> bool:
-    """Tell whether more of ``a`` and ``b`` differs than rounding explains."""
+    """Tell whether more elements of ``a`` and ``b`` differ than rounding explains."""
     if not (a.is_floating_point() or a.is_complex()):
         others = a != b
     else:

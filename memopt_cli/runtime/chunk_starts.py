@@ -1,8 +1,8 @@
-"""States from which chunks start, made again in backward instead of being held since forward.
+"""States from which chunks start, made again in backward instead of being held since forward (``recompute_states``).
 
-A module that carries state over its chunks, a neuron's membrane say, leaves one such state behind for each.  Backward
-wants them last first.  For each, the chunks before it run again from the nearest known state, and on the way the states
-halfway to it are remembered: of n chunks about log2(n) states are held at a time, and each chunk runs about
+A module that carries state over its chunks, a neuron's membrane say, has one such state before each chunk.  Backward
+needs them in reverse order.  To make one, the chunks before it run again from the nearest known state, and on the way
+the states halfway to it are remembered: of n chunks about log2(n) states are held at a time, and each chunk runs about
 log2(n) / 2 times more (recursive bisection, as in Griewank, "Achieving logarithmic growth of temporal and spatial
 complexity in reverse automatic differentiation", 1992).  With 8 chunks::
 
@@ -31,9 +31,11 @@ from memopt_cli.runtime.state import StartingState
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     start: StartingState
+    """The state that it starts from, without the tensors that are made again."""
     needs_gradient: tuple[bool, ...]
-    """Whether each tensor of its starting state that is not held needs a gradient."""
+    """Whether each tensor that is made again needs a gradient; empty if the chunk starts where the first one does."""
     run: Callable[[Sequence[Any]], object]
+    """A function that runs the chunk's forward again."""
 
 
 class ChunkStarts:
@@ -43,14 +45,15 @@ class ChunkStarts:
         self._module = module
         self._chunks: list[_Chunk] = []
         self._first: set[int] = set()
+        """Identities of the tensors of the state that the first chunk starts from."""
         self._known: dict[int, list[Tensor]] = {0: []}
-        """The place of a chunk -> the tensors it starts from; the first one's are held by its own starting state."""
+        """Index of a chunk -> the tensors it starts from; none for chunk 0, whose starting state holds its own."""
         self._generators = Generators()
 
     def add(self, start: StartingState, run: Callable[[Sequence[Any]], object]) -> Callable[[], list[Tensor]]:
         """Add the next chunk, which starts at ``start`` and whose forward ``run`` runs again.
 
-        Returns a function that gives the tensors that :meth:`StartingState.replay` wants.
+        Returns a function that makes the tensors for :meth:`StartingState.replay`.
         """
         tensors = matrices_of(self._module)
         if not self._chunks:
@@ -63,39 +66,43 @@ class ChunkStarts:
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
     def settle(self) -> None:
-        """Check, once every chunk has run, that they can run again; raise :class:`RuntimeError` if one drew numbers."""
+        """Check, once every chunk has run, that all can run again; raise :class:`RuntimeError` if one drew numbers."""
         if self._generators.moved():
             raise RuntimeError(
                 f"{name_of(self._module)} draws random numbers, so its states cannot be made again; "
                 "set recompute_states to false in the plan"
             )
 
-    def _tensors(self, place: int) -> list[Tensor]:
-        """Return the tensors from which the chunk at ``place`` starts; later chunks must be asked for first."""
-        nearest = max(known for known in self._known if known <= place)
-        tensors, wanted = self._known[nearest], {place, *_halves(nearest, place)}
-        for chunk in range(nearest, place):
+    def _tensors(self, index: int) -> list[Tensor]:
+        """Return the tensors from which the chunk at ``index`` starts, after those of all later chunks.
+
+        States of later chunks are dropped: backward has been there.
+        """
+        nearest = max(known for known in self._known if known <= index)
+        tensors, remembered = self._known[nearest], {index, *_halves(nearest, index)}
+        for chunk in range(nearest, index):
             tensors = self._after(chunk, tensors)
-            if chunk + 1 in wanted:
+            if chunk + 1 in remembered:
                 self._known[chunk + 1] = tensors
-        self._known = {known: held for known, held in self._known.items() if known < place}
+        self._known = {known: held for known, held in self._known.items() if known < index}
         return tensors
 
-    def _after(self, place: int, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that the chunk at ``place`` leaves to the next one, when it starts from ``tensors``."""
-        following = self._chunks[place + 1].needs_gradient
-        if not following:  # it started where the module stood anyway
+    def _after(self, index: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that the chunk at ``index`` leaves to the next one, when it starts from ``tensors``."""
+        needs_gradient = self._chunks[index + 1].needs_gradient
+        if not needs_gradient:  # the next chunk starts where the first one does: its starting state holds all
             return []
-        # With a graph, which a module may want, but without saved tensors.
+        # The graph is on, since forward may need one (``torch.autograd.grad``), but nothing is saved for it.
         nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        given = tensors if self._chunks[place].needs_gradient else ()
-        with nothing_saved, self._chunks[place].start.replay(given) as others:
-            self._chunks[place].run(others)
-            made = matrices_of(self._module)
-        return [t.detach().requires_grad_(needed) for t, needed in zip(made, following, strict=True)]
+        lent = tensors if self._chunks[index].needs_gradient else ()
+        with nothing_saved, self._chunks[index].start.replay(lent) as others:
+            self._chunks[index].run(others)
+            left = matrices_of(self._module)
+        return [t.detach().requires_grad_(needed) for t, needed in zip(left, needs_gradient, strict=True)]
 
 
 def _halves(start: int, stop: int) -> Iterator[int]:
+    """Yield the chunk halfway from ``start`` to ``stop``, then the one halfway from there: 3, 5, 6 for 0 and 7."""
     while stop - start > 1:
         start = (start + stop) // 2
         yield start

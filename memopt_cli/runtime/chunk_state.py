@@ -1,9 +1,9 @@
-"""State that forward updates once per call, and that chunks would therefore update once each.
+"""Find state that forward updates once per call: in chunks it would be updated once per chunk, and end up different.
 
 Examples are the power iteration of spectral norm, an average over calls, and a counter of calls.  State that is updated
-once per time step, such as a neuron's membrane, ends up alike in chunks.  A trial tells the two apart: a piece of the
-input runs whole and in two halves, from the state in which the first chunk started, and both must leave the same state
-behind.
+once per time step, such as a neuron's membrane, ends up the same in chunks.  A trial tells the two apart: a piece of
+the input runs whole and in two halves, both from the state in which the first chunk started, and both must leave the
+same state behind.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.private_torch import InstanceNorm
 
 _SHARE: Final = 1e-3
-"""Share of its move by which a tensor may differ between the two: rounding adds less, one call more adds more."""
+"""Share of a tensor's change by which whole and halves may differ: rounding adds less, and one more call adds more."""
 _ROUNDINGS: Final = 8
-"""Steps of rounding, of the largest value, by which two equal ways to compute a tensor may differ."""
+"""Roundings of the largest value by which the two may differ besides."""
 _seen: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
-"""Segment -> name of state that moved in its first chunk -> in how many forwards it did."""
+"""Segment -> name of state that its first chunk changed -> number of forwards in which it did."""
 
 
 class Moves:
-    """The state of a segment at one moment, without references to its tensors, to find what a chunk moves."""
+    """The state of a segment at one moment, by weak references, to find the state that a chunk changes ("moves")."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._places = {name: _place(value) for name, value in _state(module).items()}
+        self._before = {name: _noted(value) for name, value in _state(module).items()}
 
     def found(self) -> set[str]:
-        """Return the names of state that has moved since, for the first, second, fourth, eighth time and so on.
+        """Return the names of state that has moved for the first, second, fourth, eighth time and so on: try these.
 
-        One trial is not enough: a power iteration may have come to rest, or a batch consist of equal samples.
+        One trial is not enough: a power iteration may have converged, or a batch consist of equal samples.
         """
         seen, moved = _seen.setdefault(self._module, {}), self.now()
         for name in moved:
@@ -49,9 +49,9 @@ class Moves:
         return {name for name in moved if seen[name].bit_count() == 1}
 
     def now(self) -> set[str]:
-        """Return the names of all state that has moved since."""
-        nothing = _place(None)
-        return {n for n, value in _state(self._module).items() if not self._places.get(n, nothing).is_of(value)}
+        """Return the names of all state that is not as it was when this object was made."""
+        nothing = _noted(None)
+        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).is_of(value)}
 
 
 def difference(
@@ -61,9 +61,10 @@ def difference(
     whole: Callable[[], object],
     halves: Callable[[], object],
 ) -> str:
-    """Return why ``module`` cannot run in chunks, a sentence without its subject; empty if what ``moved`` allows it.
+    """Return why the state that ``moved`` forbids chunks of ``module``, a sentence without its subject; empty if not.
 
-    ``starting``: a block in which the module is in its starting state; ``whole``, ``halves``: run it on the same piece.
+    ``moved``: names of state; ``starting``: makes a context manager in whose block the module is in its starting state;
+    ``whole``, ``halves``: run the module on the same piece, uncut and in two halves.
     """
     names = sorted(moved)
     try:
@@ -79,7 +80,7 @@ def _left_by(
     module: nn.Module, starting: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
 ) -> dict[str, Any]:
     with torch.no_grad(), starting():
-        for norm in batch_norms(module):  # their statistics are gathered elsewhere, or differ on purpose
+        for norm in batch_norms(module):  # running statistics are gathered (batch_statistics.py), or differ on purpose
             norm.eval()
         run()
         state = _state(module).items()
@@ -87,17 +88,21 @@ def _left_by(
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the state of ``module`` by name, but for norms, which are treated apart in chunks."""
+    """Return the state of ``module`` by name, without that of norms, for which chunks have rules of their own."""
     norms = {*batch_norms(module), *(m for m in module.modules() if isinstance(m, InstanceNorm))}
     return state_by_name(module, norms)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Noted:
+    """A value of the state as it was at one moment."""
+
     tensor: weakref.ref[Tensor] | None
+    """The value if it is a tensor; otherwise ``None``."""
     version: int
+    """The tensor's version then."""
     number: Any
-    """The value itself, if it is no tensor; otherwise ``None``."""
+    """The value if it is no tensor; otherwise ``None``."""
 
     def is_of(self, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -105,12 +110,12 @@ class _Place:
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)
 
 
-def _place(value: Any) -> _Place:
-    return _Place(weakref.ref(value), version_of(value), None) if isinstance(value, Tensor) else _Place(None, 0, value)
+def _noted(value: Any) -> _Noted:
+    return _Noted(weakref.ref(value), version_of(value), None) if isinstance(value, Tensor) else _Noted(None, 0, value)
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
-    """Tell whether ``whole`` and ``halves``, to which two runs moved ``before``, are equal but for rounding."""
+    """Tell whether two runs changed ``before`` to the same value but for rounding: to ``whole`` and to ``halves``."""
     before, whole, halves = (_as_tensor(value) for value in (before, whole, halves))
     if not isinstance(whole, Tensor) or not isinstance(halves, Tensor):
         return type(whole) is type(halves) and bool(whole == halves)
@@ -119,7 +124,7 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
     if not whole.dtype.is_floating_point:
         return is_unchanged(whole, halves)
     is_like_before = isinstance(before, Tensor) and (before.shape, before.dtype) == (whole.shape, whole.dtype)
-    # An observer's extremes begin at infinity.
+    # The change is measured from ``before``, unless that is infinite, as the extremes of a quantization observer are.
     move = largest(whole - before if is_like_before and before.isfinite().all() else whole)
     rounding = _ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
     return largest(whole - halves) <= _SHARE * move + rounding

@@ -1,4 +1,10 @@
-"""A segment in chunks along an axis: cut, run one after another, and joined.
+"""Run a segment in chunks: cut its input along an axis, run the chunks one after another, and join their outputs.
+
+Each chunk is checkpointed on its own, so that backward recomputes one chunk at a time.  Not every module computes the
+same in chunks.  So the first chunk is watched: if it changes state that the whole would change once
+(``chunk_state.py``), or if rows mix (``chunk_rows.py``), everything is put back, and the segment runs whole, now and in
+later calls, with a warning.  To use the statistics of the whole batch, batch norms take several passes over the chunks
+(``batch_statistics.py``).
 
 No compiler traces this: :func:`~memopt_cli.runtime.compiled.run_compiled` runs chunks between two graphs.
 """
@@ -56,16 +62,17 @@ class _Call:
     forward: Callable[..., Any]
     """The module's own forward."""
     pieces: Sequence[tuple[Any, ...]]
-    """The arguments that are cut, for each chunk."""
+    """For each chunk, its pieces of the arguments that are cut."""
     states: tuple[Any, ...]
-    """The positional arguments after them: those of the first chunk, which may return others for the next."""
+    """The other positional arguments, for the first chunk; a chunk may return the next one's (an LSTM's state, say)."""
     kwargs: dict[str, Any]
+    """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
-    """The parcel that sends away what the chunks store; ``None`` if it stays."""
+    """The parcel that sends away what the chunks store; ``None`` if that stays on the device."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut so."""
+    """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -90,10 +97,11 @@ def _run_chunks(
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs, parcel)
     record_cut(module, config.chunks, length)
-    if reason := norm_refusal(module, config, chunks):  # it became a segment in eval mode
+    if reason := norm_refusal(module, config, chunks):  # not refused before: it became a segment in eval mode
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
-    hands_on = config.batch_statistics or config.recompute_states or _resumes(module)  # so that every chunk must run
+    # Chunks that hand something to the next one must all run.  Of others, a dry run may replace equal ones (stand_ins).
+    hands_on = config.batch_statistics or config.recompute_states or _resumes(module)
     short = None if hands_on or parcel is not None else abridged(module, lengths, config.axis, sequences)
     lengths = lengths if short is None else short.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
@@ -102,15 +110,17 @@ def _run_chunks(
         if config.batch_statistics:
             return _run_passes(call)
         return _joined(config, *_one_by_one(call, [forward] * len(pieces), short))
-    except _NotInChunks as found:
-        reason, undo, is_certain = str(found), found.undo, found.is_certain
-    undo()
+    except _NotInChunks as error:
+        reason, undo, is_certain = str(error), error.undo, error.is_certain
+    undo()  # after the except block, which would hold the traceback and with it the chunks' tensors
     if is_certain:
         run_whole(module, reason)
         return _run_one_chunk(module, forward, args, kwargs, parcel)
     try:
         output = _run_one_chunk(module, forward, args, kwargs, parcel)
-    except Exception:  # no fault of chunks: whoever catches it goes on, and a recomputation would not try both
+    except Exception:
+        # The whole fails as well, so chunks are not at fault.  If a segment around this one catches the error and goes
+        # on, its recomputation could not repeat both attempts.
         cannot_repeat()
         raise
     run_whole(module, reason)
@@ -130,7 +140,7 @@ def _run_one_chunk(
 
 
 def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether chunks of ``module`` would save nothing, or were seen to compute something else."""
+    """Tell whether ``module`` runs whole in this call: chunks would save nothing, or computed something else before."""
     if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
         return True
     return not needs_gradient(module, tensors_of((args, kwargs)))
@@ -141,52 +151,54 @@ def _run_passes(call: _Call) -> Any:
 
     Raises :class:`_NotInChunks` if the whole would compute something else.
     """
-    if refused := statistics_refusal(call.module, len(call.pieces)):  # since it became a segment
+    # Checked when it became a segment, too; but hooks or norms may have been added since.
+    if refused := statistics_refusal(call.module, len(call.pieces)):
         raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
     gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
         return _joined(config_of(call.module), *_gathered(call, gathering))
-    except NotGathered as found:
-        raise _NotInChunks(str(found), gathering.undo, is_certain=True) from None
+    except NotGathered as error:
+        raise _NotInChunks(str(error), gathering.undo, is_certain=True) from None
 
 
 def _gathered(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
-    """Return what :func:`_one_by_one` does in the pass in which every norm knows its statistics.
+    """Run passes until every norm knows its statistics; return what :func:`_one_by_one` returns in the last pass.
 
     Raises :class:`NotGathered`.
     """
-    tells = True
+    tries_rows = True
     while True:
-        columns, output = _one_by_one(call, gathering.forwards(len(call.pieces)), tells=tells)
+        columns, output = _one_by_one(call, gathering.forwards(len(call.pieces)), tries_rows=tries_rows)
         if not isinstance(output, ReachedNorm):
             break
         gathering.merge(columns[0])
-        tells = False
+        tries_rows = False  # the trial runs the module's whole forward, and need not be repeated in every pass
     if isinstance(output, tuple) and len(output) > config_of(call.module).seq_outputs:
         raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
     return columns, output
 
 
 def _one_by_one(
-    call: _Call, forwards: Iterable[Callable[..., Any]], short: AbridgedCall | None = None, *, tells: bool = True
+    call: _Call, forwards: Iterable[Callable[..., Any]], short: AbridgedCall | None = None, *, tries_rows: bool = True
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """Run the chunks; return the outputs that are to be joined, each as its chunks, and the last chunk's whole output.
+    """Run the chunks; return a tuple of pieces for each output that is joined, and the last chunk's whole output.
 
     ``forwards``: the functions that run in place of the module's own forward on each chunk; ``short``: the call
-    with stand-ins for some chunks, in a dry run; ``tells``: try whether rows mix.  Raises
+    with stand-ins for some chunks, in a dry run; ``tries_rows``: try whether rows mix.  Raises
     :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
     codec = codec_of(module, config)
-    remade = config.recompute_states and not is_nested()
-    starts = ChunkStarts(module) if remade else None
+    # A segment around this one drops all that is stored here, and makes it again in backward.
+    makes_states_again = config.recompute_states and not is_nested()
+    starts = ChunkStarts(module) if makes_states_again else None
     resumes = _resumes(module)
-    collected: list[tuple[Any, ...]] = []
+    outputs: list[tuple[Any, ...]] = []
     output: Any = None
     for index, (piece, forward) in enumerate(zip(pieces, forwards, strict=True)):
         if short is not None and short.counts[index] > 1:
-            collected.append(short.stand_in(index, piece))
+            outputs.append(short.stand_in(index, piece))
             continue
         piece = piece if short is None else short.noting_gradients(index, piece)
         if resumes:
@@ -195,37 +207,38 @@ def _one_by_one(
         inputs = PackedInputs(codec, states, call.parcel)
         inputs.of_chunk = True
         first = _FirstChunk(call) if index == 0 else None
-        shows = first is not None and _shows_moves(piece)
+        is_watched = first is not None and _has_data(piece)
         if first is not None:
             inputs.started = first.started
         try:
             output = call_checkpointed(module, forward, (*piece, *states), call.kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
-            if first is not None and (shows or isinstance(error, Unrepeatable)):
+            if first is not None and (is_watched or isinstance(error, Unrepeatable)):
                 first.failed(error)
             raise
-        inputs.started = ignore_start  # the graph must not hold it
-        if first is not None and shows:
-            first.check(output, tries=tells and not config.inexact)
+        inputs.started = ignore_start  # ``inputs`` lives in autograd's graph, which must not hold ``first``
+        if first is not None and is_watched:
+            first.check(output, tries_rows=tries_rows and not config.inexact)
         if short is not None:
             short.note_run(index, output, config.seq_outputs)
         parts = output if isinstance(output, tuple) else (output,)
-        collected.append(parts[: config.seq_outputs])
+        outputs.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     if starts is not None:
         starts.settle()
-    return list(zip(*collected, strict=True)), output
+    return list(zip(*outputs, strict=True)), output
 
 
 def _resumes(module: nn.Module) -> bool:
+    """Tell whether a part of ``module`` hands state from chunk to chunk by itself (SpikingJelly's neurons do)."""
     return any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
 
 
 class _NotInChunks(Exception):
-    """A module computes something else in chunks, or leaves other state behind; a sentence without its subject."""
+    """A module computes something else in chunks, or leaves other state behind, for a reason without its subject."""
 
     def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Say why.  ``undo``: puts everything back; ``is_certain``: the whole would surely not fail alike."""
+        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: the whole would surely not fail as well."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
@@ -239,18 +252,21 @@ class _FirstChunk:
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
         self._moves = Moves(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
+        """The arguments that are no tensors."""
         named = _named(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, data_of(value)) for name, value in named]
-        """Names of the arguments that every chunk is given whole, the arguments, and what they held before."""
+        """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
+        """The state that the chunk starts from; ``None`` before it starts."""
         self._lent: Sequence[Tensor] = ()
+        """The tensors that :attr:`_start` has lent."""
 
     def started(self, start: StartingState, lent: Sequence[Tensor]) -> None:
         """Note that the chunk starts at ``start``, which has ``lent`` these tensors."""
         self._start, self._lent = start, lent
 
-    def check(self, output: Any, *, tries: bool) -> None:
-        """Check what the chunk, which has returned ``output``, did; ``tries``: try whether its rows mix, too.
+    def check(self, output: Any, *, tries_rows: bool) -> None:
+        """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: try whether rows mix, too.
 
         Raises :class:`_NotInChunks`.
         """
@@ -263,41 +279,42 @@ class _FirstChunk:
         reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
-        if not reason and tries and chunk_rows.is_due(self._module):
+        if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent, self._others), is_certain=True)
 
     def _not_taken(self, output: Any) -> str:
-        """Return why the next chunk cannot be given what this one returned as its state; empty if it can be."""
+        """Return why the next chunk cannot take the states in this chunk's ``output``; empty if it can."""
         config = config_of(self._module)
         states = output[config.seq_outputs :] if isinstance(output, tuple) else ()
-        if not states:  # each chunk is given those that the first one was given
+        if not states:  # then every chunk gets the arguments that the first one got
             return ""
         try:
             inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
         except TypeError:
             return f"returns {len(output)} outputs, of which its forward takes none for the next chunk"
-        except ValueError:  # it is not of Python
+        except ValueError:  # a function without a signature, as those written in C
             pass
         return ""
 
     def failed(self, error: Exception) -> None:
-        """Raise :class:`_NotInChunks` for an ``error`` of the chunk, unless the whole would surely fail alike.
+        """Raise :class:`_NotInChunks` for an ``error`` of the chunk, unless the whole would fail as well.
 
-        State that is kept for all rows, say, or a mask of all of them, does not fit a part of them.
+        A mask of all rows, for example, or state that is kept for all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        says_itself = isinstance(error, NotGathered)
-        if self._start is None or says_itself or is_full or self._start.lost():
+        is_explained = isinstance(error, NotGathered)  # whose own message says more, and which _run_passes handles
+        if self._start is None or is_explained or is_full or self._start.lost():
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
-        what = f"gets {uncut} whole with every chunk, and " if uncut else ""
+        likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
         undo = functools.partial(self._start.enter, self._lent, self._others)
-        raise _NotInChunks(f"{what}fails on a chunk ({line})", undo, is_certain=isinstance(error, Unrepeatable))
+        is_certain = isinstance(error, Unrepeatable)
+        raise _NotInChunks(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 
     def _uncut(self) -> Iterator[str]:
-        """Yield the keywords whose tensors are as long as those that are cut."""
+        """Yield the names of keyword arguments that are as long as the tensors that are cut, as a mask is."""
         axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
@@ -339,14 +356,14 @@ class _FirstChunk:
     def _sequences(self) -> list[Tensor]:
         """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only."""
         axis = config_of(self._module).axis
-        with torch.no_grad(), unseen():  # else a trace counts their bytes
+        with torch.no_grad(), unseen():  # else a recorded step would count the bytes of these copies
             if self._first[0].shape[axis] > 1:
                 return [t.clone() for t in self._first]  # forward may write its input in place
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
 
 
 def _without_axis(config: SegmentConfig, output: Any) -> str:
-    """Return why chunks cannot be joined that give ``output``, a sentence without its subject; empty if they can."""
+    """Return why chunks with such an ``output`` cannot be joined, a sentence without its subject; empty if they can."""
     if isinstance(output, ReachedNorm):
         return ""
     parts = output if isinstance(output, tuple) else (output,)
@@ -361,7 +378,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
 
 
 def _complaint(name: str, value: Any) -> str:
-    """Return what the first chunk did to the argument ``value``, a sentence without its subject."""
+    """Return that the first chunk wrote to the argument ``value`` named ``name``, a sentence without its subject."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
@@ -369,15 +386,18 @@ def _complaint(name: str, value: Any) -> str:
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments that every chunk gets, but tensors, and how to name each; ``cut``: how many come before."""
+    """Yield name and value of each argument that every chunk gets whole, but for tensors.
+
+    ``cut``: number of arguments before ``states``, which are cut.
+    """
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
-    # Tensors are states, which chunks hand on by what they return.
+    # Tensors are no obstacle: a chunk hands them on changed by returning them, as a recurrent layer does its state.
     yield from ((name, value) for name, value in named if not isinstance(value, Tensor | tuple))
 
 
-def _shows_moves(piece: Sequence[Tensor]) -> bool:
-    """Tell whether ``piece`` has data to compare, which it has not in a dry run, and runs for the first time."""
+def _has_data(piece: Sequence[Tensor]) -> bool:
+    """Tell whether ``piece`` has data that trials can compare: not in a dry run, nor in a recomputation."""
     return not is_recomputing() and all(type(t) is Tensor and not t.is_meta for t in piece)
 
 
@@ -391,7 +411,10 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
 
 
 def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
-    """Return the chunks in ``column`` joined, in their order in memory, in which a later layer may draw noise."""
+    """Return the chunks in ``column`` joined, with their order of dimensions in memory (channels last, say).
+
+    A later layer may draw its noise in that order.
+    """
     first = column[0]
     order = in_memory(first)
     if order == [*range(first.dim())] or not is_dense(first):

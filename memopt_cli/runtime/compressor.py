@@ -1,8 +1,8 @@
-"""Lossless codecs of stored tensors.
+"""Lossless codecs, which store tensors in fewer bytes.
 
 A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
-tensor raw where the claim does not hold.  So whatever goes in comes back equal to the bit, in dtype, shape and strides.
-A fake tensor has no bits, and every claim is taken to hold: a dry run follows the plan.
+tensor raw if the claim does not hold.  So every tensor comes back equal to the bit, with its dtype, shape and strides.
+A fake tensor, in a dry run, has no bits to check: there every claim is taken to hold.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
-"""Multiplying eight 0/1 bytes, read as one integer, by this gathers them, first byte lowest, in the top byte."""
+"""Factor that packs flags: if eight bytes of 0 or 1, read as one integer, are multiplied by it, the top byte of the
+product has their eight bits, the first one lowest."""
 _FIRST_LOOK = 2**10
-"""Elements at the beginning of a tensor in which its first value other than zero is looked for."""
+"""Number of elements, from the first, that are searched at first for a value other than zero."""
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
+"""Index of that top byte in memory."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Packed:
-    """A stored tensor: ``data`` from the codec, and what it takes to give the tensor back as it was."""
+    """A stored tensor: the codec's data, and the shape, strides and dtype to restore."""
 
     data: tuple[Tensor, ...]
+    """The tensors that hold the values: one raw tensor, or the codec's own."""
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +63,7 @@ class Packed:
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """The storage of the base of a view stored raw; ``None`` for any other tensor."""
+    """For a view stored raw, its base, stored raw; ``None`` for any other tensor."""
 
     @property
     def raw(self) -> bool:
@@ -74,7 +77,7 @@ class Packed:
 
 
 class SpikeCompressor:
-    """Base of the codecs: :meth:`compress` takes any tensor, :meth:`decompress` gives it back."""
+    """Base of the codecs: :meth:`compress` stores any tensor, :meth:`decompress` returns it."""
 
     name = ""
 
@@ -113,7 +116,7 @@ class SpikeCompressor:
 
 
 class NullSpikeCompressor(SpikeCompressor):
-    """Tensors as they are."""
+    """Any tensor, stored raw."""
 
     name = "null"
 
@@ -173,7 +176,7 @@ class SparseSpikeCompressor(SpikeCompressor):
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if is_fake(flat):
             return _as_recorded(flat)
-        # As integers: not every dtype can be indexed.
+        # On the bits as integers: not every dtype has a kernel for indexing.
         where = (_bits(flat) != 0).nonzero().flatten()
         values = _bits(flat).index_select(0, where)
         index_dtype = torch.int32 if flat.numel() < 2**31 else torch.int64
@@ -217,9 +220,10 @@ class TwoValuedCompressor(SpikeCompressor):
 
 
 class IndexCompressor(SpikeCompressor):
-    """Integers by their distance from the least one in the same place of every plane, in the smallest dtype for it.
+    """Integers, as differences from the least one at the same position of all planes, in the smallest dtype for these.
 
-    Max-pooling returns indices into a plane, which differ by a window's width at most from sample to sample.
+    Max-pooling returns indices into a plane (height x width, say).  At one position of the output, indices of different
+    samples and channels point into the same window of the input, so they differ little.
     """
 
     name = "index"
@@ -236,7 +240,7 @@ class IndexCompressor(SpikeCompressor):
         least = rows.amin(0)
         span = rows - least
         narrowest, widest = map(int, span.aminmax())
-        if narrowest < 0:  # it does not fit the dtype, and has wrapped around
+        if narrowest < 0:  # a difference does not fit the dtype, and has wrapped around
             return None
         if 255 < widest <= _WIDEST_NUMBERED and (numbered := _numbered(span, widest)):
             return (*numbered, least)
@@ -256,10 +260,10 @@ _WIDEST_NUMBERED = 2**20
 
 
 def _numbered(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """Return the distinct values of ``span`` numbered, one byte an element, and these values; ``None`` beyond 256.
+    """Return ``span`` as numbers of its distinct values, one byte each, and these values; ``None`` if over 256.
 
-    The places in a window of a wide image are few, and far apart: in a 3x3 window of an image 1000 wide they are 0, 1,
-    2, 1000, 1001, 1002, 2000, 2001 and 2002.
+    In a wide image, a window has few different indices, which are far apart: in a 3x3 window of an image that is 1000
+    wide they are 0, 1, 2, 1000, 1001, 1002, 2000, 2001 and 2002.
     """
     flat = span.flatten().to(torch.int64)
     taken = torch.zeros(widest + 1, dtype=torch.bool, device=span.device).index_fill_(0, flat, True)
@@ -274,13 +278,13 @@ class Codec(Protocol):
     """A codec that a module may bring along as its ``x_compressor``."""
 
     def compress(self, x: Tensor) -> Any:
-        """Return anything that holds what :meth:`decompress` needs of ``x``; no state stays on the codec."""
+        """Return any object from which :meth:`decompress` can restore ``x``; the codec itself keeps no state."""
 
     def decompress(self, packed: Any) -> Tensor:
         """Return the tensor again, with its device, dtype and shape.
 
-        A method with a second parameter that has no default or is called ``shape``, as SpikingJelly's codecs have, is
-        given the shape as well.
+        If the method has a second parameter that has no default or is called ``shape``, as in SpikingJelly's codecs, it
+        gets the shape as well.
         """
 
 
@@ -292,7 +296,7 @@ class OwnCompressor(SpikeCompressor):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether its ``decompress`` wants the shape; ``None`` until it is first called, never at compile time."""
+        """Whether its ``decompress`` takes the shape; ``None`` before its first call (a compiler cannot find out)."""
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
@@ -312,7 +316,7 @@ class OwnCompressor(SpikeCompressor):
         return self._tried(x)[1]
 
     def _tried(self, x: Tensor) -> tuple[Packed, str]:
-        """Return ``x`` as it is stored, and why it is stored raw; empty if it is not, or if nothing can be known."""
+        """Return ``x`` stored, and why the codec was not used; empty if it was, or if a dry run cannot tell."""
         x = x.detach()
         if not is_dense(x):
             return _store_raw(x), ""
@@ -386,10 +390,10 @@ def _takes(signature: inspect.Signature, arguments: int) -> bool:
 
 
 class PartsCompressor(SpikeCompressor):
-    """Concatenations, by reference to those of their parts that are stored for another segment already.
+    """Concatenations, by reference to those of their parts that are stored elsewhere already.
 
-    A U-Net concatenates a feature map of its way down with one of its way up; the first is stored as the input of the
-    layer that took it on the way down::
+    The decoder of a U-Net concatenates its feature map with one of the encoder, which is stored already, as the input
+    of the encoder's next layer::
 
         down = block(x)              stored whole, as the input of pool
         low = pool(down)
@@ -439,7 +443,7 @@ def _load_part(packed: Packed) -> Tensor:
 
 
 def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
-    """Yield ``parts``, one that is concatenated along ``dim`` as its own: each layer of a DenseNet adds a part."""
+    """Yield ``parts``, those that are concatenations along ``dim`` replaced by their own parts, as in a DenseNet."""
     for part in parts:
         yield from part.parts if part.parts and part.dim == dim else (part,)
 
@@ -452,11 +456,11 @@ def note_stored(x: Tensor, packed: Packed) -> None:
 
 
 def _is_known_class(x: Tensor) -> bool:
-    return type(x) is Tensor or is_fake(x)  # others may concatenate, and compare, in ways of their own
+    return type(x) is Tensor or is_fake(x)  # other subclasses may define concatenation and comparison otherwise
 
 
 def _stored() -> MutableMapping[Edge, Packed]:
-    """Return what is stored of tensors that this thread made, by their edges: each thread numbers its own nodes."""
+    """Return the stored tensors that this thread made, by their edges; per thread, since each numbers its own nodes."""
     if not hasattr(_thread, "stored"):
         _thread.stored = WeakValueDictionary()
     stored: MutableMapping[Edge, Packed] = _thread.stored
@@ -464,7 +468,7 @@ def _stored() -> MutableMapping[Edge, Packed]:
 
 
 def _pieces(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
-    """Return ``x`` cut into pieces of ``lengths``, of which one may be unknown; none if more are."""
+    """Return ``x`` cut into pieces of ``lengths``, one of which may be unknown; no pieces if several are."""
     rest = x.shape[dim] - sum(length or 0 for length in lengths)
     return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []
 
@@ -482,11 +486,11 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():  # which has other bits
+    if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():  # negated views: other bits
         return False
     if x.device.type == "cpu":
         return is_fake(piece) or torch.equal(_bits(x), _bits(piece))
-    same = (_bits(x) == _bits(piece)).all()  # made in a dry run too: it takes memory
+    same = (_bits(x) == _bits(piece)).all()  # in a dry run too, since it takes memory
     return is_fake(piece) or bool(same)
 
 
@@ -506,11 +510,11 @@ COMPRESSORS: dict[str, SpikeCompressor] = {
 """Every codec by the name that plans use; they hold no state."""
 
 OWN_COMPRESSOR = OwnCompressor.name
-"""The name by which a plan asks for the module's own ``x_compressor``."""
+"""The name in plans of the module's own ``x_compressor``."""
 
 
 def declared_compressor(module: nn.Module) -> str | None:
-    """Return the name of the codec that ``module`` asks for by its attribute ``x_compressor``; ``None`` if it does not.
+    """Return the name of the codec in the attribute ``x_compressor`` of ``module``; ``None`` if it has none.
 
     The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
@@ -572,7 +576,7 @@ def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
 
 
 class beside_the_model:  # it reads as a statement
-    """A block in which :func:`is_beside_the_model` holds."""
+    """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
 
     __slots__ = ("_outer",)
 
@@ -594,7 +598,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
     """Tell whether ``claimed``, cast to the dtype of ``flat``, has its very bits (so -0.0 and NaN do not slip by)."""
-    expected = _bits(claimed.to(flat.dtype))  # made in a dry run too: it takes memory
+    expected = _bits(claimed.to(flat.dtype))  # in a dry run too, since it takes memory
     return is_fake(flat) or torch.equal(expected, _bits(flat))
 
 
@@ -638,13 +642,15 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     octets = gathered.view(torch.uint8)[_TOP_BYTE::8]
     for start in range(0, flat.numel(), max(1, size)):
         piece = bits[start : start + size]
-        found, other = flags[: piece.numel()], others[: piece.numel()]
-        found.copy_(piece)  # whether it is not zero: conversions are faster by far than comparisons
-        torch.add(piece, other.copy_(found), alpha=minus, out=other)
-        least, most = other.aminmax()
+        # flag = (element != 0), then the rest = element - flag * value must be zero.  A conversion to bool is faster by
+        # far than a comparison.
+        flag, rest = flags[: piece.numel()], others[: piece.numel()]
+        flag.copy_(piece)
+        torch.add(piece, rest.copy_(flag), alpha=minus, out=rest)
+        least, most = rest.aminmax()
         if not is_fake(flat) and (least or most):
             return None
-        if is_fake(flat):  # a dry run takes the claim for granted, and the memory of one piece
+        if is_fake(flat):  # in a dry run the claim holds, and one piece shows the memory that all take
             break
         if piece.numel() < size:
             flags[piece.numel() :].zero_()

@@ -50,14 +50,15 @@ from memopt_cli.runtime.tree import tensors_of
 
 
 class PackingContainer(Installed):
-    """Mixin of a module that recomputes nothing and keeps the tensors that autograd saves inside it packed."""
+    """Mixin of a module that recomputes nothing; what autograd saves inside it is packed, or sent to a place."""
 
 
 class GCContainer(Installed):
     """Mixin of a module that is a segment.
 
-    ``GCContainer(x_compressor, *modules)``, as in SpikingJelly, makes a :class:`~memopt_cli.runtime.runs.Chain` of the
-    modules a segment.  ``x_compressor``: the codec of its input, or the name of its class; ``None`` stores it as it is.
+    As in SpikingJelly, ``GCContainer(x_compressor, *modules)`` makes a :class:`~memopt_cli.runtime.runs.Chain` of the
+    modules, which is a segment.  ``x_compressor``: the codec of its input, or the name of the codec's class; ``None``
+    stores the input raw.
     """
 
     def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
@@ -68,7 +69,8 @@ class GCContainer(Installed):
         return _constructed(cls, x_compressor, modules, SegmentConfig())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Python calls it with what ``__new__`` was given; any other call is meant for the module.
+        # After ``GCContainer(...)``, Python calls this with the arguments of ``__new__``, which has done everything.
+        # Any other call is one of the module's own ``__init__``.
         if not vars(self).pop(_CONSTRUCTED, False):
             super().__init__(*args, **kwargs)
 
@@ -76,8 +78,9 @@ class GCContainer(Installed):
 class TCGCContainer(GCContainer):
     """Mixin of a segment that runs in chunks along an axis, each chunk checkpointed on its own.
 
-    ``TCGCContainer(x_compressor, *modules, n_chunk=4)`` makes a :class:`~memopt_cli.runtime.runs.Chain` of the modules
-    such a segment, along axis 0: ``n_seq_inputs`` leading arguments are cut, ``n_outputs`` leading outputs are joined.
+    ``TCGCContainer(x_compressor, *modules, n_chunk=4)`` makes a :class:`~memopt_cli.runtime.runs.Chain` of the modules,
+    which runs in chunks along axis 0: ``n_seq_inputs`` leading arguments are cut, and ``n_outputs`` leading outputs are
+    joined.
     """
 
     def __new__(
@@ -93,7 +96,7 @@ class TCGCContainer(GCContainer):
 
 
 _CONSTRUCTED = "_memopt_constructed"
-"""Attribute of a segment between the two calls that make it."""
+"""Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
 
 
 def _constructed(
@@ -103,7 +106,7 @@ def _constructed(
     if x_compressor is not None:
         vars(chain)["x_compressor"] = x_compressor
     install_segment(chain, replace(config, compressor=declared_compressor(chain) or "null"))
-    if isinstance(chain, cls):  # in one chunk it is no TCGCContainer
+    if isinstance(chain, cls):  # otherwise, as for one chunk of a TCGCContainer, Python does not call ``__init__``
         vars(chain)[_CONSTRUCTED] = True
     return chain
 
@@ -117,10 +120,11 @@ class ByLengthContainer(Installed):
 
 
 Settings = SegmentConfig | ConfigsByLength
+"""The settings of a segment: the same for all inputs, or by the length of the model's input."""
 
 
 def install_segment(module: nn.Module, config: Settings) -> None:
-    """Make ``module`` a segment, in place.  Raises :class:`ValueError` with the reason if it cannot be one."""
+    """Make ``module`` a segment in place by exchanging its class.  Raises :class:`ValueError` if it cannot be one."""
     if reason := refusal(module) or _first(functools.partial(misfit, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
@@ -128,7 +132,7 @@ def install_segment(module: nn.Module, config: Settings) -> None:
 
 
 def check_installed(module: nn.Module) -> None:
-    """Raise :class:`ValueError` with the reason if ``module``, read from a file, cannot be the segment that it is."""
+    """Raise :class:`ValueError` with the reason if ``module``, read from a file, has settings that do not fit it."""
     config = settings_of(module)
     if config is not None and (reason := _first(functools.partial(misplaced, module), config)):
         raise ValueError(reason)
@@ -137,7 +141,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return what ``reason_of`` says is wrong with ``config``, or with one of its lengths; empty if nothing is."""
+    """Return what ``reason_of`` finds wrong with ``config``, or with its settings for some length; empty if nothing."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, (reason_of(one) for one in configs if one is not None)), "")
 
@@ -153,7 +157,7 @@ def _mixin(config: Settings) -> type[Installed]:
 
 
 def remove_segment(module: nn.Module) -> None:
-    """Make the segment ``module`` a plain module again; any other mixin put on in the meantime stays."""
+    """Make the segment ``module`` a plain module again; mixins that others have put on its class since stay."""
     del vars(module)[SEGMENT_KEY]
     vars(module).pop(LEARNED_KEY, None)
     module.__class__ = _without_segment(type(module))
@@ -166,7 +170,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 
 
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """Return an empty segment of class ``original`` for an unpickler to fill; a lifted module becomes one as it is.
+    """Return an empty segment of class ``original``, which an unpickler fills, or the lifted module made a segment.
 
     Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings that no segment has.
     """
@@ -174,7 +178,7 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
 
 def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """Return an empty segment by length of class ``original``, as :func:`restore_segment` does; a file format, too."""
+    """Return an empty segment by length, as :func:`restore_segment` does for other segments; a file format, too."""
     configs = tuple(None if one is None else SegmentConfig(**one) for one in config["configs"])
     length = None if config["length"] is None else LengthOf(**config["length"])
     return _restored(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
@@ -196,7 +200,10 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 
 
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
-    """Return the class of segments on modules of class ``original``; Python holds it weakly, by its base."""
+    """Return the class of segments on modules of class ``original``, made the first time.
+
+    It is found among the subclasses of ``original``, which Python holds weakly: a cache would keep it alive.
+    """
     made = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
     return next((kind for kind in made if kind.__bases__[0] is mixin), None) or _made_class(original, mixin)
 
@@ -222,7 +229,7 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
 
     def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         restore = restore_by_length if mixin is ByLengthContainer else restore_segment
-        if issubclass(original, LiftedModule):  # its class cannot be found by name
+        if issubclass(original, LiftedModule):  # a class made at run time, which pickle cannot find by name
             twin = nn.Module.__new__(original)
             vars(twin).update({k: v for k, v in vars(self).items() if k not in (SEGMENT_KEY, LEARNED_KEY)})
             return restore, (twin, asdict(vars(self)[SEGMENT_KEY]))
@@ -245,7 +252,7 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
 
 
 def _label(mixin: type[Installed], config: Settings) -> str:
-    """Return the text before the module in its ``repr``: the mixin, and the settings that are no defaults."""
+    """Return the text that precedes the module in its ``repr``: the mixin, and the settings that are not defaults."""
     if isinstance(config, ConfigsByLength):
         kinds = ("plain" if one is None else _label(_mixin(one), one) for one in config.configs)
         return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
@@ -282,7 +289,7 @@ def _run_by_length(
 def _run_between_graphs(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run ``module`` by length with its ``forward`` compiled, but not the choice of how it runs."""
+    """Run ``module`` by length in a compiled model: ``forward`` is compiled, and the choice of its settings is not."""
     with _with_length_uncompiled(module, args, kwargs):
         run = _acting_uncompiled(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
@@ -294,7 +301,8 @@ def _acting(module: nn.Module) -> Run | None:
     Segments run uncompiled: a graph made for one length would be used for another, too.
     """
     config = segment_of(module)
-    if config is None or is_checkpointed():  # a checkpoint of the user's own runs it again without knowing the length
+    # A checkpoint of the user's own would run the module again in backward without telling the length.
+    if config is None or is_checkpointed():
         return None
     mixin = _mixin(config)
     recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
@@ -315,22 +323,22 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         return output
     output = args
     learned = learned_of(module).stages
-    for place, stage in enumerate(_stages(module)):
+    for index, stage in enumerate(_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
-        if place not in learned or not learned[place].belongs_to(stage):
-            learned[place] = Learned(stage)
+        if index not in learned or not learned[index].belongs_to(stage):
+            learned[index] = Learned(stage)
         parcel = parcel_to(config.place)
         inputs = PackedInputs(codec, (), parcel)
-        output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[place])
+        output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])
         if parcel is not None:
             parcel.complete()
-        kwargs, codec = {}, COMPRESSORS["null"]
+        kwargs, codec = {}, COMPRESSORS["null"]  # keywords and codec are meant for the input of the first stage
     return output
 
 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The first, for a compiler traces none of the others.  A segment around, or a checkpoint of the user's own, drops
-    # what is saved; hooks inside it would keep that.
+    # ``is_compiling`` comes first, since a compiler cannot trace the others.  A segment around, or a checkpoint of the
+    # user's own, drops what autograd saves; hooks in here would keep it.
     is_dropped = torch.compiler.is_compiling() or is_nested() or is_checkpointed()
     if is_dropped or not torch.is_grad_enabled() or is_transformed():
         return forward(*args, **kwargs)
@@ -379,3 +387,4 @@ _RUNS: dict[type[Installed], Run] = {
     LossContainer: _run_through_loss,
     ByLengthContainer: _run_by_length,
 }
+"""Mixin -> the function that runs the forward of a module with it."""

@@ -1,4 +1,4 @@
-"""Copies of tensors that lie in memory as these do: with their strides, and together if they overlap."""
+"""Copy tensors with their layout in memory: copies have the same strides, and overlap if the tensors do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
         a = memory[0:6], b = memory[4:8]    one vector of 8 elements, of which both copies are views
     """
     distinct = {id(t): t for t in tensors}
-    if _lie_apart(distinct.values()):  # as most do
+    if _lie_apart(distinct.values()):  # the usual case, first for speed
         return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
@@ -53,7 +53,7 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
 
 
 def _lie_apart(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether each of ``tensors`` simply lies in memory, in one piece that no other one overlaps."""
+    """Tell whether all ``tensors`` are contiguous in memory, and no two of them overlap."""
     spans = []
     for t in tensors:
         if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous() or t.is_quantized:
@@ -85,7 +85,7 @@ def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:
-    """Tell whether the elements of ``tensor`` lie where its strides say, with their own bits."""
+    """Tell whether the elements of ``tensor`` are in memory at its strides, with the bits that they have there."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
 
@@ -102,7 +102,7 @@ def _bytes(tensor: Tensor) -> range:
 
 
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Yield ``tensors`` in groups of one storage, and of one dtype where one needs a gradient, as bytes have none."""
+    """Yield ``tensors`` in groups of one storage; if one needs a gradient, of one dtype, since raw bytes have none."""
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[memory_of(tensor)].append(tensor)
@@ -142,9 +142,9 @@ _WORD: Final = 16
 
 
 def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
-    """Return the view of ``shared`` that lies there as ``like`` does in its storage, from byte ``start`` on."""
-    place = like.storage_offset() - start // like.element_size()
-    return shared.view(like.dtype).as_strided(like.shape, like.stride(), place)
+    """Return the view of ``shared``, a copy of a storage from byte ``start`` on, that corresponds to ``like``."""
+    offset = like.storage_offset() - start // like.element_size()
+    return shared.view(like.dtype).as_strided(like.shape, like.stride(), offset)
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -158,7 +158,7 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Tell whether ``tensor`` is as it was copied, a NaN too; one that holds no plain values counts as unchanged."""
+    """Tell whether ``tensor`` has the bits of ``copy``, NaNs too; one without plain values counts as unchanged."""
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

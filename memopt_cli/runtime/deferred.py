@@ -1,17 +1,17 @@
 """The loss of a language model without its logits: a linear head and the cross-entropy of its output, fused.
 
-A head in chunks returns a :class:`DeferredLinear`: a tensor with shape and dtype, and no values.  Reshaping it,
-selecting rows of it and casting it upwards only change which rows are meant.  ``F.cross_entropy`` takes it chunk by
-chunk: a chunk's logits give its share of the loss and at once of the gradients, and are dropped.  So neither all logits
-nor their gradient ever exist, and backward needs only one gradient of each argument of the head (the idea of
-Malinovskii et al.'s Cut Your Losses and of Hsu et al.'s Liger, 2024, in operators of PyTorch)::
+A head that runs in chunks returns a :class:`DeferredLinear`: a tensor with a shape and a dtype, but without values.
+Reshaping it, selecting rows of it or casting it to a wider dtype only changes which rows it refers to.
+``F.cross_entropy`` computes it chunk by chunk: from a chunk's logits it forms the chunk's share of the loss and of the
+gradients at once, and then drops them.  So neither all logits nor their gradient ever exist, and backward needs only
+one gradient of each argument of the head (the idea of Malinovskii et al.'s Cut Your Losses and of Hsu et al.'s Liger,
+2024, in operators of PyTorch)::
 
     logits = head(x)                        DeferredLinear of shape (4, 128, 50000): nothing is computed
     logits[:, :-1].reshape(-1, 50000)       DeferredLinear, rows 0 … 126, 128 … 254, … of x
     F.cross_entropy(…, target)              for each chunk of these rows: logits, loss, gradients; logits are dropped
 
-Any other operator on a deferred tensor gets its values, computed then, with their gradient: the result is never wrong,
-but no memory is saved.
+Any other operator computes the values first, and differentiates them: the result is right, but no memory is saved.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class _Head:
     versions: tuple[int, ...]
     """The versions of ``x``, ``weight`` and ``bias`` at the call."""
     sample: Tensor
-    """A few of the weights, since a fused optimizer (``fused=True``) changes them without raising their version."""
+    """Copies of about 64 weights, since a fused optimizer (``fused=True``) writes weights and raises no version."""
     has_loss: bool = False
-    """Whether a loss was formed of it chunk by chunk."""
+    """Whether a loss has been computed from the output chunk by chunk."""
 
     def check(self, *, sampled: bool = False) -> None:
         """Raise :class:`RuntimeError` if an argument has changed since the call; ``sampled``: compare values too."""
-        changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # freed, as FSDP does
+        changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # FSDP frees weights between uses
         changed |= self.versions != _versions(self.x, self.weight, self.bias)
         if sampled and not changed and not is_fake(self.weight):
             changed = not torch.equal(_sample(self.weight), self.sample)
@@ -78,12 +78,12 @@ class _Head:
             )
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in the dtype of the output, without a gradient."""
+        """Return weight and bias in the dtype of the output, detached from autograd's graph."""
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         return self.weight.detach().to(self.dtype), bias
 
     def rows(self, index: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a copy of the rows ``index`` of the input, and their product with :meth:`parameters`."""
+        """Return a copy of the rows ``index`` of the input, and their logits, from what :meth:`parameters` returned."""
         x = self.x.detach().flatten(0, -2).index_select(0, index).to(self.dtype)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             return x, F.linear(x, weight, bias)
@@ -99,17 +99,18 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 _SAMPLED = 64
+"""Weights that are compared to notice a change without a new version."""
 
 
 class Deferring(TorchFunctionMode):
-    """A mode in which linear layers defer their values where their gradients allow it; a loss takes ``chunks``."""
+    """A mode in which linear layers return a :class:`DeferredLinear`, whose loss is computed in ``chunks`` chunks."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
         self._chunks = chunks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Defer ``func`` if it is the linear function."""
+        """Defer ``func`` if it is a linear layer's function on a batch, and a gradient is wanted."""
         if func in _LINEAR and not kwargs:
             x, weight, *bias = args
             is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
@@ -119,12 +120,13 @@ class Deferring(TorchFunctionMode):
 
 
 def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tensor:
-    none = None if bias is None else bias.detach()[:0]
-    like = F.linear(x.detach().flatten(0, -2)[:0], weight.detach()[:0], none)  # as autocast would have it
-    head = _Head(x, weight, bias, chunks, like.dtype, _versions(x, weight, bias), _sample(weight))
+    # A product without rows and classes costs nothing, and has the dtype that autocast gives the real one.
+    empty_bias = None if bias is None else bias.detach()[:0]
+    empty_output = F.linear(x.detach().flatten(0, -2)[:0], weight.detach()[:0], empty_bias)
+    head = _Head(x, weight, bias, chunks, empty_output.dtype, _versions(x, weight, bias), _sample(weight))
     shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
-    return _deferred(head, index.unsqueeze(-1).expand(shape), like.dtype)
+    return _deferred(head, index.unsqueeze(-1).expand(shape), empty_output.dtype)
 
 
 def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,7 +135,7 @@ def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Defer(torch.autograd.Function):
-    """The node of a deferred tensor in autograd's graph, which gets the gradients that other operators pass on."""
+    """The autograd node of a deferred tensor; its backward runs where operators other than the loss used the values."""
 
     @staticmethod
     def forward(
@@ -161,13 +163,16 @@ class _Defer(torch.autograd.Function):
 
 
 class DeferredLinear(Tensor):
-    """The output of a linear layer, or some rows of it, not computed yet."""
+    """The output of a linear layer, or some of its rows, whose values are computed only when they are needed."""
 
     _head: _Head
     _index: Tensor
-    """The row of the layer's input for each element, in the same shape, with stride 0 along the classes."""
+    """For each element the row of the layer's input that it comes from; stride 0 marks the axis of the classes.
+
+    An ordinary view or slice of this index says what the same operation makes of the output.
+    """
     _computed: Tensor | None
-    """The values; ``None`` until somebody asks for them."""
+    """The values; ``None`` before they are computed."""
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
@@ -177,11 +182,11 @@ class DeferredLinear(Tensor):
 
     @property
     def is_computed(self) -> bool:
-        """Whether its values exist."""
+        """Whether the values have been computed."""
         return self._computed is not None
 
     def values(self) -> Tensor:
-        """Return the values without a gradient, computing them if need be."""
+        """Return the values, detached from autograd's graph; compute them the first time."""
         if self._computed is None:
             self._head.check(sampled=True)
             rows = _rows_of(self._index)
@@ -191,7 +196,7 @@ class DeferredLinear(Tensor):
         return self._computed
 
     def read(self) -> Tensor:
-        """Return the values, with a warning if they have to be computed."""
+        """Return the values, and warn if they had to be computed: that takes the memory that the plan was to save."""
         was_computed, values = self.is_computed, self.values()
         if not was_computed:
             how = "after its loss" if self._head.has_loss else "by something else than cross_entropy"
@@ -204,26 +209,26 @@ class DeferredLinear(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` without values if it needs none, and with them otherwise."""
+        """Run ``func`` on the index alone if it needs no values, as a reshape; otherwise compute the values first."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.__setitem__ and isinstance(first, DeferredLinear):
             raise RuntimeError(_MODIFIED.format("an assignment"))
         if isinstance(first, DeferredLinear) and not first.is_computed:
-            found = _without_values(func, first, args[1:], kwargs)
-            if found is not NotImplemented:
-                return found
+            output = _without_values(func, first, args[1:], kwargs)
+            if output is not NotImplemented:
+                return output
         with with_plain_functions():
             if isinstance(first, DeferredLinear) and func in _OF_MEMORY:
                 return func(first.read(), *args[1:], **kwargs)
             if func.__name__ != "__get__" and func not in _OF_SHAPE:
-                _compute((args, kwargs))  # here, above all modes, which so see it
+                _compute((args, kwargs))  # here and not in dispatch, where a step's recorder would miss it
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run the operator ``func`` below autograd."""
-        if func is torch.ops.aten.detach.default and not args[0].is_computed:  # as autograd saves it
+        if func is torch.ops.aten.detach.default and not args[0].is_computed:  # autograd detaches what it saves
             return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
         written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
@@ -233,7 +238,7 @@ class DeferredLinear(Tensor):
 
 
 def _level_of_reader() -> int:
-    """Return the ``stacklevel`` by which a warning names the first line that is neither PyTorch's nor memopt's."""
+    """Return the ``stacklevel`` with which a warning points to the first line outside of PyTorch and memopt."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
         frame, level = frame.f_back, level + 1
@@ -248,7 +253,7 @@ def _compute(value: Any) -> Any:
 
 
 def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
-    """Return ``func(deferred, *args, **kwargs)``; ``NotImplemented`` if that takes values."""
+    """Return ``func(deferred, *args, **kwargs)`` without computing its values; ``NotImplemented`` if it needs them."""
     head, index = deferred._head, deferred._index
     with with_plain_functions():
         if not deferred.requires_grad:
@@ -259,7 +264,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             return _cross_entropy(deferred, (), _of_python(deferred, *args, **kwargs))
         if func in _CASTS:
             like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
-            if not isinstance(like, Tensor):  # type() alone: its name
+            if not isinstance(like, Tensor):  # ``logits.type()`` without an argument returns the name of the type
                 return like
             upwards = torch.promote_types(deferred.dtype, like.dtype) == like.dtype
             return _deferred(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
@@ -280,7 +285,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
     return NotImplemented
 
 
-# Each function as Python code calls it and as lifted modules do.
+# Each function twice: as Python code calls it, and as the ATen operator that lifted modules call.
 _aten = torch.ops.aten
 _LINEAR: set[Any] = {F.linear, _aten.linear.default}
 _CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
@@ -294,6 +299,7 @@ _RESHAPES: set[Any] = {
 _VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
 _VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
 _OF_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__}
+"""Functions that read memory, which a deferred tensor has not: they get the computed values in its place."""
 _OF_SHAPE = {
     Tensor.size,
     Tensor.dim,
@@ -304,13 +310,14 @@ _OF_SHAPE = {
     torch.numel,
 }
 _OF_SHAPE |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
+"""Functions that never read values, so these are not computed for them."""
 
 
 def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the index of what ``func`` makes of ``deferred``; ``None`` unless that selects whole rows."""
+    """Return the index of ``func(deferred, ...)``; ``None`` if some row of the result lacks a class."""
     index = deferred._index
     if func in _RESHAPES:
-        with unseen():  # else a trace counts its bytes
+        with unseen():  # else a recorded step would count the bytes of this tensor
             like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
         shape = like.shape
         is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
@@ -353,12 +360,12 @@ class _Loss:
     label_smoothing: float
     """The share of the target, 0 to 1, that is spread over all classes."""
     is_mean: bool
-    """Whether it is the mean over the rows, by the weights of their targets, and not their sum."""
+    """Whether the loss is the mean over the rows, weighted by their targets' weights; otherwise it is the sum."""
     dtype: torch.dtype
-    """The dtype in which it is formed: that of the logits, float32 at least."""
+    """The dtype in which the loss is computed: that of the logits, float32 at least."""
 
     def share(self) -> Tensor:
-        """Return the factor from the sum over rows to the loss, a scalar; infinite if no row counts."""
+        """Return the scalar by which the sum over rows is multiplied to get the loss; infinite if no row counts."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index
@@ -397,7 +404,7 @@ def _of_python(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the arguments of ``aten::cross_entropy_loss``, but for its input, as ``F.cross_entropy`` takes them."""
+    """Return the arguments of ``aten::cross_entropy_loss``, without its input, as ``F.cross_entropy`` takes them."""
     return {
         "target": target,
         "weight": weight,
@@ -409,13 +416,14 @@ def _of_python(
 
 def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
     """Return ``F.cross_entropy`` of deferred ``logits``; ``NotImplemented`` for variants that need them whole."""
-    given = _SIGNATURE.bind(logits, *args, **kwargs)
-    given.apply_defaults()
-    asked: dict[str, Any] = given.arguments
-    target, weight = asked["target"], asked["weight"]
-    is_known = asked["reduction"] in ("mean", "sum") and asked["size_average"] is None and asked["reduce"] is None
+    bound = _SIGNATURE.bind(logits, *args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, Any] = bound.arguments
+    target, weight = arguments["target"], arguments["weight"]
+    is_legacy = arguments["size_average"] is not None or arguments["reduce"] is not None
+    is_scalar = arguments["reduction"] in ("mean", "sum") and not is_legacy
     differentiable = weight is not None and weight.requires_grad
-    if not torch.is_grad_enabled() or not is_known or differentiable or target.dtype is not torch.int64:
+    if not torch.is_grad_enabled() or not is_scalar or differentiable or target.dtype is not torch.int64:
         return NotImplemented
     if logits.dim() < 2 or _class_axis(logits._index) != 1 or _rows_of(logits._index).shape != target.shape:
         return NotImplemented
@@ -425,11 +433,12 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
     loss = _Loss(
         target=target.flatten(),
         weight=weight,
-        ignore_index=asked["ignore_index"],
-        label_smoothing=asked["label_smoothing"],
-        is_mean=asked["reduction"] == "mean",
+        ignore_index=arguments["ignore_index"],
+        label_smoothing=arguments["label_smoothing"],
+        is_mean=arguments["reduction"] == "mean",
         dtype=torch.promote_types(logits.dtype, torch.float32),
     )
+    # Its dtype is that of the loss without chunks: under autocast float32, though the logits are float16.
     like = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
     rows = _rows_of(logits._index).flatten()
     value: Tensor = _LinearCrossEntropy.apply(head.x, head.weight, head.bias, head, rows, loss)  # type: ignore[no-untyped-call]
@@ -440,10 +449,10 @@ _SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of a linear layer's output; gradients are formed with it, so that backward only scales them.
+    """The loss of a linear layer's output; forward computes the gradients too, and backward only scales them.
 
-    They belong to the sum over rows.  Backward multiplies them by the mean's share and by the incoming gradient, such
-    as a scaler's factor for float16, at once, before either product is rounded.
+    Forward's gradients are those of the sum over rows.  Backward multiplies them once, by the product of the mean's
+    share and the incoming gradient (a scaler's factor in float16, say): two multiplications would round twice.
     """
 
     @staticmethod
@@ -485,20 +494,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear layer whose output it takes from the plan"
             )
         share, *gradients = ctx.saved_tensors
-        scale = upstream * share.nan_to_num(nan=math.nan, posinf=0.0)  # if no row counts, 0 / 0 has the gradient 0
-        keeps = graph_is_kept()
-        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if keeps else Tensor.mul_
-        of = (
+        # If no row counts, the share is 1 / 0: the loss is NaN, as PyTorch's is, and its gradient is 0.
+        scale = upstream * share.nan_to_num(nan=math.nan, posinf=0.0)
+        # A second backward (retain_graph=True) needs the gradients unscaled; otherwise they are scaled in place.
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if graph_is_kept() else Tensor.mul_
+        scaled = (
             None if g is None else multiply(g.to(scale.dtype), scale).to(dtype)
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return *of, None, None, None
+        return *scaled, None, None, None
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """Add ``gradient.t() @ rows`` to ``total``; ``rows`` are modified."""
+    """Add ``gradient.t() @ rows`` to ``total``; ``rows`` are overwritten."""
     if total.dtype == rows.dtype:
         total.addmm_(gradient.t(), rows)
-    else:  # a power of two, so that float16 holds the sum over all rows if it holds each
+    else:
+        # The product is formed in float16, where a sum over many rows may overflow.  Dividing the rows by a power of
+        # two that is larger than their number is exact (but for denormals), and keeps the sum below the largest term.
         count = 1 << len(rows).bit_length()
         total.add_(gradient.t() @ rows.div_(count), alpha=count)

@@ -1,4 +1,4 @@
-"""Copies of Python objects, for a recomputation to start from.
+"""Copy Python objects, so that a recomputation can start from them as forward did.
 
 A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
 recomputation must find them as the first run did, and must not change them a second time.  So these objects are pickled
@@ -32,9 +32,9 @@ from memopt_cli.runtime.generators import position_of, put_at
 ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types of values that cannot change."""
 _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref.ref, io.IOBase, logging.Logger)
-"""Objects that a recomputation uses as they are."""
+"""Classes whose objects are not copied: a recomputation uses the same objects as forward."""
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
-"""Packages of PyTorch's whose objects are copied.  Others are parts of a program, to which other threads may write."""
+"""Packages of PyTorch whose objects are copied.  Other objects of PyTorch's may belong to other threads, too."""
 _MOST_OBJECTS: Final = 10_000
 """The most objects that are copied, atoms aside: more than that are data, not state."""
 _LARGEST_ARRAY: Final = 1 << 16
@@ -52,13 +52,13 @@ class Frozen:
     stuck: str
     """The name, for messages, of an iterator in it that cannot be copied; empty if there is none."""
 
-    def thaw(self, tensors: Callable[[Any], Any]) -> Any:
-        """Return a copy of the object.  ``tensors``: gives the tensor for what ``freeze`` has kept of one."""
-        return _Unpickler(self, tensors).load()
+    def thaw(self, tensor_for: Callable[[Any], Any]) -> Any:
+        """Return a copy of the object.  ``tensor_for``: returns the tensor for an object that ``keep`` has returned."""
+        return _Unpickler(self, tensor_for).load()
 
 
 def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
-    """Return a frozen copy of ``value``.  ``keep``: gives what is kept of a tensor, for :meth:`Frozen.thaw`."""
+    """Return a frozen copy of ``value``.  ``keep``: returns the object to hold in place of a tensor."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, keep)
     pickler.dump(value)
@@ -71,7 +71,7 @@ def data_of(value: Any) -> bytes:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the collections, arrays and objects in ``value``, itself included, but for those that threads share."""
+    """Return the collections, arrays and objects in ``value``, itself included, except those with locks."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)
     pickler.parts = []
     pickler.dump(value)
@@ -110,17 +110,17 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce ``value``, and have it used as it is if it cannot be pickled, such as a lock."""
+        """Reduce ``value``; if it cannot be pickled, as a lock cannot, put the object itself into the copy."""
         if isinstance(value, torch.Generator):
             return _generator_at, (_Opaque(value), str(value.device), bytes(position_of(value).tolist()))
         if isinstance(value, types.MethodType):
             return types.MethodType, (value.__func__, value.__self__)
-        # The class is asked first: an object's own __getattr__ may do anything.
+        # Looked up on the class: the object's own ``__getattr__`` may have effects.
         if hasattr(type(value), "nbytes") and value.nbytes > _LARGEST_ARRAY:
             return _itself, (_Opaque(value),)
         try:
             reduced = _reduced(value)
-            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced  # it is known by its name
+            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced  # a string: a global's name
         except Exception:  # a class may raise anything here
             if hasattr(type(value), "__next__"):
                 self.stuck = self.stuck or _named(value)
@@ -128,24 +128,24 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, frozen: Frozen, tensors: Callable[[Any], Any]) -> None:
+    def __init__(self, frozen: Frozen, tensor_for: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(frozen.data))
-        self._shared, self._tensors = frozen.shared, tensors
+        self._shared, self._tensor_for = frozen.shared, tensor_for
 
     def persistent_load(self, number: int) -> Any:
-        return self._tensors(self._shared[number])
+        return self._tensor_for(self._shared[number])
 
 
 def _once_for_a_class(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Call ``find`` once for each class, without keeping the class alive: one may be made in a function."""
-    found: MutableMapping[type, Any] = WeakKeyDictionary()
+    """Return ``find`` with a cache by class that keeps no class alive: a function may define new ones all the time."""
+    results: MutableMapping[type, Any] = WeakKeyDictionary()
 
-    def known(kind: type) -> Any:
-        if kind not in found:
-            found[kind] = find(kind)
-        return found[kind]
+    def cached(kind: type) -> Any:
+        if kind not in results:
+            results[kind] = find(kind)
+        return results[kind]
 
-    return known
+    return cached
 
 
 @_once_for_a_class
@@ -156,19 +156,20 @@ def _is_shared(kind: type) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    """Tell a built-in function such as ``len`` from a method of an object, such as ``[].append``."""
+    """Tell whether ``value`` is a built-in function such as ``len``, and no bound method such as ``[].append``."""
     return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
 
 
 def is_opaque(value: Any) -> bool:
     """Tell whether the contents of ``value`` can change while each of its attributes stays the same object."""
     kind: Any = type(value)
-    of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")  # which it goes by
+    # NumPy's Generator keeps its state in its ``bit_generator``, which is opaque itself.
+    of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")
     return isinstance(value, torch.Generator | random.Random | bytearray) or hasattr(kind, "nbytes") or of_numpy
 
 
 def _is_part(value: Any) -> bool:
-    """Tell whether ``value`` has slots to watch; an object with a lock has none, for other threads may write it."""
+    """Tell whether ``value`` is an owner of slots to watch; not if it has a lock, since other threads may write it."""
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]
@@ -195,7 +196,7 @@ _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Cond
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Opaque:
-    """An object that is used as it is, though nothing in its class says so."""
+    """A wrapper that makes the pickler put an object itself into the copy, though its class is not in ``_SHARED``."""
 
     value: Any
 
@@ -203,7 +204,7 @@ class _Opaque:
 def _reduced(value: Any) -> Any:
     if type(value).__module__ != "itertools":
         return value.__reduce_ex__(5)
-    with warnings.catch_warnings():  # Python 3.12 says that it will give this up
+    with warnings.catch_warnings():  # Python 3.12 deprecates copying and pickling iterators of itertools
         warnings.simplefilter("ignore", DeprecationWarning)
         return value.__reduce_ex__(5)
 

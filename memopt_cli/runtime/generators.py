@@ -1,4 +1,4 @@
-"""Positions of random generators, so that a recomputation draws the numbers that forward drew."""
+"""Read and restore positions of random generators, so that a recomputation draws the numbers that forward drew."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Generators:
     def __init__(self, devices: Iterable[torch.device] | None = None, *, outside: bool = True) -> None:
         """Read the positions.
 
-        ``devices``: those to read, besides the CPU; ``None``: every one in use.  ``outside``: read Python's and NumPy's
-        too, which takes a hundred times as long.
+        ``devices``: devices to read besides the CPU; ``None``: every one in use.  ``outside``: also read the generators
+        of Python and NumPy, which takes a hundred times as long.
         """
         others = _every_device() if devices is None else [d for d in devices if d != _CPU]
         self.devices = [_CPU, *filter(_is_started, others)] if others else _CPU_ALONE
         self._is_outside = outside
         self._positions = self._read()
         self.moved_outside = False
-        """Whether Python's or NumPy's moved until :meth:`settle`."""
+        """Whether the generator of Python or NumPy moved before :meth:`settle`."""
 
     def _read(self) -> dict[str | torch.device, Any]:
         """Return the positions; equal positions of one generator are one object."""
-        if self.devices is _CPU_ALONE and not self._is_outside:  # as in most calls
+        if self.devices is _CPU_ALONE and not self._is_outside:  # the usual case, first for speed
             return {_CPU: _position(_CPU)}
         positions: dict[str | torch.device, Any] = {device: _position(device) for device in self.devices}
         if self._is_outside:
@@ -45,10 +45,10 @@ class Generators:
         return positions
 
     def restore(self, present: Generators | None = None) -> None:
-        """Put the generators back; ``present``: where they stand now, if that is known."""
-        there = self._read() if present is None else present._positions
+        """Put the generators back to these positions; ``present``: their positions now, if known."""
+        current = self._read() if present is None else present._positions
         for generator, position in self._positions.items():
-            if there.get(generator) is position:
+            if current.get(generator) is position:
                 continue
             if isinstance(generator, torch.device):
                 _put(generator, position)
@@ -60,8 +60,9 @@ class Generators:
     def settle(self) -> None:
         """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
-        Those may draw meanwhile, and must not draw the same numbers again.  Without other threads all are kept: forward
-        may have drawn and put a generator back (``torch.random.fork_rng``).
+        Other threads may draw from them before backward, and would draw the same numbers again if these were put back.
+        Without other threads all are kept: forward may have drawn, and put a generator back
+        (``torch.random.fork_rng``).
         """
         is_alone = threading.active_count() == 1
         if is_alone and not self._is_outside:
@@ -74,16 +75,17 @@ class Generators:
 
     def now(self) -> Generators:
         """Return the present positions of these generators."""
-        found: Generators = object.__new__(Generators)
-        found.devices, found._is_outside, found.moved_outside = self.devices, self._is_outside, False
-        found._positions = self._read()
-        if len(self._positions) < len(found._positions):
-            found._positions = {key: found._positions[key] for key in self._positions}
-        return found
+        present: Generators = object.__new__(Generators)
+        present.devices, present._is_outside, present.moved_outside = self.devices, self._is_outside, False
+        present._positions = self._read()
+        if len(self._positions) < len(present._positions):
+            present._positions = {key: present._positions[key] for key in self._positions}
+        return present
 
     def moved(self) -> bool:
         """Tell whether one of these generators has moved."""
-        return self._positions != self.now()._positions  # NumPy may have been imported since
+        # Compared by key, too: if NumPy was imported since, its generator is new.
+        return self._positions != self.now()._positions
 
     def to_bytes(self) -> bytes:
         """Return the positions in a form to compare."""
@@ -107,13 +109,13 @@ if hasattr(os, "register_at_fork"):  # where processes fork
 
 
 def position_of(generator: torch.Generator) -> torch.Tensor:
-    """Return where ``generator`` stands."""
+    """Return the position of ``generator``."""
     with _turn:
         return generator.get_state()
 
 
 def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
-    """Have ``generator`` stand at ``position``."""
+    """Set ``generator`` to ``position``."""
     with _turn:
         generator.set_state(position)
 
@@ -152,17 +154,17 @@ def _every_device() -> list[torch.device]:
 
 
 def _is_started(device: torch.device) -> bool:
-    """Tell whether anything may have been drawn on ``device``; PyTorch's checkpoint goes by the same."""
+    """Tell whether ``device`` is in use, so that numbers may have been drawn there (PyTorch's checkpoint asks this)."""
     return device.type not in ("cpu", "meta") and is_started(device)
 
 
 _latest: dict[str | torch.device, Any] = {}
-"""Generator -> its position as read last, where most still stand when they are read next."""
+"""Generator -> its position as read last; most have not moved when they are read next."""
 
 
 def _shared(generator: str | torch.device, position: Any) -> Any:
     """Return ``position``, or the equal object that was read last."""
-    held = _latest.get(generator)  # once: another thread may put its own there meanwhile
+    held = _latest.get(generator)  # read only once, since another thread may exchange it meanwhile
     if held == position:
         return held
     _latest[generator] = position

@@ -1,14 +1,14 @@
-"""The optimizer in backward: a parameter is updated as soon as its gradient is complete, which is then freed.
+"""Run the optimizer in backward: update each parameter as soon as its gradient is complete, and free the gradient.
 
-Each parameter takes the optimizer's own step alone: the optimizer sees one group of one parameter meanwhile, with the
-settings of its group, so state, ``state_dict`` and schedulers work as usual.  The training loop stays as it is:
-``optimizer.step()`` finds no gradients, and ends the update.  (After PyTorch's tutorial "How to save memory by fusing
-the optimizer step into the backward pass", which makes an optimizer for every parameter instead.)
+The optimizer's own step runs for one parameter at a time: for that time, the optimizer has a single group with this
+parameter and the settings of its group, so state, ``state_dict`` and schedulers work as usual.  The training loop need
+not change: ``optimizer.step()`` finds no gradients, and ends the update.  (After PyTorch's tutorial "How to save memory
+by fusing the optimizer step into the backward pass", which makes an optimizer for every parameter instead.)
 
-Cases with another result are refused: an optimizer whose joint step differs from steps one by one, when it is
-installed; a second gradient before ``optimizer.step()``, settings that change after backward, scaled gradients and
-several processes, as soon as they show.  Code that reads ``.grad`` after backward, as ``clip_grad_norm_`` does, cannot
-be noticed: it finds none.
+Cases with another result are refused.  An optimizer whose joint step differs from steps one by one is refused when it
+is installed.  A second gradient before ``optimizer.step()``, settings that change after backward, scaled gradients and
+several processes raise an error when they occur.  Code that reads ``.grad`` after backward, as ``clip_grad_norm_``
+does, finds no gradient there, and nothing notices that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from memopt_cli.runtime.private_torch import step_without_hooks
 from memopt_cli.runtime.waiting import remake_with
 
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
+"""Optimizer that runs in backward -> its hooks."""
 _thread = threading.local()
 
 
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
-    """Update the parameters of ``optimizer`` that require gradients in backward, from now on.
+    """Install ``optimizer`` in backward: from now on it updates each parameter that requires a gradient there.
 
-    ``model`` has their names for messages.  Raises :class:`ValueError` with a reason, a sentence about the optimizer
-    without its subject, if that is not possible; then nothing has changed.
+    ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` with a reason, a sentence about the
+    optimizer without its subject, if that is not possible; then nothing has changed.
     """
     parameters = _parameters_of(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
@@ -51,7 +52,7 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def remove_in_backward(model: nn.Module) -> None:
-    """Have the optimizers that update parameters of ``model`` in backward do so in their step again."""
+    """Remove optimizers of parameters of ``model`` from backward: they update in ``optimizer.step()`` again."""
     for optimizer in list(optimizers_in_backward(model)):
         _installed.pop(optimizer).remove()
 
@@ -87,14 +88,16 @@ class InBackward:
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor], names: Mapping[int, str]) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._lock = threading.Lock()  # devices have threads of their own in backward
+        self._lock = threading.Lock()  # backward runs a thread for each device
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[int, dict[str, Any]] = {}
+        """``id`` of a parameter -> its group."""
         self._updated: set[int] = set()
+        """``id`` of each parameter that was updated since the last ``step``."""
         self._used: list[tuple[dict[str, Any], Any]] = []
         """The groups with an update since the last ``step``, and their settings then."""
         self._held = 0
-        """How many parameters had state when this update began."""
+        """Number of parameters that had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
         self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
@@ -102,7 +105,7 @@ class InBackward:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the optimizer and the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -135,7 +138,7 @@ class InBackward:
         self._updated.add(id(parameter))
 
     def _used_group(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-        if self._groups is not optimizer.param_groups:  # the first time, and when a state was loaded
+        if self._groups is not optimizer.param_groups:  # the first time, and after ``load_state_dict``
             self._groups = optimizer.param_groups
             self._group_of = {id(p): group for group in self._groups for p in group["params"]}
         group = self._group_of[id(parameter)]
@@ -144,9 +147,9 @@ class InBackward:
         return group
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """End the update, as ``optimizer.step()`` was called.  Raises :class:`RuntimeError` if it was wrong."""
+        """End the update when ``optimizer.step()`` is called.  Raises :class:`RuntimeError` if an update was wrong."""
         if is_updating():
-            return  # the step of a subclass calls that of its base, which has hooks of its own
+            return  # a subclass's ``step``, called by ``step_alone``, calls its base's, which runs this hook
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
         if updated:
@@ -167,7 +170,7 @@ class InBackward:
 
 
 def _order_state(optimizer: Optimizer, held: int) -> None:
-    """Put new state into the order of the parameters, as a joint step has it: ``state_dict`` keeps that order."""
+    """Sort new state by the order of the parameters, as a joint step makes it: ``state_dict`` keeps that order."""
     state = optimizer.state
     new = {id(parameter) for parameter in list(state)[held:]}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
@@ -187,13 +190,13 @@ def _updating() -> Iterator[None]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` in a form to compare; it has tensors by identity and version."""
+    """Return the settings of ``group`` for comparison, with a tensor's identity and version in place of the tensor."""
     others = ((name, value) for name, value in group.items() if name != "params")
     return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in others}
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Take the own step of ``optimizer`` for ``parameter`` alone, which is one of ``group``."""
+    """Call the step of ``optimizer`` for ``parameter`` alone, one of those in ``group``."""
     groups, together = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
@@ -216,7 +219,9 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 # ---------------------------------------------------------------------------------------------- what can step alone
 
 _STEPS = 3
+"""Steps in a trial."""
 _OF_A_KIND = 2
+"""Parameters in a trial of each kind (number of dimensions, dtype, device) that a group has: two show a coupling."""
 _MOST_SIZE = 4
 """Largest size of a dimension of the parameters in a trial."""
 _RATE = 0.01
@@ -224,10 +229,10 @@ _RATE = 0.01
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Try whether steps of ``optimizer`` one by one equal joint steps, on a few small parameters like its own.
+    """Try whether ``optimizer`` updates parameters one by one as it does together, on a few small ones like its own.
 
-    Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that wants a closure, that looks
-    at several parameters at once, or that wants a gradient of every parameter.
+    Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that needs a closure, that looks
+    at several parameters at once, or that needs a gradient of every parameter.
     """
     _parameters_of(optimizer)
     together, alone = _small(optimizer), _small(optimizer)
@@ -243,14 +248,14 @@ def check_steps_alone(optimizer: Optimizer) -> None:
             step_without_hooks(alone)
     except ValueError:
         raise
-    except Exception as error:  # of a class of anybody's
+    except Exception as error:  # the optimizer may be a class of the user's, and raise anything
         raise ValueError(f"cannot take a step of one parameter: {error}") from error
 
 
 class StateOnDemand(defaultdict[Any, Any]):
-    """State of each parameter that ``make`` makes when it is first asked for.
+    """The state of each parameter, which ``make`` makes when it is first read.
 
-    Some optimizers make state when they are made, as PyTorch 2.8's Adagrad, and fail without it.
+    Some optimizers, such as PyTorch 2.8's Adagrad, make state in their constructor, and fail without it.
     """
 
     def __init__(self, make: Callable[[Any], dict[str, Any]]) -> None:

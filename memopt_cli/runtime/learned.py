@@ -1,12 +1,12 @@
-"""Knowledge from earlier calls of a segment: which of the state that its forward might change it does change.
+"""Learn from earlier calls of a segment which state its forward changes, of all the state that it might change.
 
 The first call is watched: everything that forward could change is compared before and after.  Later calls compare only
 what is cheap to compare and what was seen to change.  A call is watched again when modules, their mode or their hooks
 have changed, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
 
 An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
-one name in an owner.  It *moves* if forward exchanges its value, or changes it in place, and *stays* otherwise.  For a
-block with a batch norm and a counter ``self.calls``::
+one name in an owner, given as the owner's index and the name.  It *moves* if forward exchanges its value, or changes
+that in place, and *stays* otherwise.  For a block with a batch norm and a counter ``self.calls``::
 
     owner                      stays                          moves            is written in place
     attributes of the block    training, kernel_size, …       calls
@@ -37,11 +37,12 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, may_draw, variables_of
 
 _WATCHED_EXCHANGES: Final = 2
-"""How many times a slot's value may change between calls and still cause the next call to be watched."""
+"""How often a slot's value may be exchanged between calls and cause the next call to be watched.  After that, exchanges
+are taken for the rule: a training loop that sets ``model.step = n`` does so before every call."""
 _MOST_OWNERS: Final = 1000
 """The most owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
-"""The place of an owner among :attr:`Known.owners`, and a name in it."""
+"""Index of an owner in :attr:`Known.owners`, and a name in it."""
 
 
 @dataclass(slots=True)
@@ -49,85 +50,92 @@ class Reading:
     """The values of slots when forward starts."""
 
     stays: list[Slots]
-    """The slots of each owner that forward leaves alone, as far as is known."""
+    """For each owner, the slots that forward leaves alone, as far as is known."""
     before: dict[int, Slots]
-    """Place of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
+    """Index of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
     moves: dict[int, Slots]
-    """Place of such an owner -> its slots that move."""
+    """Index of such an owner -> its slots that move; in a watched forward, all slots."""
 
 
 class Known:
     """Everything that a call of some modules might change, and which of it was seen to change."""
 
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
-        """Find all that a call of ``modules``, the first of which holds the rest, with ``others`` might change."""
+        """Find everything that a call of ``modules`` might change.
+
+        The first of ``modules`` contains the rest; ``others``: the arguments of the call that are no tensors.
+        """
         self.parameters = [_parameters_of(module) for module in modules]
         """The parameters of each module, by their names."""
         tables = tables_of_hooks(modules)
         self.without_hooks = [table for table in tables if not table]
-        """Dictionaries of hooks that are empty."""
+        """Dictionaries of hooks that were empty when the watched call started."""
         self.empty: list[dict[Any, Any]] = []
-        """Other dictionaries of modules that are empty."""
+        """Other dictionaries of modules that were empty then."""
         own: list[Owner] = [*owners_of(modules)]
         # The state that a hook's code changes is not searched: hooks run again, and can ask ``is_recomputing()``.
         hooked: list[Owner] = [Table(table) for table in tables if table]
-        behind, self.may_draw = _behind(own, modules, others)
+        of_code, self.may_draw = _owners_of_code(own, modules, others)
         """Whether forward may draw from the global generators of Python or NumPy, since its code names one."""
-        self.owners = [*own, *hooked, *behind]
+        self.owners = [*own, *hooked, *of_code]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
-        """How many of the owners belong to modules; the others are variables of code, and parts of objects."""
+        """Number of owners that belong to modules, which come first; then variables of code, then parts of objects."""
         self.hooked = range(len(own), self.own)
-        """The places of dictionaries of hooks among the owners."""
+        """The indices of the owners that are dictionaries of hooks."""
         self._slots_of_parts: dict[int, Slot] = {}
-        """Place of an owner that is a part of an object -> the slot in which that object stands."""
+        """Index of an owner that is a part of an object -> the slot of that object."""
         self._add_parts()
-        self.places = [*range(len(self.owners))]
-        """The places of the owners that are looked at."""
+        self.indices = [*range(len(self.owners))]
+        """The indices of the owners that are looked at."""
         self.moves: list[set[Any]] = [set() for _ in self.owners]
-        """The names in each owner whose value was seen to be exchanged, or changed."""
+        """For each owner, the names whose value was seen to be exchanged, or changed."""
         self.stays = [owner.read() for owner in self.owners]
-        """The values in the other slots of each owner, as read last.  The list is replaced, never changed."""
-        slots = ((p, name, value) for p, slots in enumerate(self.stays) for name, value in slots.items())
-        self.looked_at = {(p, name): _kind_of(value) for p, name, value in slots if _may_change(name, value)}
-        """Slot in which a tensor or an object stood when forward was watched -> its kind."""
+        """For each owner, the other slots and their values when read last.  The list is replaced, never changed."""
+        slots = ((i, name, value) for i, slots in enumerate(self.stays) for name, value in slots.items())
+        self.looked_at = {(i, name): _kind_of(value) for i, name, value in slots if _may_change(name, value)}
+        """Slot that held a tensor or an object when forward was watched -> the kind of that."""
         self.written: set[Slot] = set()
         """The slots to whose tensors forward writes in place."""
-        self._sort()
+        self._prepare_comparison()
 
     def _add_parts(self) -> None:
         """Make the lists, dictionaries and plain objects in the slots owners as well."""
         seen = set[int]()
-        for place, owner in enumerate(list(self.owners)):
+        for index, owner in enumerate(list(self.owners)):
             for name, value in owner.read().items():
                 if is_object(name, value):
                     parts = [part for part in parts_of(value) if id(part) not in seen]
                     seen.update(map(id, parts))
                     inner = [owner for part in parts for owner in owners_in(part)]
-                    for within in inner[: max(0, _MOST_OWNERS - len(self.owners))]:
-                        self._slots_of_parts[len(self.owners)] = place, name
-                        self.owners.append(within)
+                    for owner_of_part in inner[: max(0, _MOST_OWNERS - len(self.owners))]:
+                        self._slots_of_parts[len(self.owners)] = index, name
+                        self.owners.append(owner_of_part)
 
-    def _sort(self) -> None:
-        """Prepare what :meth:`is_still` compares, since it runs four times a call."""
-        self.movers = [place for place in self.places if self.moves[place]]
-        """The places of owners in which something moves."""
-        still = [place for place in self.places if not self.moves[place]]
-        mappings = {place: self.owners[place].mapping() for place in still}
+    def _prepare_comparison(self) -> None:
+        """Prepare the flat lists that :meth:`is_still` compares, which runs four times a call and must be fast.
+
+        Owners that are dictionaries are compared together, value by value; the others one by one.
+        """
+        self.movers = [index for index in self.indices if self.moves[index]]
+        """The indices of owners in which something moves."""
+        still = [index for index in self.indices if not self.moves[index]]
+        mappings = {index: self.owners[index].mapping() for index in still}
         self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
         self._lengths = [*map(len, self._mappings)]
-        parts = {place: mapping for place, mapping in mappings.items() if mapping is not None and self.is_part(place)}
-        self._parts, self._names = [*parts.values()], [name for place in parts for name in self.stays[place]]
-        self._values = [v for p, mapping in mappings.items() if mapping is not None for v in self.stays[p].values()]
-        self._others = [(self.owners[place], self.stays[place]) for place, m in mappings.items() if m is None]
+        # In dictionaries that are parts of objects, names are compared too: user code may exchange a key, and no value.
+        parts = {index: mapping for index, mapping in mappings.items() if mapping is not None and self.is_part(index)}
+        self._parts, self._names = [*parts.values()], [name for index in parts for name in self.stays[index]]
+        self._values = [v for i, mapping in mappings.items() if mapping is not None for v in self.stays[i].values()]
+        self._others = [(self.owners[index], self.stays[index]) for index, m in mappings.items() if m is None]
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
-        # What lies in a tuple has no owner, for a tuple cannot change.
+        # Also from tuples, which are no owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
         self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
-        """The tensors among what stays, but for the modules' own parameters."""
+        """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
-        """Tell whether nothing was exchanged in the owners in which nothing was seen to move."""
+        """Tell whether no value was exchanged in the owners in which nothing was seen to move."""
         if [*map(len, self._mappings)] != self._lengths:
             return False
         if not all(map(is_, chain.from_iterable(map(dict.values, self._mappings)), self._values)):
@@ -136,136 +144,141 @@ class Known:
             return False
         return all(owner.holds(slots) for owner, slots in self._others)
 
-    def is_part(self, place: int) -> bool:
-        """Tell whether the owner at ``place`` is a part of an object that stands in a slot of another one."""
-        return place in self._slots_of_parts
+    def is_part(self, index: int) -> bool:
+        """Tell whether the owner at ``index`` is a part of an object in a slot of another owner."""
+        return index in self._slots_of_parts
 
     def read_all(self) -> Reading:
-        """Return every slot, for a watched forward, the first to use this."""
+        """Return every slot as one that may move, for a watched forward, of which nothing is known yet."""
         slots = dict(enumerate(self.stays))
         return Reading(self.stays, slots, slots)
 
     def read(self, others: Sequence[Any], exchanged: Counter[Slot]) -> Reading | None:
-        """Read the slots that move; note others whose value was exchanged, which count as moving from now on.
+        """Read the slots that move; return ``None`` if forward must be watched again.
+
+        It must if modules, their mode or their hooks have changed; or if forward may do something new, since an
+        attribute has changed, a slot holds an object of another kind, or a part of an object was changed.  Slots whose
+        value was exchanged since the last call count as moving from now on.
 
         ``others``: objects among the arguments.  ``exchanged``: how often each slot was exchanged between calls.
-        Returns ``None`` if forward is to be watched again: modules, their mode or their hooks have changed; or forward
-        may do something new, since an attribute has changed, an object of another kind stands in a slot, or a part of
-        an object was changed.
         """
         if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
-        if not self.is_still() and not self._note_changes(self.places, exchanged):
+        if not self.is_still() and not self._note_changes(self.indices, exchanged):
             return None
         if self.movers and not self._note_changes(self.movers, exchanged):
             return None
         if any(map(self.is_part, self.movers)):
             return None
-        before = {place: self.owners[place].read() for place in self.movers}
-        moves = {place: {n: v for n, v in slots.items() if n in self.moves[place]} for place, slots in before.items()}
-        for place, slots in moves.items():
+        before = {index: self.owners[index].read() for index in self.movers}
+        moves = {index: {n: v for n, v in slots.items() if n in self.moves[index]} for index, slots in before.items()}
+        for index, slots in moves.items():
             for name, value in slots.items():
-                if _may_change(name, value) and self.looked_at.get((place, name)) is not _kind_of(value):
+                if _may_change(name, value) and self.looked_at.get((index, name)) is not _kind_of(value):
                     return None
         return Reading(self.stays, before, moves)
 
     def _knows(self, others: Sequence[Any]) -> bool:
-        """Tell whether objects such as ``others`` were given before, and none is a function, which may be any."""
+        """Tell whether arguments of the types of ``others`` were given before, and none is a function: any may come."""
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
-    def _note_changes(self, places: Sequence[int], exchanged: Counter[Slot]) -> bool:
-        """Note the values exchanged in the owners at ``places``; return whether forward still does what it did before.
+    def _note_changes(self, indices: Sequence[int], exchanged: Counter[Slot]) -> bool:
+        """Note the values that were exchanged in the owners at ``indices`` since the last call.
 
-        The first few times that a value is exchanged, the answer is no: forward may branch on it, draw or count.
+        Return whether forward is still known to do the same.  The first few times that a value is exchanged it is not:
+        forward may branch on it, draw or count.
         """
         is_new = False
-        for place in places:
-            rest = {name: v for name, v in self.owners[place].read().items() if name not in self.moves[place]}
-            if names := changed(self.stays[place], rest):
-                both = [slots[name] for slots in (self.stays[place], rest) for name in names & slots.keys()]
-                if place in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
+        for index in indices:
+            rest = {name: v for name, v in self.owners[index].read().items() if name not in self.moves[index]}
+            if names := changed(self.stays[index], rest):
+                both = [slots[name] for slots in (self.stays[index], rest) for name in names & slots.keys()]
+                if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
-                exchanged.update((place, name) for name in names)
-                is_new |= any(exchanged[place, name] <= _WATCHED_EXCHANGES for name in names)
-                self.note({place: names})
+                exchanged.update((index, name) for name in names)
+                is_new |= any(exchanged[index, name] <= _WATCHED_EXCHANGES for name in names)
+                self.note({index: names})
         return not is_new
 
-    def note(self, found: Mapping[int, set[Any]]) -> None:
-        """Note that the slots ``found``, names by the place of the owner, move."""
+    def note(self, new_moves: Mapping[int, set[Any]]) -> None:
+        """Note that the slots ``new_moves``, names by the owner's index, move from now on."""
         self.stays = [*self.stays]
-        for place, names in found.items():
-            self.moves[place] |= names
-            self.stays[place] = {name: value for name, value in self.stays[place].items() if name not in names}
-        self._sort()
+        for index, names in new_moves.items():
+            self.moves[index] |= names
+            self.stays[index] = {name: value for name, value in self.stays[index].items() if name not in names}
+        self._prepare_comparison()
 
     def tidy(self) -> None:
-        """Forget owners that need no look: empty dictionaries, and parts of moving objects, which are copied whole."""
+        """Drop owners that need not be compared: empty dictionaries, and parts of moving objects, which are copied."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]
-        dropped = {place for place, (of, name) in self._slots_of_parts.items() if name in self.moves[of]}
-        for place in range(self.hooked.start):
-            if isinstance(owner := self.owners[place], Table) and not (self.stays[place] or self.moves[place]):
+        dropped = {index for index, (of, name) in self._slots_of_parts.items() if name in self.moves[of]}
+        for index in range(self.hooked.start):
+            if isinstance(owner := self.owners[index], Table) and not (self.stays[index] or self.moves[index]):
                 self.empty.append(owner.mapping())
-                dropped.add(place)
-        for place in dropped:
-            self.owners[place] = Table({})  # not what may come to hold the graph that holds this
-        self.places = [place for place in self.places if place not in dropped]
-        self.moves = [set() if place in dropped else names for place, names in enumerate(self.moves)]
-        self.stays = [{} if place in dropped else slots for place, slots in enumerate(self.stays)]
-        self._sort()
+                dropped.add(index)
+        for index in dropped:
+            # No reference may stay: a list, say, may later hold autograd's graph, which holds this.
+            self.owners[index] = Table({})
+        self.indices = [index for index in self.indices if index not in dropped]
+        self.moves = [set() if index in dropped else names for index, names in enumerate(self.moves)]
+        self.stays = [{} if index in dropped else slots for index, slots in enumerate(self.stays)]
+        self._prepare_comparison()
 
 
 class Learned:
-    """Knowledge of one segment from its calls."""
+    """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Start without knowledge.  ``module``: the segment, if more of its calls are to come."""
+        """Start without knowledge.  ``module``: the segment; ``None`` if the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
         """Everything that its calls might change; ``None`` before the first call has ended."""
         self.runs = Turns()
+        """The schedule by which calls are watched."""
         self.stages: dict[int, Learned] = {}
-        """Place of a module that the segment is split into -> the knowledge of it."""
+        """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
         """The parameters in the latest call; ``None`` if that was watched."""
         self.exchanged = Counter[Slot]()
-        """Slot -> how often somebody exchanged what stood there between two calls."""
+        """Slot -> how often its value was exchanged between two calls, by a training loop say."""
         self.draws_outside = False
         """Whether forward draws from the global random generators of Python or NumPy."""
         self.runs_to_end: dict[int, bool] = {}
         """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """The place of the saved tensor that is compared in every call, -1 for the last; ``None`` if none is."""
+        """The index, from the end, of the saved tensor that is compared in every call, -1 for the last; ``None`` if no
+        tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False
-        """Whether the forward of a segment around it computes gradients through it, as its recomputation will."""
+        """Whether a segment around it computes gradients through it in forward, and so again when it is recomputed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
         return Learned()  # a copy of the module is another module
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Tell whether this was learned of ``module`` itself, and not of one that it is a copy of."""
+        """Tell whether this was learned from calls of ``module``: a copied module has that of the original at first."""
         return self._module is not None and self._module() is module
 
 
 def learned_of(module: nn.Module) -> Learned:
     """Return the knowledge of the segment ``module``, which is kept on the module itself."""
-    found: Learned | None = vars(module).get(LEARNED_KEY)
-    if found is None or not found.belongs_to(module):
-        found = Learned(module)
+    learned: Learned | None = vars(module).get(LEARNED_KEY)
+    if learned is None or not learned.belongs_to(module):
+        learned = Learned(module)
         if isinstance(module, Installed):
             attributes = vars(module)
             others = {name: value for name, value in attributes.items() if name != LEARNED_KEY}
             attributes.clear()
-            attributes[LEARNED_KEY] = found  # the first one, see ``Attributes``
+            attributes[LEARNED_KEY] = learned  # as the first attribute: ``Attributes.holds`` skips that
             attributes.update(others)
-    return found
+    return learned
 
 
 def changed(before: Slots, after: Slots) -> set[Any]:
-    """Return the names whose object differs between ``before`` and ``after``, or is missing in one of them."""
+    """Return the names whose value is not the same object in ``before`` and ``after``, or is missing in one of them."""
     if is_same(before, after):
         return set()
     both = before.keys() & after.keys()
@@ -273,12 +286,12 @@ def changed(before: Slots, after: Slots) -> set[Any]:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Tell whether ``value`` is a tensor that belongs to the state: no parameter, and nothing that a transform left."""
+    """Tell whether ``value`` is a tensor of the state: no parameter, and not left by a ``torch.func`` transform."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_of_transform(value)
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of ``value``, with which code does the same: its class, or the code of a function."""
+    """Return the class of ``value``, or the code of a function: with values of one kind, forward does the same."""
     return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 
@@ -287,9 +300,11 @@ def _may_change(name: Any, value: Any) -> bool:
 
 
 def is_object(name: Any, value: Any) -> bool:
-    """Tell whether ``value``, under ``name``, may change without being exchanged, and is no tensor or module."""
+    """Tell whether ``value``, under ``name``, is an object that may change in place: no number, tensor or module."""
     is_changeable = type(value) not in ATOMS and not isinstance(value, Tensor | nn.Module)
-    return is_changeable and name not in STRUCTURE and name != "_buffers"  # which is an owner by itself
+    return (
+        is_changeable and name not in STRUCTURE and name != "_buffers"
+    )  # the dictionary of buffers is an owner itself
 
 
 def _parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -298,15 +313,18 @@ def _parameters_of(module: nn.Module) -> dict[str, Any]:
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
 
 
-def _behind(owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]) -> tuple[list[Owner], bool]:
-    """Return the variables that the code of ``modules`` names, and the code of the objects that they or these hold.
+def _owners_of_code(
+    owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]
+) -> tuple[list[Owner], bool]:
+    """Return the variables that a call of ``modules`` may use, and whether its code may draw global random numbers.
 
-    Also return whether any of that code may draw from the global generators of Python or NumPy.
+    Searched is the code of the modules' classes, that of objects in ``owners`` and ``others``, and that of objects in
+    the variables found, until nothing new is found.
     """
     found: dict[int, Owner] = {}
     draws = False
     kinds = dict.fromkeys(type(module) for module in modules)
-    code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment the class beneath
+    code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment, the module's own class
     values: list[Any] = [*others]
     for owner in owners:
         values += [value for name, value in owner.read().items() if is_object(name, value)]

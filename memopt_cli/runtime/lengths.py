@@ -1,8 +1,8 @@
-"""Segments by length: the settings of a module depend on how long the input of the model is.
+"""Segments by length: the settings of a module depend on the length of the model's input.
 
-The root of the model reads the length of its input, and modules inside it ask for it.  A segment remembers the length
-at which it ran, and is recomputed as it ran then.  A checkpoint of the user's own does not, so inside one modules by
-length run plainly.
+The root of the model reads the length of its input, and modules inside look it up while they run.  A segment remembers
+the length at which it ran, and is recomputed with the settings for that.  A checkpoint of the user's own does not
+remember it, so modules by length run plainly inside one.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class LengthOf:
     argument: int | str
     """The position of the argument from 0, or its name."""
     axis: int
+    """The dimension of that argument; a negative one counts from the last."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -69,7 +70,7 @@ class ConfigsByLength:
     length: LengthOf | None = None
     """The dimension that is the length, in the root, which sees the model's input; ``None`` for other modules."""
     path: str = ""
-    """The path in the plan, by which messages name the module."""
+    """The path in the plan, for messages."""
 
     def __post_init__(self) -> None:
         if not all(type(bound) is int for bound in self.up_to):
@@ -85,13 +86,13 @@ class ConfigsByLength:
 
 
 def present_length() -> float:
-    """Return the length of the input that runs now; infinite if it is not known, as in a module called by itself."""
+    """Return the length of the present input; infinite if it is unknown, as for a module that is called by itself."""
     length: float = getattr(_thread, "length", math.inf)
     return length
 
 
 class at_length:  # it reads as a statement
-    """A block in which the input that runs is ``length`` long."""
+    """A block in which the present input has this ``length``."""
 
     __slots__ = ("_length", "_outer")
 
@@ -106,9 +107,9 @@ class at_length:  # it reads as a statement
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment; ``None`` for a plain one.
+    """Return the settings by which ``module`` runs as a segment now; ``None`` if it runs plainly.
 
-    A module by length has those of the length that runs now, and outside of a step those of the longest.
+    For a module by length these are the settings for the present length, and outside of a step those for the longest.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
     return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
@@ -122,7 +123,7 @@ def config_of(module: nn.Module) -> SegmentConfig:
 
 
 def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Return a block in which the length is that of these arguments of ``module``, if it is a root; else as around."""
+    """Return a block with the length of these arguments as the present one, if ``module`` is a root; else it stays."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
 
@@ -133,7 +134,7 @@ _NOTHING = contextlib.nullcontext()
 def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
-    """Return the length of the arguments; infinite, with one warning, if they have none."""
+    """Return the length of the arguments; infinite, with one warning, if they do not have that dimension."""
     given = _given(type(module).forward, length.argument, args, kwargs)
     if not isinstance(given, Tensor) or given.is_nested or not -given.dim() <= length.axis < given.dim():
         what = f"a {type(given).__name__}"
@@ -158,7 +159,7 @@ def _warn(module: nn.Module, reason: str) -> None:
 
 
 def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    position, name = _place(forward, argument)
+    position, name = _position_and_name(forward, argument)
     if position is not None and position < len(args):
         return args[position]
     return kwargs.get(name) if name is not None else None
@@ -181,7 +182,7 @@ def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
 
 
 def takes_argument(module: nn.Module, argument: int | str) -> bool:
-    """Tell whether the forward of ``module`` has the ``argument`` at which a plan by length looks."""
+    """Tell whether the forward of ``module`` takes ``argument``, a position or a name."""
     parameters = _parameters(type(module).forward)
     if isinstance(argument, str):
         return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -189,8 +190,8 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 
 @functools.cache
-def _place(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Return position, after ``self``, and name of ``argument``; ``None`` for what ``forward`` does not tell."""
+def _position_and_name(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
+    """Return position, after ``self``, and name of ``argument``; ``None`` for one that the signature does not show."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

@@ -1,4 +1,8 @@
-"""The state of a module tree: buffers, and tensors, numbers and containers that modules keep in attributes."""
+"""Read, take and put back the state of a module tree: buffers, and what modules keep in attributes.
+
+:class:`ModuleState` takes all of it by reference, without a look at what forward changes; segments take more care
+(``state.py``).  The rest of this file lists state by name, copies modules and resets hidden state.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ from memopt_cli.runtime.private_torch import (
 )
 
 SEGMENT_KEY, RUNS_KEY, LEARNED_KEY = "_memopt_segment", "_memopt_runs", "_memopt_learned"
-"""Attributes that make a module a segment, divide a Sequential into runs, and keep what calls of a segment showed."""
+"""Names of attributes: settings of a segment, runs of a divided Sequential, knowledge from the calls of a segment."""
 COMPILED_KEY, COMPILED_CALL = "_memopt_compiled", "_compiled_call_impl"
-"""Attributes of a model that a plan compiles: the settings, as plain data, which saved files have, too; and the
-compiled call, which PyTorch leaves out of files."""
+"""Names of attributes of a model that a plan compiles: the settings, as plain data, which are saved with the model; and
+the compiled call, which PyTorch does not save."""
 STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     SEGMENT_KEY,
     RUNS_KEY,
@@ -39,12 +43,12 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     COMPILED_KEY,
     COMPILED_CALL,
 }
-"""Attributes of every module that are no state: its parameters, children and hooks."""
+"""Names of the attributes that are no state: parameters, children, hooks, and memopt's own."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """Return the path of a parameter or buffer of ``module`` without a shape, as in a lazy layer; empty without one."""
+    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet; empty if there is none."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):
@@ -53,19 +57,19 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
 
 
 def name_of(module: nn.Module) -> str:
-    """Return how messages name ``module``: by its class, and a segment also by its path in the plan."""
+    """Return the name of ``module`` for messages: its class, and for a segment its path in the plan."""
     return name_at(module, getattr(vars(module).get(SEGMENT_KEY), "path", ""))
 
 
 def name_at(module: nn.Module, path: str) -> str:
-    """Return how messages name ``module``, whose path in the plan is ``path``; ``torch.compile`` can trace this."""
+    """Return the name of ``module`` at ``path`` in the plan for messages; ``torch.compile`` can trace this."""
     kind = type(module).__name__
     return f"{kind} at '{path}'" if path else kind
 
 
 @dataclass(slots=True)
 class _Container:
-    """A built-in container and its items at one moment: restored in place, since others may refer to it too."""
+    """A built-in container and its items at one moment, restored in place, since other objects may refer to it."""
 
     container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
     items: Any
@@ -74,7 +78,7 @@ class _Container:
         items = [restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, dict):
-            for key, value in items:  # a Counter's ``update`` would count the pairs
+            for key, value in items:  # not ``update``: that of a Counter would count the pairs
                 self.container[key] = value
         elif isinstance(self.container, set):
             self.container.update(items)
@@ -84,7 +88,7 @@ class _Container:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawing:
+class _HeldGenerator:
     """A module's own random generator, and its position at one moment."""
 
     generator: torch.Generator
@@ -96,11 +100,11 @@ class _Drawing:
 
 
 class ScriptSlots(MutableMapping[str, Any]):
-    """The buffers and attributes of a ScriptModule, which lie not in its dictionary, but in its program."""
+    """The buffers and attributes of a ScriptModule as a mapping: they are kept in its program, not in ``vars``."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self._program = program_of(module)
-        # In a script that was loaded, the attributes name its buffers too.
+        # In a script that was loaded, buffers are among the attributes, too; a dictionary has each name once.
         buffers = (name for name, _ in buffers_of(module).items())
         self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
 
@@ -111,7 +115,7 @@ class ScriptSlots(MutableMapping[str, Any]):
         self._program.setattr(name, value)
 
     def __delitem__(self, name: str) -> None:
-        raise KeyError(name)  # a program never loses one
+        raise KeyError(name)  # a program's attributes are fixed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -135,9 +139,9 @@ class _Attributes:
     def __init__(self, mapping: MutableMapping[str, Any]) -> None:
         self._mapping, self._names = mapping, tuple(mapping)
         self._atoms: dict[str, Any] = {}
-        """The values that cannot change, and are put back as they are."""
+        """Values of immutable types, such as numbers."""
         self.held: dict[str, Any] = {}
-        """The other values; containers and generators with what they held."""
+        """Other values; containers with their items, and generators with their position."""
         for name in _names_of_state(self._names):
             value = mapping[name]
             if type(value) in ATOMS or _is_atom(value):
@@ -155,17 +159,20 @@ class _Attributes:
 
 
 class ModuleState:
-    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`."""
+    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`.
+
+    A tensor that is written in place is not put back: callers copy those (:meth:`tensors`).
+    """
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
-        """Note the state of ``module``.  ``modules``: those of its tree, if they are known already."""
+        """Take the state of ``module``, or only that of ``modules``, which are among its parts."""
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
-        # A ScriptModule's cannot be exchanged.
+        # The children of a ScriptModule are in no dictionary, and cannot be exchanged.
         self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
-        """Put everything back; a tensor or iterator whose ``id`` is in ``replaced`` becomes the one given there."""
+        """Put everything back; tensors and iterators whose ``id`` is a key of ``replaced`` become the value there."""
         for children, held in self._children:
             if children != held:
                 children.clear()
@@ -175,10 +182,10 @@ class ModuleState:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor among buffers and attributes."""
-        # Not parameters, which others look after, nor what a transform of torch.func left, which cannot be read.
+        # Not parameters, nor tensors that a transform of torch.func has left behind, which cannot be read.
         leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.held.values()))
-        found = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return (t for t in found if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return (t for t in tensors if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
 
 def matrices_of(module: nn.Module) -> list[Tensor]:
@@ -192,16 +199,16 @@ def matrices_of(module: nn.Module) -> list[Tensor]:
 def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict[str, Any]:
     """Return the tensors and numbers that ``module`` keeps besides parameters, by path and name.
 
-    Modules in ``without`` are left out.  In a container, place or key is the name: ``cell.memories.v``, ``history.0``.
+    Modules in ``without`` are left out.  In a container, index or key is the name: ``cell.memories.v``, ``history.0``.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, value in _named_attributes(module, without):
-        found |= {path: leaf for path, leaf in _named_leaves(name, value) if _is_tensor(leaf) or type(leaf) in _NUMBERS}
-    return found
+        state |= {path: leaf for path, leaf in _named_leaves(name, value) if _is_tensor(leaf) or type(leaf) in _NUMBERS}
+    return state
 
 
 def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
-    """Return the numbers in each attribute of ``module`` that holds some, by path and name: ``cell.steps``."""
+    """Return the numbers in the attributes of ``module`` and its parts, by path and name (``cell.steps``)."""
     numbers = {
         name: [leaf for _, leaf in _named_leaves(name, value) if type(leaf) in _NUMBERS]
         for name, value in _named_attributes(module)
@@ -225,7 +232,7 @@ def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> 
     for path, part in module.named_modules():
         for attributes in () if part in without else _attributes_of(part):
             held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            yield from ((_below(path, key), value) for key, value in held.items() if key not in STRUCTURE)
+            yield from ((_joined_path(path, key), value) for key, value in held.items() if key not in STRUCTURE)
 
 
 def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -233,10 +240,10 @@ def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _named_leaves(_below(path, key), inner)
+        yield from _named_leaves(_joined_path(path, key), inner)
 
 
-def _below(path: str, key: Any) -> str:
+def _joined_path(path: str, key: Any) -> str:
     return f"{path}.{key}".removeprefix(".")
 
 
@@ -254,7 +261,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def reset_hidden_state(module: nn.Module) -> None:
-    """Reset what earlier steps left on ``module``: SpikingJelly's memories, snnTorch's membranes.
+    """Reset the state that earlier steps left on ``module``: SpikingJelly's memories, snnTorch's membranes.
 
     Tensors with a graph are detached: a module that holds one can be neither copied nor pickled.
     """
@@ -290,17 +297,17 @@ def _hold(value: Any) -> Any:
     if type(value) is set:
         return _Container(value, list(value))
     if isinstance(value, torch.Generator):
-        return _Drawing(value, position_of(value))
+        return _HeldGenerator(value, position_of(value))
     return value
 
 
 def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
-    """Return ``value`` with what is given in ``replaced`` for the ``id`` of a tensor or iterator, in tuples too."""
-    if type(value) is Tensor or type(value) in ATOMS:  # as most are
+    """Return ``value`` with held containers and generators restored, and the values of ``replaced`` by ``id``."""
+    if type(value) is Tensor or type(value) in ATOMS:  # the usual case, first for speed
         return replaced.get(id(value), value)
     if isinstance(value, _Container):
         return value.restore(replaced)
-    if isinstance(value, _Drawing):
+    if isinstance(value, _HeldGenerator):
         return value.restore()
     if isinstance(value, tuple):
         return _rebuilt(value, [restored(item, replaced) for item in value])
@@ -314,7 +321,7 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def leaves_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what lies in ``values``, in tuples and held containers too, but for values that cannot change."""
+    """Yield the values in ``values``, and those in tuples and held containers there, without immutable ones."""
     for value in values:
         if isinstance(value, _Container):
             yield from leaves_in(value.items)

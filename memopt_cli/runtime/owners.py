@@ -1,7 +1,7 @@
-"""The places in which Python keeps state that a forward may change: named slots, which can be read and written back.
+"""Owners: objects in which Python keeps state that a forward may change, as values under names.
 
-A module keeps it in its attributes, buffers, children and hooks; code keeps it in the variables that it names
-(:mod:`memopt_cli.runtime.variables`).
+All are read and written back alike, whatever they are: a module's attributes, buffers, children and hooks, the
+variables that its code names (:mod:`memopt_cli.runtime.variables`), and lists, dictionaries and objects in these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 Slots = dict[Any, Any]
-"""Name in an owner -> the object that it stood for at one moment."""
+"""Name in an owner -> its value at one moment, by reference."""
 
 
 class Owner:
@@ -50,7 +50,7 @@ class Owner:
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
-        """Return the dictionary that this owner stands for, which may be held; ``None`` if it stands for none."""
+        """Return the dictionary whose entries are this owner's slots, for fast comparison; ``None`` without one."""
         return None
 
 
@@ -88,12 +88,12 @@ class Attributes(Owner):
         attributes = self._attributes()
         values, is_learned = iter(attributes.values()), LEARNED_KEY in attributes
         if is_learned:
-            next(values)  # what is known of a segment comes first
+            next(values)  # ``learned_of`` puts the knowledge of a segment first
         return len(attributes) - is_learned == len(slots) and all(map(is_, values, slots.values()))
 
     def read(self) -> Slots:
         slots = dict(self._attributes())
-        slots.pop(LEARNED_KEY, None)  # which refers to what is read here
+        slots.pop(LEARNED_KEY, None)  # no state, and it refers to what is read here
         return slots
 
     def write(self, slots: Slots) -> None:
@@ -117,12 +117,12 @@ class Table(Owner):
         return dict(self._mapping)
 
     def write(self, slots: Slots) -> None:
-        self._mapping.clear()  # the order is that in which hooks run
+        self._mapping.clear()  # so that the order is that of ``slots``: hooks run in it
         self._mapping.update(slots)
 
 
 class Items(Owner):
-    """The items of a list, a queue or a set, by their places."""
+    """The items of a list, a queue or a set, by their index."""
 
     __slots__ = ("_items",)
 
@@ -185,8 +185,8 @@ class Variables(Owner):
         self.names: set[str] = set()
 
     def read(self) -> Slots:
-        there = self._owner if isinstance(self._owner, dict) else vars(self._owner() or object)
-        return {name: there[name] for name in self.names if name in there}
+        variables = self._owner if isinstance(self._owner, dict) else vars(self._owner() or object)
+        return {name: variables[name] for name in self.names if name in variables}
 
     def write(self, slots: Slots) -> None:
         if isinstance(self._owner, dict):
@@ -201,17 +201,18 @@ class Variables(Owner):
 
 
 class Cell(Owner):
-    """A variable of the function around another one, which is held weakly."""
+    """A variable of an enclosing function, as an inner function refers to it; the inner function is held weakly."""
 
-    __slots__ = ("_function", "_place")
+    __slots__ = ("_function", "_index")
 
-    def __init__(self, function: types.FunctionType, place: int) -> None:
-        self._function, self._place = weakref.ref(function), place
+    def __init__(self, function: types.FunctionType, index: int) -> None:
+        """Take the variable at ``index`` in the closure of ``function``."""
+        self._function, self._index = weakref.ref(function), index
 
     def _cell(self) -> types.CellType:
         function = self._function()
         cells = None if function is None else function.__closure__
-        return cells[self._place] if cells else types.CellType()
+        return cells[self._index] if cells else types.CellType()
 
     def read(self) -> Slots:
         try:
@@ -249,7 +250,7 @@ class Function(Owner):
 
 
 class InContext(Owner):
-    """A variable of the context."""
+    """The value of a :class:`contextvars.ContextVar` in the present context."""
 
     __slots__ = ("_variable",)
 
@@ -268,7 +269,7 @@ class InContext(Owner):
 
 
 class Contents(Owner):
-    """The contents of an object that keeps them in no attributes: an array, a random generator."""
+    """The contents of an object that keeps them in no attributes, such as an array or a random generator."""
 
     __slots__ = ("_object", "_seen")
 
@@ -287,7 +288,7 @@ class Contents(Owner):
 
 
 def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
-    """Yield everything in which ``modules`` keep state, besides their parameters."""
+    """Yield the owners of all state of ``modules`` besides their parameters."""
     for module in modules:
         yield Attributes(module)
         if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
@@ -315,6 +316,6 @@ def owners_in(part: Any) -> Iterator[Owner]:
 def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
     """Return the dictionaries of hooks that run inside a call of the first of ``modules``, which contains the others.
 
-    Its own hooks are not among them: they run before and after the whole.
+    The first module's own hooks run before and after the segment, and are not among them.
     """
     return [*global_hook_tables(), *(table for module in modules[1:] for table in hook_tables(module))]

@@ -1,8 +1,8 @@
-"""Packing of saved tensors: nothing is recomputed, and every tensor comes back equal to the bit.
+"""Pack what autograd saves in a module, outside of segments: nothing is recomputed, and packing loses no bit.
 
 Spikes, dropout masks and flags take a bit an element, indices as few bytes as they need, and a concatenation takes
-none for its parts that are saved themselves.  Any other tensor stays as it is.  A tensor that several operators save is
-packed once; parameters are never touched.
+none for its parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
+packed once; parameters are never packed.  The hooks also send tensors to a place (``places/``), packed or raw.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.schedule import Group, Placed, here
+from memopt_cli.runtime.places.schedule import Group, Placed, fetched
 from memopt_cli.runtime.private_torch import (
     base_of,
     is_fake,
@@ -46,9 +46,9 @@ from memopt_cli.runtime.private_torch import (
 _LEAST_BYTES = 4096
 """Least bytes of a tensor that is packed."""
 _SAMPLE = 64
-"""Elements that are looked at before a whole tensor is."""
+"""About how many elements are looked at to choose a codec, before one reads the whole tensor."""
 _REGION = 2**16
-"""Elements that are looked at to find the shape of the planes into which indices point."""
+"""About how many elements are looked at to find the planes (height x width, say) into which pooling's indices point."""
 
 
 _thread = threading.local()
@@ -60,8 +60,8 @@ def recorded_answers(
 ) -> Iterator[None]:
     """Pack fake tensors in the block by the codecs that a step with data used.
 
-    ``codec_of`` returns the name of one, ``null`` for tensors that stay as they are.  ``joined`` is called with the
-    outputs that the running module has joined from its chunks, in their order.
+    ``codec_of`` returns the name of the codec for a fake tensor, ``null`` if it stays raw.  ``joined`` is called with
+    the outputs that the running module has joined from its chunks, in their order.
     """
     _thread.codec_of, _thread.joined = codec_of, joined
     try:
@@ -71,7 +71,10 @@ def recorded_answers(
 
 
 def note_joined(outputs: Sequence[Tensor]) -> None:
-    """Note that the running module has joined ``outputs`` from its chunks; without chunks an operator makes them."""
+    """Tell :func:`recorded_answers` that the running module has joined ``outputs`` from its chunks.
+
+    The recorded step ran without chunks, and there an operator made these tensors.
+    """
     joined: Callable[[Sequence[Tensor]], None] | None = getattr(_thread, "joined", None)
     if joined is not None:
         joined(outputs)
@@ -90,7 +93,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return None
     values = {value for value in _sample(x) if value != 0}
     if not values and x.is_floating_point():
-        return COMPRESSORS["two-valued"]  # whatever the other value is: the sample has only zeros
+        return COMPRESSORS["two-valued"]  # the sample has zeros alone; this codec takes any other value besides
     if values <= {1}:
         return COMPRESSORS["bit"]
     if not x.is_floating_point():
@@ -108,7 +111,8 @@ _BYTES = frozenset(map(float, range(256)))
 
 def _sample(x: Tensor) -> list[float]:
     flat = x.as_strided((x.numel(),), (1,))
-    values: list[float] = flat[:: flat.numel() // _SAMPLE | 1].tolist()  # an odd step: rows are often even
+    # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
+    values: list[float] = flat[:: flat.numel() // _SAMPLE | 1].tolist()
     return values
 
 
@@ -121,9 +125,10 @@ def _named(name: str, x: Tensor) -> SpikeCompressor | None:
 
 
 def _index_codec(x: Tensor) -> SpikeCompressor:
-    """Return the codec for the integers ``x``, indices of pooling perhaps.
+    """Return the codec for the integers ``x``, which may be indices of max pooling into planes of its input.
 
-    Pooling works in one, two or three dimensions: planes are those trailing ones in which indices vary least.
+    Pooling works over the last one, two or three dimensions.  These are guessed: at one position of all planes, indices
+    point to almost the same place, so the right number of dimensions is the one in which they vary least.
     """
     if x.dim() < 3 or not x.is_contiguous() or not x.numel():
         return IndexCompressor()
@@ -135,7 +140,7 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
 
 
 def _spread(x: Tensor, plane: int) -> int:
-    """Return how far apart the values in one place of the first planes of ``x`` are, at most."""
+    """Return the largest difference between values at one position of planes of ``x``, of ``plane`` elements each."""
     least, most = x.view(-1, plane)[: max(2, _REGION // plane)].aminmax(dim=0)  # amax and amin take ten times as long
     return int((most - least).max())
 
@@ -150,13 +155,13 @@ class _Saved:
         self.packed = packed
 
 
-class _AsItIs:
-    """A tensor that is not packed, and its version, which PyTorch does not check where there are hooks."""
+class _Unpacked:
+    """A tensor that stays raw on the device, with its version: PyTorch does not check versions where hooks are set."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without the node that made it, which may be the very one that saves it.
+        # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = version_of(tensor)
 
@@ -171,7 +176,7 @@ class _AsItIs:
 
 
 class _Late:
-    """A tensor that the operator which saved it may still fill: held as it is, and packed afterwards."""
+    """A tensor that the operator which saved it may still fill: held raw for now, and packed afterwards."""
 
     __slots__ = ("_tensor", "node", "stored")
 
@@ -181,7 +186,7 @@ class _Late:
         self.node = next_node()
 
     def take(self) -> Tensor | None:
-        """Return the tensor to be packed; ``None`` if it was modified in place, so that reading it must fail."""
+        """Return the tensor to pack; ``None`` if it was modified in place, so that reading it in backward must fail."""
         tensor, self._tensor = self._tensor, None
         return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
 
@@ -192,11 +197,12 @@ class PackedSaves:
     def __init__(self, untouched: Iterable[Tensor], group: Group | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``group`` sends all others away, ``None`` leaves them here.  Without ``packs`` nothing is packed before.
+        ``group``: sends all others to a place; ``None`` leaves them on the device.  ``packs``: pack them.
         """
         self._group, self._packs = group, packs
         self._untouched = {memory_of(t) for t in untouched if _has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
+        """Key of a storage -> the storage, and region of it -> what is packed of that."""
         self._late: list[_Late] = []
         """Tensors saved by the latest operator, which may still be filling them."""
 
@@ -211,40 +217,41 @@ class PackedSaves:
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Any:
-        """Return the object to keep in place of ``tensor``."""
+        """Return the object that autograd keeps in place of ``tensor``, and hands to :meth:`unpack`."""
         if self._late:
             self._pack_late(next_node())
         if not _has_memory(tensor):
-            return _AsItIs(tensor)
+            return _Unpacked(tensor)
         is_large = tensor.nbytes >= _LEAST_BYTES
-        # A small view may keep alive all of the large tensor that it is a view of.
+        # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
-            return _AsItIs(tensor)
+            return _Unpacked(tensor)
         if self._group is not None:
+            # The parameters that FSDP gathers for forward are no parameters of the module, hence not untouched.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
-                return _AsItIs(tensor)  # one that FSDP has gathered is nobody's own
+                return _Unpacked(tensor)
             self._group.note_save()
-        saved = self._known(tensor) if is_large and self._packs else None
+        saved = self._packed_before(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, Placed):
             saved.packed.note_use()
         if saved is None and is_large:
-            # Noise, which is of floats and not trained, may be filled later (:mod:`memopt_cli.runtime.noise`).
+            # It may be noise, which an operator fills after saving it (:mod:`memopt_cli.runtime.noise`).
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._late.append(_Late(tensor))
                 return self._late[-1]
-            saved = self._new(tensor) if self._packs else None
-        if saved is None:  # the version is checked: with hooks, PyTorch does not
-            return self._as_it_is(tensor)
+            saved = self._pack_new(tensor) if self._packs else None
+        if saved is None:
+            return self._stored_raw(tensor)
         return saved, tensor.shape, tensor.stride()
 
     def _sent(self, packed: Packed) -> Packed | Placed:
+        """Return ``packed`` after its sending has begun, if there is a place to send it to."""
         return packed if self._group is None else self._group.take(packed)
 
-    def _as_it_is(self, tensor: Tensor) -> Packed | Placed:
-        """Return ``tensor`` stored raw.
+    def _stored_raw(self, tensor: Tensor) -> Packed | Placed:
+        """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
 
-        If it is a view, its whole base is held by it: that need not be packed any more, and concatenations can refer to
-        it.
+        A view holds the memory of its whole base: that need not be packed any more, and concatenations can refer to it.
         """
         if self._group is not None:
             return self._group.take(COMPRESSORS["null"].compress(tensor))
@@ -252,15 +259,15 @@ class PackedSaves:
         if whole is not tensor:
             raw = COMPRESSORS["null"].compress(whole)
             note_stored(whole, raw)
-            known = self._known(whole)
-            if known is not None and isinstance(known.packed, Packed) and known.packed.parts:
-                known.packed = raw
+            saved = self._packed_before(whole)
+            if saved is not None and isinstance(saved.packed, Packed) and saved.packed.parts:
+                saved.packed = raw
             stored = replace(stored, whole=raw)
         note_stored(tensor, stored)
         return stored
 
     def settle(self) -> None:
-        """Pack the tensors that still wait, as every operator has run."""
+        """Pack the tensors that still wait, once every operator of the module has run."""
         self._pack_late(math.inf)
         if self._group is not None:
             self._group.complete()
@@ -272,32 +279,36 @@ class PackedSaves:
             tensor = late.take()
             if tensor is None:
                 continue
-            saved = (self._known(tensor) or self._new(tensor)) if self._packs else None
+            saved = (self._packed_before(tensor) or self._pack_new(tensor)) if self._packs else None
             late.stored = self._sent(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
 
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
-        """Return the tensor as it was saved."""
-        if isinstance(stored, _AsItIs):
+        """Return the tensor for which :meth:`pack` returned ``stored``."""
+        if isinstance(stored, _Unpacked):
             return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
         if isinstance(stored, Packed | Placed):
-            return COMPRESSORS["null"].decompress(here(stored))
+            return COMPRESSORS["null"].decompress(fetched(stored))
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        return load(saved.codec, here(saved.packed)).as_strided(shape, stride)
+        return load(saved.codec, fetched(saved.packed)).as_strided(shape, stride)
 
-    def _known(self, tensor: Tensor) -> _Saved | None:
+    def _packed_before(self, tensor: Tensor) -> _Saved | None:
+        """Return the packed region that ``tensor`` shows, if another operator has saved it; otherwise ``None``."""
         entry = self._seen.get(memory_of(tensor))
-        found = entry[1].get(_region(tensor)) if entry else None
-        return found() if found and is_dense(tensor) else None
+        reference = entry[1].get(_region(tensor)) if entry else None
+        return reference() if reference and is_dense(tensor) else None
 
-    def _new(self, tensor: Tensor) -> _Saved | None:
+    def _pack_new(self, tensor: Tensor) -> _Saved | None:
+        """Pack ``tensor``; ``None`` if no codec makes it smaller."""
         with torch.no_grad():
             codec = codec_for(tensor)
             whole = tensor if codec else _whole_of(tensor)
-            if _region(whole) != _region(tensor):  # the last row of a matrix, expanded, has as many elements as that
+            # A view that shows only a part of its base is not packed by parts.  The number of elements alone would not
+            # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
+            if _region(whole) != _region(tensor):
                 return None
             codec = codec or COMPRESSORS["parts"]
             packed = store(codec, whole)
@@ -307,23 +318,20 @@ class PackedSaves:
         saved = _Saved(codec, self._sent(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        if key not in self._seen:  # forgotten with the storage: its address is used again
+        if key not in self._seen:  # the entry goes with the storage, since another one may get the same address
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
         self._seen[key][1][_region(tensor)] = weakref.ref(saved)
         return saved
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` has plain memory.
-
-    A tangent of zeros, as ``torch.func.jvp`` makes some, has none, nor has a tensor of ``vmap``, nor a nested one.
-    """
+    """Tell whether ``tensor`` has plain memory: not a tangent of zeros (``torch.func.jvp``), of ``vmap``, or nested."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
 def _whole_of(tensor: Tensor) -> Tensor:
-    """Return the base of which ``tensor`` is a view, if that is dense and of its dtype; otherwise ``tensor`` itself."""
+    """Return the base of the view ``tensor`` if it is dense and has the same dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
     if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):
         return tensor
@@ -331,4 +339,5 @@ def _whole_of(tensor: Tensor) -> Tensor:
 
 
 def _region(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key of the part of its storage that the dense ``tensor`` shows, with its values as they are now."""
     return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor.is_neg(), version_counter(tensor)

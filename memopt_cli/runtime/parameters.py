@@ -1,4 +1,4 @@
-"""The parameters of a forward: a recomputation needs the same ones, with the same values."""
+"""Check and put back the parameters of a forward: a recomputation needs the same ones, with the same values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from memopt_cli.runtime.private_torch import is_fake, is_of_transform, memory_of
 class Parameters:
     """The parameters of some modules in one call.
 
-    They are not copied, so they must not change before the recomputation.  They need not be those that are there now:
-    ``torch.func.functional_call`` puts others in their place for the time of one call.
+    They are not copied, so their values must not change before the recomputation.  But the module may hold other
+    tensors by then: ``torch.func.functional_call`` exchanges parameters for the time of one call.
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], earlier: Parameters | None, *, is_watched: bool) -> None:
         """Note the present parameters.
 
-        ``tables``: the parameters of each module by their names, which others may exchange.  ``earlier``: those of an
-        earlier call.  ``is_watched``: notice writes that raise no version, too.
+        ``tables``: each module's own dictionary of parameters.  ``earlier``: the parameters of an earlier call, which
+        are reused if they are the same.  ``is_watched``: also notice writes that raise no version (``p.data = ...``).
         """
         self.used: list[tuple[dict[str, Any], dict[str, Any]]]
+        """Each of ``tables``, and its entries in this call."""
         self.tensors: list[Tensor]
+        """The parameters in these entries."""
         if earlier is not None and all(is_same(*pair) for pair in earlier.used):
             self.used, self.tensors = earlier.used, earlier.tensors
         else:
@@ -35,34 +37,34 @@ class Parameters:
             self.tensors = [p for _, used in self.used for p in used.values() if p is not None]
         self.trainable = [p.requires_grad for p in self.tensors]
         self._versions = _versions(self.tensors)
-        self._places = _places(self.tensors) if is_watched else []
+        self._memory = _memory_of_all(self.tensors) if is_watched else []
         self._gradients: list[Any] = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
         self.written = ""
         """Name of a parameter to which forward itself wrote; empty if there is none."""
         self.has_gradients = False
-        """Whether forward itself called backward, which adds to their gradients."""
+        """Whether forward itself called backward, which adds to the parameters' gradients."""
 
     def settle(self) -> None:
-        """Note, when forward has ended, whether it wrote parameters, and their versions, which must stay so."""
+        """Note, when forward has ended, whether it wrote parameters, and the versions that backward must find."""
         versions, before = _versions(self.tensors), self._versions
-        if versions != before or (self._places and self._places != _places(self.tensors)):
-            places = _places(self.tensors) if self._places else []
-            for place, name in enumerate(self._names()):
-                moved = bool(places) and places[place] != self._places[place]
-                if before[place] is not None and (versions[place] != before[place] or moved):
+        if versions != before or (self._memory and self._memory != _memory_of_all(self.tensors)):
+            memory = _memory_of_all(self.tensors) if self._memory else []
+            for index, name in enumerate(self._names()):
+                has_other_memory = bool(memory) and memory[index] != self._memory[index]
+                if before[index] is not None and (versions[index] != before[index] or has_other_memory):
                     self.written = self.written or name
         self._versions = versions
         if self._gradients:
             changed = (p.grad is not g or version_of(p.grad) != version for p, g, version in self._gradients)
             self.has_gradients = any(changed)
             self._gradients.clear()
-            self._places.clear()
+            self._memory.clear()
 
     def _names(self) -> Iterator[str]:
         return (name for _, used in self.used for name, p in used.items() if p is not None)
 
     def check(self) -> None:
-        """Raise :class:`RuntimeError` if one was modified in place since."""
+        """Raise :class:`RuntimeError` if a parameter was modified in place since forward ended."""
         present = _versions(self.tensors)
         if present == self._versions:
             return
@@ -75,18 +77,18 @@ class Parameters:
                 )
 
     def put(self) -> None:
-        """Put the parameters back where they were, and take others away."""
+        """Make the modules hold the parameters of this call, and no others."""
         for current, used in self.used:
             _exchange(current, used)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return a context manager that puts the parameters back, needing gradients if they did, for its block.
+        """Return a context manager in whose block the modules hold these parameters, which need gradients as then.
 
-        Afterwards those from before are there again, even if the forward in the block was broken off between
-        exchanging parameters and putting them back.
+        Afterwards the modules hold those from before again, even if the forward in the block exchanged parameters for
+        itself, and ended before it put them back.
         """
-        is_there = all(is_same(current, used) for current, used in self.used)
-        return _InPlace(self, is_there and self.trainable == [p.requires_grad for p in self.tensors])
+        is_in_place = all(is_same(current, used) for current, used in self.used)
+        return _InPlace(self, is_in_place and self.trainable == [p.requires_grad for p in self.tensors])
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
         """Have the parameters need gradients as ``trainable`` says; return whether they did."""
@@ -99,16 +101,16 @@ class Parameters:
 
 
 class _InPlace:
-    """The context manager of :meth:`Parameters.in_place`; ``is_there``: they are in place already."""
+    """The context manager of :meth:`Parameters.in_place`; ``is_in_place``: the modules hold them already."""
 
-    __slots__ = ("_is_there", "_others", "_parameters", "_trainable")
+    __slots__ = ("_is_in_place", "_others", "_parameters", "_trainable")
 
-    def __init__(self, parameters: Parameters, is_there: bool) -> None:
-        self._parameters, self._is_there = parameters, is_there
+    def __init__(self, parameters: Parameters, is_in_place: bool) -> None:
+        self._parameters, self._is_in_place = parameters, is_in_place
 
     def __enter__(self) -> None:
         used = self._parameters.used
-        if self._is_there:
+        if self._is_in_place:
             self._others, self._trainable = used, self._parameters.trainable
             return
         self._others = [(current, dict(current)) for current, _ in used]
@@ -117,17 +119,17 @@ class _InPlace:
 
     def __exit__(self, *raised: object) -> None:
         self._parameters.set_trainable(self._trainable)
-        for current, there in self._others:
-            _exchange(current, there)
+        for current, entries in self._others:
+            _exchange(current, entries)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return how often each of ``tensors`` was written; ``None`` for one that is not plain."""
+    """Return the version of each of ``tensors``; ``None`` for a sharded or lazy one."""
     return [version_of(p) if type(p) is nn.Parameter or _is_plain(p) else None for p in tensors]
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a key of the memory of each of ``tensors``, which ``.data`` may exchange; 0 if it has none."""
+def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a key of the memory of each of ``tensors``, which ``p.data = ...`` exchanges; 0 if it has none."""
     return [memory_of(p) if _is_plain(p) and not is_of_transform(p) else 0 for p in tensors]
 
 
@@ -147,5 +149,5 @@ def _may_move(parameter: Tensor | None) -> bool:
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Tell a tensor of memory, or of a dry run, from a sharded one, which has a life of its own, and a lazy one."""
+    """Tell whether ``parameter`` is an ordinary tensor or one of a dry run, and not sharded (FSDP, DTensor) or lazy."""
     return parameter is not None and (type(parameter) in (Tensor, nn.Parameter) or is_fake(parameter))

@@ -1,4 +1,4 @@
-"""The segment, chunk or recomputation that this thread runs now, and those around it.
+"""Know which segment, chunk or recomputation this thread runs now, and which ones are around it.
 
 A segment B within a segment A, in one step::
 
@@ -25,7 +25,10 @@ _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Tell whether this thread is recomputing a segment's forward, as hooks inside one may want to know."""
+    """Tell whether this thread is recomputing a segment's forward.
+
+    Hooks of modules inside a segment can ask this, in order to act only once a step.
+    """
     return recomputing_module() is not None
 
 
@@ -46,7 +49,7 @@ class recomputing:  # it reads as a statement
 
 
 def recomputing_module() -> nn.Module | None:
-    """Return the segment that this thread is recomputing, the innermost one; ``None`` outside a recomputation."""
+    """Return the innermost segment that this thread is recomputing; ``None`` outside a recomputation."""
     stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
     return stack[-1] if stack else None
 
@@ -56,9 +59,9 @@ _making_turns = threading.Lock()
 
 
 class taking_turns:
-    """A block during which other threads' runs of a segment wait, since each expects the state that it has left.
+    """A block in which one thread runs a segment, and others wait: two runs at once would mix up the module's state.
 
-    Threads of autograd's engine do not wait: one may run for a thread that is in the segment and waits for it.
+    Threads of autograd's engine do not wait: the thread that is in the segment may itself be waiting for such a thread.
     """
 
     __slots__ = ("_module", "_outer", "_turn")
@@ -80,7 +83,7 @@ class taking_turns:
 
 
 def outermost_turn() -> nn.Module | None:
-    """Return the outermost segment that runs now, whose state includes that of inner ones; ``None`` outside of one."""
+    """Return the outermost segment that runs now, whose state includes that of inner ones; ``None`` if none runs."""
     return getattr(_thread, "turn", None)
 
 
@@ -93,8 +96,8 @@ def _turn_of(module: nn.Module) -> Any:
 
 
 def _is_of_python() -> bool:
-    """Tell whether Python started this thread: it names other threads "Dummy", if it knows them at all."""
-    if not hasattr(_thread, "is_of_python"):  # it stays what it is
+    """Tell whether Python started this thread, not autograd: Python names threads that others started "Dummy-1" etc."""
+    if not hasattr(_thread, "is_of_python"):  # cached, since it cannot change
         me = threading.get_ident()
         known = (thread for thread in threading.enumerate() if thread.ident == me)
         _thread.is_of_python = any(not thread.name.startswith("Dummy-") for thread in known)
@@ -114,7 +117,8 @@ class SequenceChunk:
 def running_chunk() -> SequenceChunk | None:
     """Return the chunk that this thread runs, of the innermost segment in chunks; ``None`` outside of one.
 
-    It is for modules that start their states anew in each forward, which declare ``resumes_in_chunks = True``.
+    Modules that start their states anew in each forward use this to continue from the chunk before.  They declare
+    ``resumes_in_chunks = True``.
     """
     chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
     return chunk
@@ -130,9 +134,9 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 
 
 def segment_around() -> Any:
-    """Return the segment that keeps or makes again what autograd saves now; ``None`` if there is none.
+    """Return the run of the segment whose hooks get the tensors that autograd saves now; ``None`` without one.
 
-    A checkpoint of the user's own, or other hooks, may stand between a segment and what runs now.
+    There is none either if a checkpoint of the user's own, or other hooks, are set inside that segment.
     """
     hooks = hooks_on_saving()
     holder = None if hooks is None else getattr(hooks[0], "__self__", None)
@@ -140,24 +144,24 @@ def segment_around() -> Any:
 
 
 def is_nested() -> bool:
-    """Tell whether a segment runs around what runs now, and nothing between them keeps or recomputes what is saved."""
+    """Tell whether a segment is around, with no other hooks on saving inside it (see :func:`segment_around`)."""
     return segment_around() is not None
 
 
 def is_checkpointed() -> bool:
-    """Tell whether a checkpoint of the user's own keeps or recomputes what is saved now."""
+    """Tell whether a checkpoint of the user's own gets the tensors that autograd saves now."""
     hooks = hooks_on_saving()
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def is_transformed() -> bool:
-    """Tell whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, and nothing can be recomputed.
+    """Tell whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, so that segments run plainly.
 
-    No checkpoint holds their tensors: those of ``torch.func`` end with the transform, and tangents would be dropped.
+    Their tensors cannot be held until backward: those of ``torch.func`` end with the transform, and tangents get lost.
     """
     return has_tangents() or is_transforming()
 
 
 def saving_aside() -> saved_tensors_hooks:
-    """Return hooks that hide what is saved in their block from those around: backward will not ask for it."""
+    """Return hooks that hide the tensors saved in their block from the hooks around: backward never needs them."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

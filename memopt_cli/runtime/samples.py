@@ -1,7 +1,7 @@
-"""Comparison of a recomputation with its forward, by a few elements of every tensor that both save.
+"""Compare a recomputation with its forward, by a few elements of every tensor that autograd saves in both.
 
-It reveals sources that nothing can rewind: the clock, random numbers of the operating system, generators to which no
-name leads.  It is done when a module first runs, and again when it has run sixteen times as often.
+This reveals sources that cannot be put back: the clock, random numbers of the operating system, and generators that
+memopt does not find.  It is done in a module's first run, and again in its 16th, its 256th and so on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _DTYPES: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
     | {torch.bool, torch.int16, torch.int32, torch.int64}
 )
-"""Types of values: bytes are the workspace of some kernel, which need not write all of it."""
+"""Dtypes that are compared.  Bytes are not: some are the workspace of a kernel, which may write only a part of it."""
 
 _is_off = False
 
 
 @contextlib.contextmanager
 def nothing_sampled() -> Iterator[None]:
-    """Have nothing sampled in the block: somebody else compares all there is, or measures time."""
+    """Sample nothing in the block, whose caller compares everything itself, or measures time."""
     global _is_off
     before, _is_off = _is_off, True
     try:
@@ -61,7 +61,7 @@ class Turns:
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """Return a few elements of ``tensor``; ``None`` if they do not simply lie in memory, or nothing is sampled."""
+    """Return a few elements of ``tensor``; ``None`` if it is no plain tensor with data, or sampling is off."""
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
@@ -75,7 +75,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 
 def glance(tensor: Tensor) -> bytes | None:
-    """Return the bytes at three places of ``tensor``, at next to no cost; ``None`` if it does not lie on the CPU."""
+    """Return the bytes at start, middle and end of ``tensor``, at next to no cost; ``None`` if it is not on the CPU."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
         return None
     if not tensor.is_contiguous():
@@ -85,12 +85,12 @@ def glance(tensor: Tensor) -> bytes | None:
         return None
     if size <= _GLANCE:
         return ctypes.string_at(start, size)
-    places = (0, size // 2 // _GLANCE * _GLANCE, size // _GLANCE * _GLANCE - _GLANCE)
-    return b"".join(ctypes.string_at(start + place, _GLANCE) for place in places)
+    offsets = (0, size // 2 // _GLANCE * _GLANCE, size // _GLANCE * _GLANCE - _GLANCE)
+    return b"".join(ctypes.string_at(start + offset, _GLANCE) for offset in offsets)
 
 
 def is_alike(before: bytes, tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is as it was, but for rounding, at the places whose bytes are in ``before``."""
+    """Tell whether the bytes that :func:`glance` reads of ``tensor`` are those in ``before``, but for rounding."""
     now = glance(tensor)
     if now is None or now == before:
         return True
@@ -112,7 +112,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def agrees(before: list[Any], tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is as it was ``before`` but for rounding: another kernel may have made it."""
+    """Tell whether the sample of ``tensor`` equals ``before`` but for rounding: another kernel may have made it."""
     now, dtype = sample(tensor), tensor.dtype
     return now is None or now == before or _agree(before, now, dtype)
 

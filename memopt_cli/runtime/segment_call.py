@@ -1,4 +1,9 @@
-"""The forward of a segment: whether it can run again, and how its inputs are kept until then."""
+"""Call a segment: decide whether its forward can run again, and store its inputs and starting state until then.
+
+:func:`call_checkpointed` is what containers call.  There are four cases: a compiler traces the call (PyTorch's own
+checkpoint); forward cannot run again (it runs plainly); the call runs inside the recomputation of another segment
+(nothing is stored); and the usual one, in which ``segment_run.py`` takes over.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
 from memopt_cli.runtime.running import is_checkpointed, is_transformed, running_chunk, segment_around, within_chunk
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, give
+from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, unpack_saved
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
@@ -54,10 +59,10 @@ def call_checkpointed(
     starts: ChunkStarts | None = None,
     learned: Learned | None = None,
 ) -> Any:
-    """Call ``forward(*args, **kwargs)``, and keep only its ``inputs``, empty as yet, and outputs of ``keep``.
+    """Call ``forward(*args, **kwargs)``, and store for backward only the inputs, and outputs of the operators ``keep``.
 
-    ``starts``: the starts of earlier chunks, from which that of this one is made again.  ``learned``: the knowledge of
-    ``module``, if that does not keep it itself.
+    ``inputs``: stores the inputs, and is empty yet.  ``starts``: makes the starting states of chunks again.
+    ``learned``: the knowledge of ``module``; ``None`` if ``module`` keeps it itself.
     """
     if (chunk := running_chunk()) is not None:  # backward must run the forward in the same chunk again
         forward = functools.partial(within_chunk, chunk, forward)
@@ -82,24 +87,24 @@ def call_checkpointed(
     needed = [t.requires_grad for t in given.tensors]
     lent: Sequence[Tensor] = ()
     if around is not None:
-        # The inputs belong to the recomputation of the segment around, and so do the tensors of the state.
+        # The segment around makes the inputs and the tensors of the state again, as all that is saved in it.
         lent = start.lend()
         run.saved_inputs = [around.hold_input(t) for t in tensors]
         run.inputs = functools.partial(_given_again, run.saved_inputs, needed, learned)
-        run.lent = functools.partial(_Again, [around.hold_input(t) for t in lent])
+        run.lent = functools.partial(_MadeOnDemand, [around.hold_input(t) for t in lent])
     else:
         inputs.keep(tensors)
         run.inputs = functools.partial(_unpacked, inputs, needed, learned)
         if starts is not None:
-            # Not with the run, which holds the chunks before it: a cycle would outlive backward.
-            again = functools.partial(_repeat, forward, given.skeleton)
-            run.lent = starts.add(start, functools.partial(_run_again, again, run.inputs))
+            # Without a reference to ``run``, which refers to ``starts`` itself: a cycle would outlive backward.
+            repeat = functools.partial(_repeat, forward, given.skeleton)
+            run.lent = starts.add(start, functools.partial(_run_again, repeat, run.inputs))
     inputs.started(start, lent)
     gradients = [(t, t.grad) for t in given.tensors if t.retains_grad]
     try:
-        return run.first(first, given.tensors, hooks_on_saving())
+        return run.run_first(first, given.tensors, hooks_on_saving())
     except Unrepeatable as error:
-        if inputs.of_chunk:  # others may have run, and norms counted them: the whole begins again
+        if inputs.of_chunk:  # other chunks may have run before, and norms counted them: ``chunked.py`` undoes all
             raise
         reason = str(error)
         lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
@@ -107,13 +112,13 @@ def call_checkpointed(
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
     start.enter(lent, given.others)
-    for tensor, gradient in gradients:  # one that forward computes within is added to it
+    for tensor, gradient in gradients:  # a backward that forward has run before it failed may have added to these
         tensor.grad = gradient
     return forward(*args, **kwargs)
 
 
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
-    """Tell whether ``module`` is to run as a segment, which it is not in a checkpoint of the user's own."""
+    """Tell whether ``module`` can and should run as a segment in this call: not in a checkpoint of the user's own."""
     if any(t.is_nested and t.layout is torch.strided for t in tensors):
         run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed() or is_checkpointed():
@@ -126,7 +131,7 @@ def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learne
 def _within_recomputation(
     module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], around: Any, learned: Learned
 ) -> Any:
-    """Run ``module`` inside the recomputation of ``around``, which needs its inputs and its output again."""
+    """Run ``module`` inside the recomputation of ``around``, which needs the saved inputs and the output once more."""
     for tensor in _clones(tensors) if learned.overwrites_input else tensors:
         around.hold_input(tensor)
     for tensor in matrices_of(module):
@@ -136,7 +141,7 @@ def _within_recomputation(
 
 
 def _given_again(saved: Sequence[Any], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    return _fresh([give(one) for one in saved], needed, learned)
+    return _fresh([unpack_saved(one) for one in saved], needed, learned)
 
 
 def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) -> list[Tensor]:
@@ -144,7 +149,7 @@ def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) ->
 
 
 def _fresh(tensors: Sequence[Tensor], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    """Return ``tensors`` without their history, or copies if forward writes over them, as it may not write to leaves.
+    """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
     ``needed``: whether each needs a gradient.
     """
@@ -158,7 +163,7 @@ def _fresh(tensors: Sequence[Tensor], needed: Sequence[bool], learned: Learned) 
 
 
 def _clones(tensors: Sequence[Tensor], needed: Sequence[bool] = ()) -> list[Tensor]:
-    """Return copies that share memory where ``tensors`` do: forward sees in one what it writes to another."""
+    """Return copies that share memory where ``tensors`` do: what forward writes to one shows in the other."""
     copies = copies_of(tensors)
     for tensor, needs_gradient in zip(tensors, needed, strict=False):
         copies[id(tensor)].needs_gradient = needs_gradient
@@ -166,8 +171,8 @@ def _clones(tensors: Sequence[Tensor], needed: Sequence[bool] = ()) -> list[Tens
     return [made[id(tensor)] for tensor in tensors]
 
 
-class _Again(Sequence[Tensor]):
-    """Tensors that belong to a segment around, each made again when it is asked for: most are not."""
+class _MadeOnDemand(Sequence[Tensor]):
+    """Tensors that a segment around saves, each made again only when it is read, since most are not."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
         self._saved = saved
@@ -175,8 +180,8 @@ class _Again(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._saved)
 
-    def __getitem__(self, place: Any) -> Any:
-        return give(self._saved[place])
+    def __getitem__(self, index: Any) -> Any:
+        return unpack_saved(self._saved[index])
 
 
 def _run_again(repeat: Callable[..., Any], inputs: Callable[[], list[Tensor]], others: Sequence[Any]) -> None:
@@ -184,7 +189,7 @@ def _run_again(repeat: Callable[..., Any], inputs: Callable[[], list[Tensor]], o
 
 
 def _as_written(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # TorchScript as it is written: its executor would save other tensors in one run than in the next.
+    # TorchScript without its optimizations: its profiling executor would save other tensors in the next run.
     with as_written():
         return forward(*args, **kwargs)
 
@@ -196,8 +201,8 @@ def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor
 def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
-    A forward that it cannot trace, one that writes to attributes say, it leaves to a checkpoint that is not compiled:
-    there every run but the first starts from the state from which the first one started.
+    PyTorch leaves a forward that it cannot trace, one that writes to attributes, say, to a checkpoint that is not
+    compiled: there :func:`_replayed` has every later run start from the state from which the first one started.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):
@@ -217,7 +222,7 @@ def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...
 def _replayed(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], starts: list[Any]
 ) -> Any:
-    """Call ``forward`` for the first time, or again from where it started then."""
+    """Call ``forward``: the first time take its starting state into ``starts``, and put that back in later calls."""
     if starts:
         with starts[0].replay():
             return forward(*args, **kwargs)
@@ -236,19 +241,19 @@ def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
 
 def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
-    """Ignore ``start`` and ``lent``: nobody wants to know where a run starts."""
+    """Ignore ``start`` and ``lent``, the default of :attr:`PackedInputs.started`."""
 
 
 class PackedInputs:
-    """The tensors among the arguments of a call, stored by a codec, but for those in ``raw``, which stay as they are.
+    """The tensors among the arguments of a call, stored by a codec, except those in ``raw``.
 
-    Raw are the states that chunks hand on: the codec is chosen for the module's inputs.
+    The states that chunks hand on are stored raw: the codec was chosen for the module's inputs.
     """
 
     def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
         self.parcel = parcel
-        """The parcel that sends what is stored, and kept outputs, to where they wait; ``None`` if they stay."""
+        """The parcel that sends what is stored, and kept outputs, to a place; ``None`` if they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False

@@ -1,20 +1,21 @@
-"""One call of a segment: what autograd saves in forward is given up, and made again when backward asks for it.
+"""Run one call of a segment: drop what autograd saves in forward, and make it again when backward asks for it.
 
-The mechanism is that of PyTorch's non-reentrant checkpoint: hooks on what autograd saves::
+The mechanism is that of PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
     forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
-                                            five _Saved, and after the fifth the run is broken off, for it is done
+                                            five _Saved, and after the fifth an exception ends the run, for it is done
 
-They are held until forward has ended, because only then it is known whether it can run again.  That does not raise the
-peak of a step: all of them are there at once again when forward runs for the second time.  A node that is gone by then
-takes its _Saved with it.
+The tensors are held until forward has ended, because only then is it known whether forward can run again.  That does
+not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a node of
+autograd is freed before, its _Saved is freed with it, and nothing is put there.
 
-A call inside another one has its inputs saved by that one, and so makes them again with it.  A segment that runs inside
-the recomputation of another drops what it saves: nobody asks for it, unless the other's forward computes gradients.
+If a segment is called inside another, the outer one saves the inner one's inputs as it saves any tensor, so that its
+recomputation makes them again.  A segment that runs inside the recomputation of another drops what it saves: backward
+never asks for that, unless the outer segment's forward computes gradients itself.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
-and state without the graphs that made them.  So a call goes when its graph goes.
+and state without the graphs that made them.  So a call is freed when its graph is.
 """
 
 from __future__ import annotations
@@ -45,16 +46,20 @@ from memopt_cli.runtime.unsafe import as_of, cannot_repeat, run_plainly, this_mo
 from memopt_cli.runtime.waiting import wait_for
 
 Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
-"""Runs a forward again, on the tensors and the other objects among its arguments."""
+"""A function that runs a forward again, on the tensors and the other objects among its arguments."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 
 
 class Unrepeatable(RuntimeError):
-    """A forward cannot run in a segment, or computes something else there; a sentence without its subject."""
+    """A forward cannot run in a segment, or computes something else there; the message lacks its subject."""
 
 
 class _Complete(Exception):
-    """Everything that forward saved has been made again.  An ``Exception``: at others, modules skip their hooks."""
+    """The signal that ends a recomputation: everything that forward saved has been made again.
+
+    It is an ``Exception``, since ``nn.Module`` calls its ``always_call`` hooks only for those.
+    """
 
 
 class _Saved:
@@ -65,12 +70,15 @@ class _Saved:
     def __init__(self, run: SegmentRun | None, tensor: Tensor) -> None:
         self.run = run
         """The call that makes it again; ``None`` if that cannot run again."""
+        # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
         self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
-        """The tensor without the node that made it, which may be the very one that saves it; ``None`` if dropped."""
+        """The tensor; ``None`` while it is dropped."""
         self.version = version_of(tensor)
+        """The tensor's version when it was saved."""
         self.shape: torch.Size | None = None
+        """The tensor's shape; ``None`` before it is dropped."""
         self.packed: Any = None
-        """The form in which hooks around the segment keep it, if its call cannot run again; otherwise ``None``."""
+        """If its call cannot run again: the unpacking hook around the segment, and the packed form; else ``None``."""
         self.is_input = False
         """Whether it is an input of a segment inside this one."""
         self.broken = ""
@@ -81,7 +89,7 @@ class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Whether hooks on saving belong to a segment, and to its recomputation: asked of the object that has the hooks."""
+    """Class attributes by which ``running.segment_around`` recognizes the object that the hooks on saving belong to."""
 
     def __init__(
         self,
@@ -93,29 +101,32 @@ class SegmentRun:
     ) -> None:
         """Prepare a call of ``module`` that starts from ``start``; ``repeat`` runs its forward again.
 
-        ``learned``: what earlier calls have shown; ``kept``: keeps some operators' outputs.
+        ``learned``: the knowledge from earlier calls; ``kept``: keeps the outputs of some operators, which are then not
+        recomputed.
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept = kept
         self._began, self._length = this_moment(), present_length()
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
-        """The saved tensors in order, as far as autograd still has them."""
+        """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._glance: tuple[int, bytes] | None = None
-        """The place of the saved tensor that is compared in every call, and some of its bytes; ``None`` if none is."""
+        """Index of the saved tensor that is compared in every call, and some of its bytes; ``None`` if none is."""
         self._samples: dict[int, list[Any]] = {}
-        """Place of a saved tensor -> a few of its elements; empty unless the call is watched."""
+        """Index of a saved tensor -> a few of its elements; empty unless the call is watched."""
         self._first_node = next_node()
         """The number of the first node of autograd that forward makes."""
         self._watch = _Watch(self._first_node) if start.is_watched else None
+        """Notes on the saved tensors; ``None`` unless the call is watched."""
         self.is_running = False
+        """Whether forward is running for the first time."""
         self._was_repeated = False
         self._has_copies = learned.overwrites_input
-        """Whether it was given copies of its inputs, since forward may write over them."""
+        """Whether copies of the inputs are stored, since forward may write over the inputs."""
         self.gathers = False
-        """Whether it is one chunk of several that share batch statistics."""
+        """Whether the call is one chunk of several that share batch statistics."""
         self.saved_inputs: list[_Saved] = []
-        """The tensors among the arguments, if they belong to a segment around; otherwise empty."""
+        """The tensors among the arguments, if a segment around saves them; otherwise empty."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
         self.lent: Callable[[], Sequence[Tensor]] = tuple
@@ -123,11 +134,11 @@ class SegmentRun:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def first(self, forward: functools.partial[Any], given: Sequence[Tensor], hooks: Hooks | None) -> Any:
+    def run_first(self, forward: functools.partial[Any], given: Sequence[Tensor], hooks: Hooks | None) -> Any:
         """Run ``forward`` for the first time.
 
-        ``given``: the tensors among its arguments; ``hooks``: those on saving around the segment.  Raises
-        :class:`Unrepeatable` where it must run without hooks of the segment's own.
+        ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
+        :class:`Unrepeatable` if ``forward`` must run without the segment's hooks.
         """
         versions, before = [version_of(t) for t in given], unrepeatable_runs()
         output = self._run(forward)
@@ -139,21 +150,23 @@ class SegmentRun:
             cannot_repeat()
         overwrites = versions != [version_of(t) for t in given]
         self._learned.overwrites_input |= overwrites
-        for saved in self.saved_inputs:  # the segment around makes them again, and this one overwrites them again
+        # If forward wrote over its inputs, backward must not take that for an error: the segment around makes them
+        # again, and this one overwrites them again.
+        for saved in self.saved_inputs:
             saved.version = version_of(saved.tensor)
-        if unrepeatable_runs() != before:  # it cannot run again, or one within cannot
-            self._keep(hooks)
-        elif overwrites and not (self.saved_inputs or self._has_copies):
-            self._keep(None)
+        if unrepeatable_runs() != before:  # this run cannot be repeated, or one inside it
+            self._keep_saved(hooks)
+        elif overwrites and not (self.saved_inputs or self._has_copies):  # the inputs are lost for a recomputation
+            self._keep_saved(None)
         else:
-            self._give_up((output, forward.args))  # it may hand something over in a list that it was given
+            self._drop_saved((output, forward.args))  # the arguments too: forward may append outputs to a list in them
         return output
 
     def _run(self, forward: Callable[[], Any]) -> Any:
         self.is_running, has_failed = True, True
         hold = self._hold if self._watch is None else self._hold_watched
         try:
-            with saved_tensors_hooks(hold, give), self._kept.recording():
+            with saved_tensors_hooks(hold, unpack_saved), self._kept.recording():
                 output = forward()
             has_failed = False
         except RuntimeError as error:
@@ -165,7 +178,7 @@ class SegmentRun:
             self._start.settle(has_failed=has_failed)
         return output
 
-    @not_compiled  # as are the other functions that autograd calls, within a part that is compiled
+    @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
     def _hold(self, tensor: Tensor) -> _Saved:
         self._kept.note_save()
         saved = _Saved(self, tensor)
@@ -179,29 +192,30 @@ class SegmentRun:
         return self._hold(tensor)
 
     def hold_input(self, tensor: Tensor) -> _Saved:
-        """Save ``tensor``, an input of a segment inside this one, and return what stands for it."""
+        """Save ``tensor``, an input of a segment inside this one."""
         saved = (self._hold if self._watch is None else self._hold_watched)(tensor)
         saved.is_input = True
         return saved
 
     def note_use(self) -> None:
-        """Note that forward itself asks for what it saved.  Raises :class:`Unrepeatable` if gradients would differ."""
-        if self.gathers:  # to which every chunk adds through the statistics
+        """Note that forward itself asks for a saved tensor.  Raises :class:`Unrepeatable` if gradients would differ."""
+        if self.gathers:  # the gradient of one chunk depends on the others, through the statistics, which end its graph
             raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
 
-    def _give_up(self, handed: Any) -> None:
-        """Drop what was saved: forward, which ``handed`` on tensors, can run again."""
+    def _drop_saved(self, results: Any) -> None:
+        """Drop the saved tensors, since forward can run again; ``results`` hold its outputs."""
         if self._watch is not None:
-            noise = noise_since(self._first_node, tensors_of(handed))
+            noise = noise_since(self._first_node, tensors_of(results))
             self._samples = self._watch.samples(self._refs, noise)
             self._learned.runs_to_end[len(self._refs)] = not noise.isdisjoint(self._watch.last)
             self._learned.compared = self._last_activation()
         else:
-            self._look_at_one()
-            if len(self._refs) not in self._learned.runs_to_end:  # it has taken another course than those before
-                noise = noise_since(self._first_node, tensors_of(handed))
+            self._note_glance()
+            # Another number of saved tensors than ever before: forward has taken another branch.
+            if len(self._refs) not in self._learned.runs_to_end:
+                noise = noise_since(self._first_node, tensors_of(results))
                 self._learned.runs_to_end[len(self._refs)] = bool(noise)
-        for saved in self._there():
+        for saved in self._live_saved():
             tensor = saved.tensor
             assert tensor is not None
             saved.shape = tensor.shape
@@ -212,38 +226,38 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the place of the tensor to compare in every call, -1 for the last; ``None`` if none can be.
+        """Return the index of the tensor to compare in every call, -1 for the last; ``None`` if none can be compared.
 
-        It is counted from the end: a later call may save more tensors, and what is new in it shows in its last ones.
+        It is counted from the end: if a later call saves more tensors, it differs in its last ones.
         """
         own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
         parameters = set(map(memory_of, own))
-        for place in sorted(self._samples, reverse=True):
-            saved = self._refs[place]()
+        for index in sorted(self._samples, reverse=True):
+            saved = self._refs[index]()
             tensor = None if saved is None else saved.tensor
             if tensor is not None and glance(tensor) is not None and memory_of(tensor) not in parameters:
-                return place - len(self._refs)
+                return index - len(self._refs)
         return None
 
-    def _look_at_one(self) -> None:
-        """Note some of the last activation, where that costs next to nothing."""
-        if self._learned.compared is None or self.gathers:  # whose passes save now this, now that
+    def _note_glance(self) -> None:
+        """Note a few bytes of the last activation, if they can be read at next to no cost."""
+        if self._learned.compared is None or self.gathers:  # passes over the same chunks save different tensors
             return
-        place = len(self._refs) + self._learned.compared
-        if place < 0:
+        index = len(self._refs) + self._learned.compared
+        if index < 0:
             return
-        saved = self._refs[place]()
+        saved = self._refs[index]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
             seen = glance(saved.tensor)
-            self._glance = None if seen is None else (place, seen)
+            self._glance = None if seen is None else (index, seen)
 
-    def _keep(self, hooks: Hooks | None) -> None:
-        """Have backward get what was saved as it is: forward cannot run again.
+    def _keep_saved(self, hooks: Hooks | None) -> None:
+        """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot run again.
 
-        Inputs of segments within are kept untouched: other hooks may lay them out otherwise in memory, and these
-        segments would run on that.
+        Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
+        then run on other strides than in forward.
         """
-        for saved in self._there():
+        for saved in self._live_saved():
             tensor, saved.run = saved.tensor, None
             assert tensor is not None
             if hooks is not None and not saved.is_input and version_of(tensor) == saved.version:
@@ -251,27 +265,29 @@ class SegmentRun:
                     saved.packed, saved.tensor = (hooks[1], hooks[0](tensor)), None
         self._refs.clear()
 
-    def _there(self) -> Iterator[_Saved]:
-        return (saved for one in self._refs if (saved := one()) is not None)
+    def _live_saved(self) -> Iterator[_Saved]:
+        return (saved for reference in self._refs if (saved := reference()) is not None)
 
     # ------------------------------------------------------------------------------------------------ backward
 
     def remake(self) -> None:
-        """Run again now, unless that was done: the values of parameters are about to change."""
+        """Run forward again now, unless it was: the values of parameters are about to change."""
         if not self._was_repeated:
             self.repeat()
 
     def repeat(self) -> None:
-        """Run forward again from where it started, without a trace, and lay what is saved into what was saved then.
+        """Run forward again from its starting state, and put what autograd saves now into the :class:`_Saved`.
 
-        It knows nothing of what came before its inputs: hooks that forward puts on an input, or that others have put
-        there, belong to the first run.
+        Its inputs are detached from the graph that made them: hooks that forward sets on an input, or that others have
+        set there, act in the first run only.
         """
         self._was_repeated = True
-        if segment_around() is not None:  # its forward calls torch.autograd.grad, say, and so will its recomputation
+        # Backward runs inside the forward of a segment around, which calls ``torch.autograd.grad``, say.  It will do so
+        # again when it is recomputed.
+        if segment_around() is not None:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
-        again = _Again(self._module, self._refs, self._samples, self._glance, runs_to_end=to_end)
+        again = _Repetition(self._module, self._refs, self._samples, self._glance, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
             replayed = self._start.replay(self.lent())
@@ -284,10 +300,10 @@ class SegmentRun:
             run_plainly(self._module, reason)
 
 
-class _Again:
-    """The tensors that autograd saves while a forward runs again."""
+class _Repetition:
+    """Hooks for a forward that runs again, which put what autograd saves into the :class:`_Saved` of the first run."""
 
-    is_of_segment, is_recomputation = True, True
+    is_of_segment, is_recomputation = True, True  # see SegmentRun
 
     def __init__(
         self,
@@ -298,31 +314,38 @@ class _Again:
         *,
         runs_to_end: bool,
     ) -> None:
+        """Prepare a run of ``module`` that makes the tensors of ``refs`` again.
+
+        ``samples``: elements of some of them; ``seen``: index and bytes of the one that is compared in every call;
+        ``runs_to_end``: do not end the run when the last tensor is saved.
+        """
         self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
         self._count = 0
         self._seen_at, self._seen = seen or (-1, b"")
         self._suspects: list[tuple[list[Any], Tensor]] = []
+        """The elements and the tensor for each sampled one that differed when it was saved again."""
         self._unlike: Tensor | None = None
+        """The tensor that is compared in every call, if it differs; otherwise ``None``."""
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        """Put ``tensor`` in its place; the last one ends the run."""
+        """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
         made = tensor.detach()
-        place, self._count = self._count, self._count + 1
-        if place >= len(self._refs):
+        index, self._count = self._count, self._count + 1
+        if index >= len(self._refs):
             if self._runs_to_end:
                 return made
-            raise _Complete  # again, for the module's own code has caught it
-        saved = self._refs[place]()
+            raise _Complete  # once more: an ``except Exception`` in the module's own code has caught the first
+        saved = self._refs[index]()
         if saved is not None:
             if saved.shape is None or made.shape != saved.shape:
-                raise self._other(
+                raise self._differs(
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(saved.shape or ())}"
                 )
             saved.tensor, saved.version = made, version_of(made)
-        if (before := self._samples.get(place)) is not None and not agrees(before, made):
+        if (before := self._samples.get(index)) is not None and not agrees(before, made):
             self._suspects.append((before, made))
-        if place == self._seen_at and not is_alike(self._seen, made):
+        if index == self._seen_at and not is_alike(self._seen, made):
             self._unlike = made
         if self._count == len(self._refs) and not self._runs_to_end:
             raise _Complete
@@ -331,42 +354,40 @@ class _Again:
     hold_input = pack
 
     def run(self, repeat: Callable[[], object]) -> None:
-        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it does not do what forward did."""
+        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves other tensors than forward."""
         try:
-            with saved_tensors_hooks(self.pack, _itself):
+            with saved_tensors_hooks(self.pack, _identity):
                 repeat()
         except _Complete:
             pass
-        except RuntimeError:  # as which the exception leaves TorchScript's interpreter
+        except RuntimeError:  # TorchScript's interpreter raises one in place of ``_Complete``
             if self._count < len(self._refs):
                 raise
         if self._count < len(self._refs):
-            raise self._other(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
+            raise self._differs(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
 
-    def _other(self, what: str) -> RuntimeError:
-        """Return the error for a forward that does otherwise than before, which runs plainly from now on."""
+    def _differs(self, how: str) -> RuntimeError:
+        """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
-            f"{name_of(self._module)} {_DIFFERS}: it {what}. Backward cannot go on in this step; from the next one on "
+            f"{name_of(self._module)} {_DIFFERS}: it {how}. Backward cannot go on in this step; from the next one on "
             "the module runs without recomputation"
         )
 
     def difference(self) -> str:
-        """Return what differs from forward, a sentence without its subject; empty if nothing that was looked at does.
+        """Return how the run differed from forward, a sentence without its subject; empty if no sample differs.
 
-        Some operators fill a tensor after they have saved it, so those that differed then are looked at again.
+        Some operators fill a tensor after they have saved it, so tensors that differed then are compared once more.
         """
         differing = (made for before, made in self._suspects if not agrees(before, made))
         shape = next((tuple(made.shape) for made in differing), None)
         if self._unlike is not None:
             shape = tuple(self._unlike.shape)
+        if shape is None:
+            return ""
         return (
-            ""
-            if shape is None
-            else (
-                f"draws or reads something that memopt does not see (a tensor of shape {shape} was another when it ran "
-                "again, and the gradients of this step are wrong)"
-            )
+            f"draws or reads something that memopt does not see (a tensor of shape {shape} was another when it ran "
+            "again, and the gradients of this step are wrong)"
         )
 
 
@@ -374,14 +395,15 @@ _DIFFERS = "computes something else when it runs again for backward"
 
 
 class _Watch:
-    """Notes on a watched forward, to be compared when it runs again."""
+    """Samples of what a watched forward saves, to be compared when it runs again."""
 
     def __init__(self, first_node: int) -> None:
         self.last = range(first_node, first_node)
-        """Numbers of nodes among which is the one that saved a tensor last.  They can be several, since an operator
-        that is given a view of what was written in place makes a node for the view after its own.
+        """Numbers of nodes, one of which is the node that saved a tensor last.  They can be several, since an operator
+        that is given a view of a tensor that was written in place makes a node for the view after its own.
         """
         self._notes: list[tuple[range, list[Any] | None]] = []
+        """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 
     def note(self, tensor: Tensor) -> None:
         """Note that autograd saves ``tensor`` now."""
@@ -391,27 +413,27 @@ class _Watch:
         self._notes.append((self.last, sample(tensor)))
 
     def samples(self, saved: Sequence[ref[_Saved]], noise: Set[int]) -> dict[int, list[Any]]:
-        """Return a few elements of each tensor by its place, but for those that were written later or have none.
+        """Return a few elements of each saved tensor by its index, except of those that were written later.
 
         ``noise``: numbers of the nodes that fill a tensor after they have saved it.
         """
-        found: dict[int, list[Any]] = {}
-        for place, (one, (nodes, elements)) in enumerate(zip(saved, self._notes, strict=True)):
-            tensor = None if (there := one()) is None else there.tensor
+        samples: dict[int, list[Any]] = {}
+        for index, (reference, (nodes, elements)) in enumerate(zip(saved, self._notes, strict=True)):
+            tensor = None if (live := reference()) is None else live.tensor
             if tensor is None or elements is None or not noise.isdisjoint(nodes):
                 continue
             if sample(tensor) == elements:
-                found[place] = elements
-        return found
+                samples[index] = elements
+        return samples
 
 
 class Unused:
     """Tensors that autograd saves in a segment inside the recomputation of another, for which backward never asks."""
 
-    is_of_segment, is_recomputation = True, True
+    is_of_segment, is_recomputation = True, True  # see SegmentRun
 
     def __init__(self, *, drops: bool) -> None:
-        """Prepare one call.  ``drops``: whether the tensors are dropped when it ends, and not with their graph."""
+        """Prepare one call.  ``drops``: drop the tensors when the call ends; otherwise they go with their graph."""
         self._drops = drops
         self._refs: list[ref[_Saved]] = []
 
@@ -419,7 +441,7 @@ class Unused:
     def hooks(self) -> Iterator[None]:
         """Hold the tensors for the time of the block, in which forward itself may ask for them."""
         try:
-            with saved_tensors_hooks(self.hold, give):
+            with saved_tensors_hooks(self.hold, unpack_saved):
                 yield
         finally:
             for one in self._refs if self._drops else ():
@@ -436,7 +458,7 @@ class Unused:
 
 
 @not_compiled
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -448,8 +470,8 @@ def _overwritten(tensor: Tensor, version: int) -> str:
 
 
 @not_compiled
-def give(saved: _Saved) -> Tensor:
-    """Return what autograd saved, made again if need be."""
+def unpack_saved(saved: _Saved) -> Tensor:
+    """Return the tensor that ``saved`` holds for autograd; run forward again if it was dropped."""
     run = saved.run
     if run is None or run.is_running:
         if run is not None:
@@ -468,5 +490,5 @@ def give(saved: _Saved) -> Tensor:
     if version_of(tensor) != saved.version:
         raise RuntimeError(_overwritten(tensor, saved.version))
     if run is not None and not run.is_running:
-        saved.tensor = None  # asked for twice, it is made again
+        saved.tensor = None  # a second backward (retain_graph=True) makes it again
     return tensor

@@ -1,13 +1,14 @@
-"""Operators whose outputs a segment keeps instead of recomputing (selective checkpointing).
+"""Keep the outputs of some operators in a segment, so that they are not recomputed (selective checkpointing).
 
 The idea is that of PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
 - A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
-  counters alone, and ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions, has one of its
-  own: an in-place activation behind it gives wrong gradients without a word.
-- An output counts for the innermost segment that makes it: kept by an outer one it would be recomputed all the same.
-- A second backward through the same graph recomputes what the first has used up.
-- Skipping an operator that draws leaves the generator where the operator left it.
+  counters alone.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions,
+  has a version counter of its own: an in-place activation after it would give wrong gradients silently.
+- Only the innermost segment that runs an operator may keep its output: if an outer one kept it, the inner one's
+  recomputation would run the operator all the same.
+- A second backward through the same graph recomputes the outputs that the first has used up.
+- If an operator that draws random numbers is skipped, the generator is put where the operator left it.
 
 The segment itself looks after the running statistics and the counter of a norm, whether that is kept or recomputed
 (:class:`~memopt_cli.runtime.state.StartingState`).
@@ -49,7 +50,7 @@ from memopt_cli.runtime.private_torch import (
 _thread = threading.local()
 
 Call = tuple[str, int]
-"""An operator without the overload, and which of a segment's calls of it, from 1."""
+"""Name of an operator, without the overload, and the number of a segment's call of it, from 1."""
 
 
 _KEPT = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
@@ -62,7 +63,7 @@ def keep_refusal(names: Sequence[str]) -> str:
 
 
 def misspelled(names: Sequence[str]) -> str:
-    """Return which of ``names`` can be no operator in any version of PyTorch; empty if all can be one."""
+    """Return which of ``names`` no version of PyTorch can have, with a reason; empty if there may be all of them."""
     return _first_refused(names, lambda name: "" if _KEPT.fullmatch(name) else _NO_OPERATOR)
 
 
@@ -91,7 +92,7 @@ def _unfit(name: str) -> str:
         return "it writes in place"
     if any(result.alias_info is not None for result in schema_of(overload).returns):
         return "it returns a view, which takes no memory"
-    # Autocast keeps casts of weights, so that forward and recomputation may run different numbers of them.
+    # Autocast caches casts of weights, so forward and recomputation may run different numbers of them.
     return "autocast may run it in forward alone" if packet is torch.ops.aten._to_copy else ""
 
 
@@ -103,20 +104,20 @@ class _Output:
     spec: TreeSpec | None
     """The containers around the leaves; ``None`` for a single leaf."""
     given: tuple[Any, ...]
-    """Shapes and dtypes of the call's tensors: a recomputation that takes another course must not get this output."""
+    """Shapes and dtypes of the call's tensors: a recomputation whose call has others must not get this output."""
     drawn: Tensor | None
     """Position of the generator after the call; ``None`` if it drew nothing."""
     watched: list[tuple[Tensor, int]]
-    """Tensors through which the memory can be written, and their versions when forward ended."""
+    """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 
     def send(self, parcel: Parcel) -> None:
-        """Have ``parcel`` send the tensors away, together with those that are watched for their sake."""
-        for place, leaf in enumerate(self.leaves):
+        """Have ``parcel`` send the tensors to its place, and free the tensors that share their memory."""
+        for index, leaf in enumerate(self.leaves):
             if _has_storage(leaf):
                 key = memory_of(leaf)
                 others = [tensor for tensor, _ in self.watched if memory_of(tensor) == key]
-                self.leaves[place] = parcel.send(leaf, others)
-                if self.leaves[place] is not leaf:
+                self.leaves[index] = parcel.send(leaf, others)
+                if self.leaves[index] is not leaf:
                     self.watched = [(tensor, version) for tensor, version in self.watched if memory_of(tensor) != key]
 
 
@@ -124,20 +125,21 @@ class KeptOutputs:
     """The outputs that one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str], parcel: Parcel | None = None) -> None:
-        """Keep outputs of the operators ``names``; ``parcel`` sends them away, ``None`` leaves them here."""
+        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place; ``None``: they stay."""
         self._parcel = parcel
         self._calls: dict[str, set[int]] = defaultdict(set)
-        """Operator -> which of its calls, from 1; 0 stands for all."""
+        """Operator -> the numbers of its calls whose outputs are kept, from 1; 0 means all calls."""
         for name in names:
             operator, _, call = name.partition("#")
             self._calls[operator].add(int(call or 0))
         self._outputs: dict[Call, _Output] = {}
         self._needed = 0
-        """How many outputs there were when autograd last saved something: a recomputation ends before the others."""
+        """Number of outputs when autograd last saved a tensor: a recomputation ends there, and needs no later ones."""
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
-        """Storage -> the outputs in it, each with the place of its leaf."""
+        """Storage -> the outputs in it, each with the index of its leaf."""
         self.changes = ""
-        """Why another kernel runs since outputs are kept, a sentence without its subject; empty if none does."""
+        """Why PyTorch runs another kernel because outputs are kept, a sentence without its subject; empty if it does
+        not."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -154,7 +156,7 @@ class KeptOutputs:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Hand out the kept outputs to the recomputation that runs in the block."""
+        """Return kept outputs to the recomputation that runs in the block, in place of running the operators."""
         with _innermost(self), _Replaying(self):
             yield
 
@@ -163,21 +165,25 @@ class KeptOutputs:
         self._needed = len(self._outputs)
 
     def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Tensor | None) -> None:
-        """Keep ``result``, which the call ``key`` has returned."""
+        """Keep ``result``, which the call ``key`` has returned.
+
+        ``given``: shapes and dtypes of its tensors; ``drawn``: the generator's position after it, ``None`` if it drew
+        nothing.
+        """
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if _has_storage(leaf):
-                self._in_storage[memory_of(leaf)].append((output, place))
+                self._in_storage[memory_of(leaf)].append((output, index))
 
     def copy_before_write(self, tensor: Any) -> None:
         """Copy the kept outputs in the memory of ``tensor``, which is about to be modified in place."""
         if not _has_storage(tensor):
             return
         key = memory_of(tensor)
-        for output, place in self._in_storage.pop(key, ()):
-            output.leaves[place] = output.leaves[place].clone()
+        for output, index in self._in_storage.pop(key, ()):
+            output.leaves[index] = output.leaves[index].clone()
             output.watched = [(t, v) for t, v in output.watched if memory_of(t) != key]
 
     def watch(self, tensor: Any) -> None:
@@ -187,7 +193,7 @@ class KeptOutputs:
                 output.watched.append((alias(tensor), 0))
 
     def take(self, key: Call, given: tuple[Any, ...]) -> _Output | None:
-        """Return, once, the output that the call ``key`` had in forward; ``None`` if that is not kept.
+        """Return the output that the call ``key`` had in forward, and drop it here; ``None`` if it is not kept.
 
         Raises :class:`RuntimeError` if the call has other arguments now, or the output was modified after forward.
         """
@@ -214,7 +220,7 @@ class KeptOutputs:
         return not self._calls[operator].isdisjoint((0, number))
 
     def counts(self, operator: str) -> bool:
-        """Tell whether a call of ``operator`` now is this segment's own, and one whose outputs it may keep."""
+        """Tell whether a call of ``operator`` counts now: outputs of it are kept, and no inner segment runs."""
         return operator in self._calls and getattr(_thread, "innermost", None) is self
 
     @property
@@ -239,7 +245,7 @@ class NothingKept:
 
 
 class _Calls(TorchDispatchMode):
-    """A mode that numbers a segment's own calls of the operators some of whose outputs are kept."""
+    """A mode that numbers a segment's own calls of operators, for ``aten::convolution#2``."""
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -257,7 +263,7 @@ class _Calls(TorchDispatchMode):
             return None
         self._made[operator] += 1
         call = operator, self._made[operator]
-        # A call with ``out=`` is one of the same operator, and what it writes to must be written again.
+        # A call with ``out=`` is counted, but must run again: its effect is the write.
         return call if self._kept.wants(call) and not schema_of(func).is_mutable else None
 
 
@@ -270,7 +276,7 @@ class _Recording(_Calls):
                 kept.copy_before_write(tensor)
         if _pools_otherwise(func, args):
             kept.changes = "pools in one dimension, by another kernel where outputs are kept"
-        call = self._kept_call(func)  # before it runs: one that fails, and is tried again, counts as well
+        call = self._kept_call(func)  # before it runs, since a call that fails counts as well
         result = func(*args, **kwargs)
         if call:
             generator = _generator(func, kwargs, result)
@@ -290,17 +296,17 @@ class _Replaying(_Calls):
         if output is None:
             return func(*args, **kwargs)
         result = output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
-        # Not the generator of forward: a recomputation has copies of those that modules and globals hold.
+        # The generator of this call, not forward's: a recomputation has copies of those that modules and globals hold.
         if output.drawn is not None and (generator := _generator(func, kwargs, result)) is not None:
             put_at(generator, output.drawn)
         return result
 
 
 def _pools_otherwise(func: Any, args: Any) -> bool:
-    """Tell whether ``func`` may be pooling in one dimension, on the CPU, of a tensor that needs no gradient.
+    """Tell whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
 
-    Without a mode, PyTorch would use a kernel that finds no indices, and gives another layout in memory, in whose order
-    a later operator may draw noise.
+    Without a mode, PyTorch would use a kernel that computes no indices.  Its output has another layout in memory, and
+    a later dropout would draw its noise in that order.
     """
     if func is not torch.ops.aten.max_pool2d_with_indices.default:
         return False
@@ -310,7 +316,7 @@ def _pools_otherwise(func: Any, args: Any) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Have the operators in the block count as calls of no segment."""
+    """Return a context manager in whose block calls of operators count for no segment."""
     return _NOTHING if getattr(_thread, "innermost", None) is None else _innermost(None)
 
 
@@ -352,7 +358,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return place and name of the arguments that the operator ``func`` modifies."""
+    """Return position and name of the arguments that the operator ``func`` modifies."""
     arguments = schema_of(func).arguments if has_schema(func) else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 

@@ -1,4 +1,7 @@
-"""Settings of PyTorch, global or of a thread, under which one call gives other bits than under others."""
+"""Note the settings of PyTorch, global or per thread, that change the bits of results, and restore them in backward.
+
+Examples are autocast, the default dtype, the number of threads, and modes that are active.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from memopt_cli.runtime.private_torch import (
     with_function_modes,
 )
 
-# Not the precision of float32 products: once the two ways to set it are mixed, reading it raises.
+# Without the precision of float32 products (TF32): PyTorch has two APIs for it, and once both are used, reading raises.
 _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...]] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -45,9 +48,9 @@ class Settings:
         self._present = [read() for read in _READ]
         self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
         self._is_watched = is_watched()
-        # The user's own modes: memopt puts its own there again where it needs them.
+        # Only the user's modes: memopt enters its own ones itself where it needs them.
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
-        # A forward inside ``parametrize.cached()`` does not compute what it finds in the cache.
+        # A forward inside ``parametrize.cached()`` takes parameters from the cache instead of computing them.
         self._cached = cached_parametrizations()
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
@@ -69,8 +72,8 @@ class Settings:
         present._become(self)
         try:
             with contextlib.ExitStack() as stack:
-                for kind, cast, there in zip(_autocast_kinds(), self._autocast, present._autocast, strict=True):
-                    if cast != there:
+                for kind, cast, current in zip(_autocast_kinds(), self._autocast, present._autocast, strict=True):
+                    if cast != current:
                         stack.enter_context(torch.autocast(kind, enabled=cast[0], dtype=cast[1]))
                 if self._is_watched and not present._is_watched:
                     stack.enter_context(_Watching())  # type: ignore[no-untyped-call]
@@ -81,8 +84,8 @@ class Settings:
             Settings()._become(present)
 
     def _become(self, wanted: Settings) -> None:
-        for (_, write), there, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
-            if there != value:
+        for (_, write), current, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
+            if current != value:
                 write(value)
         if self._cached is not None or wanted._cached is not None:
             cache_parametrizations(wanted._cached)
@@ -92,7 +95,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Watching(TorchDispatchMode):
-    """A mode that does nothing, for operators that consist of others under any mode, such as LSTMs."""
+    """A mode that does nothing, for operators such as LSTMs, which run as several other operators under any mode."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

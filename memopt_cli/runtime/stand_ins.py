@@ -1,11 +1,11 @@
-"""Stand-ins for the middle ones of many equal chunks, which a dry run does without.
+"""Stand-ins: a dry run skips the middle ones of many equal chunks, and makes only the tensors that they would leave.
 
-A dry run takes time by the number of its operators, and 256 chunks have many.  Equal chunks that move no state allocate
-the same tensors, each on top of what the chunks before it left, which grows or shrinks by the same bytes from one to
-the next.  So the bytes at any instant of a chunk in the middle lie between those at the same instant of an earlier
-and of a later chunk, and the peak is at either end.  One *stand-in* takes the place of all chunks in the middle, and
-runs nothing: in forward it makes tensors like those that its chunks would leave, and in backward the gradients of their
-inputs::
+A dry run takes time by the number of its operators, and 256 chunks have many.  Equal chunks that change no state
+allocate the same tensors, each on top of those that earlier chunks left, which grow or shrink by the same bytes from
+one chunk to the next.  So the bytes at any instant of a chunk in the middle lie between those at the same instant of an
+earlier and of a later chunk, and the peak is at either end.  One *stand-in* takes the place of all chunks in the
+middle, and runs nothing: in forward it makes tensors like those that its chunks would leave, and in backward the
+gradients of their inputs::
 
     chunks    0  1  2  3  4  5  6  7  8  9 10 11     of length 5
     run       0  1  2  [3 4  5  6  7  8] 9 10 11     the stand-in is of length 30
@@ -42,11 +42,11 @@ _LEAST: Final = 2
 
 
 class ChunksDiffer(BaseException):
-    """Chunks are not alike.  It is no ``Exception``, which a model might catch."""
+    """Chunks are not alike, so the dry run must start again.  No ``Exception``, since a model might catch that."""
 
 
 class StandIns:
-    """The modules of one model, which nobody else runs, and which of them have chunks that are not alike."""
+    """The modules of one model that is run dry, and which of them have chunks that are not alike."""
 
     def __init__(self, model: nn.Module) -> None:
         self._live_bytes: Callable[[], int] | None = None
@@ -59,7 +59,7 @@ class StandIns:
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
         """Let stand-ins replace chunks in the block; ``live_bytes`` returns the bytes of all tensors that are alive.
 
-        Raises :class:`ChunksDiffer`; tried again from the start, only another module can raise it.
+        Raises :class:`ChunksDiffer` for a module whose chunks are not alike.  The next try runs all chunks of that one.
         """
         self._live_bytes = live_bytes
         try:
@@ -78,6 +78,7 @@ class StandIns:
 
 
 _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
+"""Module -> the stand-ins of its model."""
 
 
 def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
@@ -85,8 +86,8 @@ def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Seque
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
-    # Consecutive layers that are one segment are in a module of their own, which is made later.
-    stand_ins = next((found for part in module.modules() if (found := _known.get(part)) is not None), None)
+    # The module itself may be unknown: a run of layers that is one segment is a module which is made later.
+    stand_ins = next((known for part in module.modules() if (known := _known.get(part)) is not None), None)
     live_bytes = stand_ins.of(module) if stand_ins is not None else None
     if stand_ins is None or live_bytes is None or not all(map(is_fake, pieces)):
         return None
@@ -105,14 +106,15 @@ def _abridged_counts(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The form of a tensor that a chunk makes."""
+    """Shape and layout of a tensor that a chunk makes."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """The dimensions as they lie in memory, the outermost first."""
+    """The dimensions in their order in memory, the outermost first."""
     dtype: torch.dtype
     device: torch.device
     is_differentiable: bool
+    """Whether it needs a gradient."""
 
     def times(self, count: int, axis: int) -> Tensor:
         """Return an empty tensor like those of ``count`` chunks, concatenated along ``axis``."""
@@ -127,15 +129,15 @@ class _Form:
 
 
 def in_memory(tensor: Tensor) -> list[int]:
-    """Return the dimensions of ``tensor`` as they lie in memory, the outermost first.
+    """Return the dimensions of ``tensor`` in their order in memory, the outermost first.
 
-    Where a chunk is one sample long, the stride along that dimension still tells its place.
+    A dimension of size 1 (a chunk of one sample) has its place by its stride, too.
     """
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
 
 def _form_of(tensor: Any, axis: int) -> _Form | None:
-    """Return the form of ``tensor``; ``None`` if it cannot be made in one piece with those of other chunks."""
+    """Return the form of ``tensor``; ``None`` if those of several chunks cannot be made as one tensor."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -145,7 +147,7 @@ def _form_of(tensor: Any, axis: int) -> _Form | None:
 
 
 class AbridgedCall:
-    """One call of a module in chunks, with its stand-ins and what the chunks that run show of them."""
+    """One call of a module in chunks, some replaced by stand-ins, and the bytes and forms that the others show."""
 
     def __init__(
         self, module: nn.Module, stand_ins: StandIns, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
@@ -157,14 +159,15 @@ class AbridgedCall:
         self._moves = Moves(module)
         self._live = live_bytes()
         self._grown: list[int] = []
-        """The bytes that each chunk has left in forward."""
+        """The bytes by which live tensors grew in forward, for each chunk that ran."""
         self._outputs: list[_Form] = []
+        """The forms of the latest chunk's outputs."""
         self._gradients: dict[int, list[_Form | None]] = {}
-        """Place of a stand-in -> the gradients of inputs of the chunk after it."""
+        """Index of a stand-in -> the forms of the gradients of the inputs of the chunk after it."""
         self._held: dict[int, int] = {}
-        """Place of a stand-in -> the bytes that each of its chunks leaves beside its outputs until its backward."""
+        """Index of a stand-in -> the bytes that each of its chunks holds until its backward, outputs aside."""
         self._began: dict[int, int] = {}
-        """Place of a stand-in -> the bytes that there were when backward came to the chunk after it."""
+        """Index of a stand-in -> the bytes of live tensors when backward came to the chunk after it."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
         """Return the lengths of the pieces, given the ``lengths`` of all chunks."""
@@ -172,14 +175,14 @@ class AbridgedCall:
         return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
 
     def noting_gradients(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``piece``, that of the chunk at ``index``; after a stand-in, its gradients are noted."""
+        """Return ``piece``, that of the chunk at ``index``; after a stand-in, with hooks that note its gradients."""
         if not index or self.counts[index - 1] == 1:
             return piece
-        found = self._gradients[index - 1] = [None] * len(piece)
-        return tuple(self._noting(tensor, found, place) for place, tensor in enumerate(piece))
+        forms = self._gradients[index - 1] = [None] * len(piece)
+        return tuple(self._noting(tensor, forms, position) for position, tensor in enumerate(piece))
 
     def note_run(self, index: int, output: Any, outputs: int) -> None:
-        """Note what the chunk at ``index`` has left; ``outputs``: how many of its return values are cut."""
+        """Note the bytes and outputs that the chunk at ``index`` has left; ``outputs``: how many outputs are joined."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
         if len(parts) > outputs or self._moves.now():
@@ -191,7 +194,7 @@ class AbridgedCall:
             self._watch_backward(index - 1, parts)
 
     def stand_in(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Return the outputs of the stand-in at ``index``; until its backward, it holds what its chunks would hold."""
+        """Return the outputs of the stand-in at ``index``; until its backward, it holds as many bytes as its chunks."""
         held_bytes = self._held[index] = self._held_bytes()
         count = self.counts[index]
         moves = any(form.is_differentiable for form in self._outputs)
@@ -220,12 +223,13 @@ class AbridgedCall:
         return [form.is_differentiable for form in self._outputs]
 
     def _held_bytes(self) -> int:
-        """Return the bytes that each chunk leaves beside its outputs until its backward."""
-        *_, last, left = self._grown
-        held_bytes = left - sum(form.nbytes for form in self._outputs)
-        # A segment around would make again what chunks hold; a stand-in holds it at both times, so it is refused.
+        """Return the bytes that each chunk holds until its backward, outputs aside."""
+        *_, before, last = self._grown
+        held_bytes = last - sum(form.nbytes for form in self._outputs)
+        # Inside another segment, what chunks hold is dropped after forward and made again.  A stand-in would hold it
+        # all the time, so it is refused there.
         is_within = is_nested() or is_recomputing()
-        if last != left or held_bytes < 0 or (held_bytes and is_within):
+        if before != last or held_bytes < 0 or (held_bytes and is_within):
             self._stand_ins.refuse(self._module)
         return held_bytes
 
@@ -240,12 +244,13 @@ class AbridgedCall:
     def _form_or_refuse(self, tensor: Any) -> _Form:
         return _form_of(tensor, self.axis) or self._stand_ins.refuse(self._module)
 
-    def _noting(self, tensor: Tensor, found: list[_Form | None], place: int) -> Tensor:
+    def _noting(self, tensor: Tensor, forms: list[_Form | None], position: int) -> Tensor:
+        """Return a view of ``tensor`` with a hook that puts the form of its gradient into ``forms`` at ``position``."""
         if not tensor.requires_grad:
             return tensor
 
         def note(gradient: Tensor) -> None:
-            found[place] = self._form_or_refuse(gradient)
+            forms[position] = self._form_or_refuse(gradient)
 
         watched = tensor.view_as(tensor)
         _watch(watched, note)
@@ -253,7 +258,7 @@ class AbridgedCall:
 
 
 def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    with with_function_modes(()):  # a segment around looks out for the hooks that forward sets
+    with with_function_modes(()):  # a mode of memopt's refuses hooks that forward sets; this one is memopt's own
         tensor.register_hook(hook)
 
 

@@ -1,6 +1,8 @@
-"""Segments that cannot run again, or in chunks, since their forward did what no recomputation can repeat.
+"""Segments that turn out to be unsafe: their forward cannot be repeated, or computes something else in chunks.
 
-They warn and run plainly, or whole, from then on; with ``memopt_cli.on_unsafe = "raise"`` that forward fails instead.
+They warn, and run plainly, or in one chunk, from then on; with ``memopt_cli.on_unsafe = "raise"``, their forward fails
+instead.  A recomputation must do what its forward did, before or after such a change.  So changes are numbered by
+*moments*, and a recomputation sees only those from before its forward (:class:`as_of`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def run_whole(module: nn.Module, reason: str) -> None:
 
 
 def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: str, how: str) -> None:
-    if module in moments:  # by a run that had begun before, or as of an earlier moment
+    if module in moments:  # noted by another run already; this one began before that
         cannot_repeat()
         return
     reaction = sys.modules[__name__.partition(".")[0]].on_unsafe
@@ -68,7 +70,7 @@ def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: st
 
 
 def cannot_repeat() -> None:
-    """Have the segments around keep all that they save in this call: a recomputation would do something else."""
+    """Make the segments around keep all that autograd saves in this call: a recomputation would do something else."""
     global _made
     _made += 1
 
@@ -99,7 +101,10 @@ def warnings_of(module: nn.Module) -> list[str]:
 
 
 def forget_unsafe(module: nn.Module) -> None:
-    """Let all parts of ``module`` be recomputed and run in chunks again; no call of them may wait for its backward."""
+    """Let all parts of ``module`` be recomputed and run in chunks again.
+
+    No call of them may still have its backward before it, whose recomputation would then do something else.
+    """
     for part in module.modules():
         for moments in (_plain, _whole, _reasons, _warnings):
             moments.pop(part, None)

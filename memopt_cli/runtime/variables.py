@@ -1,8 +1,17 @@
-"""Variables that code reads and writes: those of Python modules and classes, and of the functions around it.
+"""Find the variables that code may read and write: those of Python modules and classes, and of enclosing functions.
 
-They are found by the names in the code, and in the code of the functions and classes that it names.  Code of libraries
-(Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a variable that does not
-change is left alone.
+They are found by the names in the code, and in the code of the functions and classes that it names.  For example::
+
+    calls = 0
+
+    class Net(nn.Module):
+        def forward(self, x):
+            global calls        # the variable ``calls`` of the Python module
+            calls += 1
+            return scale(x)     # ``scale`` is a function: the names in its code are searched, too
+
+Code of libraries (Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a
+variable that does not change is left alone.
 """
 
 from __future__ import annotations
@@ -26,32 +35,33 @@ from memopt_cli.runtime.owners import Cell, Function, InContext, Owner, Table, V
 
 Code = types.FunctionType | type | types.ModuleType
 
-_found: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
+_searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
+"""Code that was searched -> its variables, and whether it may draw."""
 
 
 def variables_of(code: Code) -> tuple[Owner, ...]:
     """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
-    Those of the functions and classes that it names are among them, and so are defaults and attributes of functions.
-    None are found for a Python module, since it is not known which of its names are used.
+    This includes those of the functions and classes that it names, and the defaults and attributes of functions.  For a
+    Python module there are none, since it is not known which of its names are used.
     """
     return _searched(code)[0]
 
 
 def may_draw(code: Code) -> bool:
-    """Tell whether ``code``, or what it calls, names a global random generator of Python's or NumPy's."""
+    """Tell whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
     return _searched(code)[1]
 
 
 def _searched(code: Code) -> tuple[tuple[Owner, ...], bool]:
-    if code not in _found:
+    if code not in _searches:
         search = _Search(code)
-        _found[code] = search.owners(), search.may_draw
-    return _found[code]
+        _searches[code] = search.owners(), search.may_draw
+    return _searches[code]
 
 
 class _Search:
-    """A search from one piece of code on to those that it names."""
+    """A search through one piece of code, and on through all code that it names."""
 
     def __init__(self, code: Code) -> None:
         self._variables: dict[int, Variables] = {}
@@ -76,10 +86,10 @@ class _Search:
         return (*self._variables.values(), *self._others.values())
 
     def _read_function(self, function: types.FunctionType) -> None:
-        for place, cell in enumerate(function.__closure__ or ()):
-            contents = next(iter(Cell(function, place).read().values()), None)
+        for index, cell in enumerate(function.__closure__ or ()):
+            contents = next(iter(Cell(function, index).read().values()), None)
             if getattr(contents, "__closure__", None) or not self._follow(contents):
-                self._others[id(cell)] = Cell(function, place)
+                self._others[id(cell)] = Cell(function, index)
         self._follow(function)
         if is_library(function.__globals__.get("__name__", "")):
             return
@@ -89,9 +99,9 @@ class _Search:
         if may_name_itself or vars(function) or not _is_constant(function):
             self._others[id(function)] = Function(function)
         for name in (names & function.__globals__.keys()) | assigned_in(function.__code__):
-            self._meet(function.__globals__, name, names)
+            self._add_variable(function.__globals__, name, names)
         for name in names & sys.modules.keys():
-            self._enter(sys.modules[name], names)
+            self._add_module(sys.modules[name], names)
 
     def _read_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -100,28 +110,29 @@ class _Search:
                     if isinstance(value, _DESCRIPTORS):
                         self._follow(value)
                     elif not (name.startswith("__") and name.endswith("__")):
-                        self._meet(base, name, frozenset())
+                        self._add_variable(base, name, frozenset())
 
-    def _meet(self, owner: dict[str, Any] | type, name: str, names: Set[str]) -> None:
-        """Follow the variable ``name`` of ``owner`` to code, or to names of a module; anything else may be state.
+    def _add_variable(self, owner: dict[str, Any] | type, name: str, names: Set[str]) -> None:
+        """Add the variable ``name`` of ``owner``; if its value is code or a Python module, search that in its place.
 
-        A function with variables around it may be state as well: another one like it can take its place.
+        ``names``: all names in the code, since ``name.other`` may stand there.  A function with enclosed variables is
+        both: another one made by the same code can replace it.
         """
         value = (vars(owner) if isinstance(owner, type) else owner).get(name)
         if isinstance(value, types.ModuleType):
             self._pending.append(value)
-            self._enter(value, names - {name})
+            self._add_module(value, names - {name})
         elif getattr(value, "__closure__", None) or not self._follow(value):
             self._variables.setdefault(id(owner), Variables(owner)).names.add(name)
-            self._others |= {id(value): inner for inner in _behind(value)}
+            self._others |= {id(value): inner for inner in _owners_inside(value)}
 
-    def _enter(self, module: types.ModuleType, names: Set[str]) -> None:
+    def _add_module(self, module: types.ModuleType, names: Set[str]) -> None:
         if not is_library(module.__name__):
             for name in names & vars(module).keys():
-                self._meet(vars(module), name, names - {name})
+                self._add_variable(vars(module), name, names - {name})
 
     def _follow(self, value: Any) -> bool:
-        """Tell whether ``value`` is code, and read it and what it wraps."""
+        """Tell whether ``value`` is code; have it searched, and the functions that it wraps."""
         self.may_draw |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
@@ -133,9 +144,9 @@ class _Search:
 
 
 _RANDOM: Final = ("random", "numpy.random")
-"""Python modules of the global generators, which code may know by another name: ``import numpy.random as npr``."""
+"""Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
-"""Attributes under which functions lie in what wraps them: decorators, methods, properties."""
+"""Attributes in which decorated functions, methods, properties and partial functions keep what they wrap."""
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 _DESCRIPTORS: Final = (
     *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
@@ -144,8 +155,8 @@ _DESCRIPTORS: Final = (
 """Kinds of class attributes that are code, and keep no state themselves."""
 
 
-def _behind(value: Any) -> Iterable[Owner]:
-    """Yield the owners of what lies behind ``value``: a variable of the context, or of a thread."""
+def _owners_inside(value: Any) -> Iterable[Owner]:
+    """Yield the owner of the state behind ``value``, if that is a ``ContextVar`` or a ``threading.local``."""
     if isinstance(value, contextvars.ContextVar):
         yield InContext(value)
     elif isinstance(value, threading.local):
@@ -154,14 +165,14 @@ def _behind(value: Any) -> Iterable[Owner]:
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals, attributes and modules in ``code`` and in the functions within it."""
+    """Return the names of globals, attributes and modules in ``code`` and in the functions that it defines."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))
 
 
 @functools.cache
 def assigned_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the globals that ``code``, or a function within it, assigns or deletes."""
+    """Return the names of the globals that ``code``, or a function that it defines, assigns or deletes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
     return frozenset(own).union(*map(assigned_in, inner))
@@ -175,7 +186,7 @@ def _is_constant(function: types.FunctionType) -> bool:
 
 @functools.cache
 def is_library(name: str) -> bool:
-    """Tell whether the module of that name belongs to Python, to PyTorch, to memopt, or to what is installed."""
+    """Tell whether the Python module ``name`` is of Python, PyTorch, memopt or any other installed package."""
     if name.partition(".")[0] in (*sys.stdlib_module_names, "torch", "memopt_cli"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)

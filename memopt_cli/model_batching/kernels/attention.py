@@ -39,8 +39,8 @@ def _attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``nn.MultiheadAttention``; ``is_causal`` only hints at what ``attn_mask`` says, and is not read."""
-    if query.dim() == 3:  # no dimension of images
+    """Compute ``nn.MultiheadAttention``; ``is_causal`` is only a hint about ``attn_mask``, and is not read."""
+    if query.dim() == 3:  # (models, length, size): the input has no dimension of images
         images = 1 if module.batch_first else 2
         padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
         q, k, v = (t.unsqueeze(images) for t in (query, key, value))
@@ -101,7 +101,8 @@ KERNELS: Kernels = {nn.MultiheadAttention: _attention}
 
 
 # ---------------------------------------------------------------------------------------------- transformer layers
-# torch.nn's own forward asks for shapes, which a trace does not have, to choose its inference kernel.
+# The forward of torch.nn's layers looks at shapes, which a trace does not have, to choose an inference kernel.  These
+# functions compute the same as it does in training.
 
 
 def encoder_layer(

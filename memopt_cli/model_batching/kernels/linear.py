@@ -25,8 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product_with(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``rows`` (models, n, in) times ``weight`` (models, out, in) transposed, plus ``bias``: (models, n, out).
 
-    Something is transposed in memory either way: the gradient of a transposed weight, which is then copied when it is
-    accumulated; or the product, which later kernels may copy.  The smaller of the two is chosen.
+    Either way one tensor comes out transposed in memory, and costs a copy: the weight's gradient, when it is
+    accumulated, or the product, when a later kernel needs it contiguous.  The way with the smaller tensor is chosen.
     """
     if rows.shape[1] <= weight.shape[2]:
         return torch.bmm(weight, rows.mT).mT if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, rows.mT).mT
@@ -40,8 +40,8 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
 def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Look ``ids``, (models, …), up in one long table of all models, in which each model's rows start at an offset.
 
-    Under ``vmap``, PyTorch gives padding rows a gradient.  ``F.embedding`` knows one such row, and here each model has
-    one: the gradient is cut instead.
+    Under ``vmap``, PyTorch gives padding rows a gradient.  ``F.embedding`` can leave out only one row, and here each
+    model has one: so outputs of padding are detached instead.
     """
     models, words = module.weight.shape[:2]
     offsets = torch.arange(models, device=ids.device).mul_(words).view(-1, *[1] * (ids.dim() - 1))

@@ -1,4 +1,4 @@
-"""Modules of a traced graph, for all models at once: by a kernel, a batch module of the user's, or ``vmap``."""
+"""Run a module of a traced graph for all models at once: by a kernel, the user's own batch module, or ``vmap``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ELEMENTWISE = (
 
 KERNELS: Kernels = {
     **dict.fromkeys(_ELEMENTWISE, lambda module, x: module(x)),
-    # Not in place: a write into a view of a product makes its gradient a copy of the whole.
+    # Never in place: the input is a view of a product, and an in-place write to a view makes backward copy the whole.
     nn.ReLU: lambda module, x: F.relu(x),
     **linear.KERNELS,
     **recurrent.KERNELS,
@@ -32,7 +32,7 @@ KERNELS: Kernels = {
 
 
 def kernel_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the kernel of ``module``; ``None`` if there is none, or none for its settings."""
+    """Return the kernel of ``module``; ``None`` if there is none for its class and settings."""
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return None
     return KERNELS.get(type(module))

@@ -97,7 +97,7 @@ def _run_layer(module: Any, layer: int, direction: int, x: Tensor, state: State)
     b_ih, b_hh, w_hr = (getattr(module, f"{name}{suffix}", None) for name in ("bias_ih", "bias_hh", "weight_hr"))
     advance = _step_of(module)(w_hh, b_hh, w_hr)
     projected: Sequence[Tensor] = linear(x, w_ih, _input_bias(module, b_ih, b_hh)).unbind(1)
-    state = tuple(t.to(projected[0].dtype) for t in state)  # autocast may have lowered it
+    state = tuple(t.to(projected[0].dtype) for t in state)  # under autocast, the product may be in float16
     outputs = []
     for step in reversed(projected) if direction else projected:
         state = advance(step, state)

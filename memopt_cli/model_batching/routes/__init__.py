@@ -1,1 +1,1 @@
-"""Routes: the ways to run many models as one."""
+"""Routes: three implementations that run many models as one."""

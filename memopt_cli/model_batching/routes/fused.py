@@ -1,15 +1,15 @@
 """The route by fused kernels: every layer of every model in one call.
 
 One model's structure is traced by ``torch.fx``, and each node of the graph is replaced by one that computes it for all
-models: by a kernel where there is one, else by itself under ``vmap``.  Of ``net[1](x.flatten(1))``, where ``net[1]`` is
-linear::
+models: by a kernel if there is one, otherwise by the node's own function under ``vmap``.  For example,
+``net[1](x.flatten(1))``, where ``net[1]`` is linear, becomes::
 
     flatten = vmap(flatten)(x)                          # x is (models, images, …)
     output = linear(flatten, net[1].weight, net[1].bias)   # one batched product; weight is (models, out, in)
 
 A module whose own code cannot be traced stays one node, and a segment becomes a segment of fused kernels.  Tensors that
-do not depend on the inputs or on stacked weights, such as a position table, are computed once and shared: of each value
-the rewriting knows whether it is *batched*, that is, has the dimension of models.
+do not depend on the inputs or on stacked weights, such as a position table, are computed once and shared: for each
+value, the rewriting knows whether it is *batched*, that is, has the dimension of models.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Tracer(fx.Tracer):
         except Exception:
             if path == "model":
                 raise
-            # Take back the nodes that tracing made before it failed, and keep the module as one.
+            # Erase the nodes that tracing made before it failed, and make the whole module one node.
             self.module_stack = stack
             while (last := _last_node(self.graph)) is not before and last is not None:
                 self.graph.erase_node(last)
@@ -148,13 +148,13 @@ class _Tracer(fx.Tracer):
 
 
 def _last_node(graph: fx.Graph) -> fx.Node | None:
-    return next(iter(reversed(graph.nodes)), None)  # PyTorch 2.8: what is reversed is no iterator yet
+    return next(iter(reversed(graph.nodes)), None)  # ``iter``, since in PyTorch 2.8 ``reversed`` returns no iterator
 
 
 def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.Module]:
-    """Return the graph of ``source`` and the module it was traced on.
+    """Return the graph of ``source`` and the module that was traced.
 
-    That is a copy that shares its tensors, for tracing runs the model's own code.
+    That is a copy which shares the tensors, since tracing runs the model's own code, which may set attributes.
     """
     shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
@@ -270,7 +270,7 @@ class _Fusion:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
-        # A head that runs through its loss runs plainly: the loss is that of all models, and comes after the route.
+        # A linear layer in chunks through its loss runs plainly: here the loss is computed for all models, later.
         kernel = KERNELS[nn.Linear] if config is not None else kernel_of(module)
         if kernel is None:
             refuse_segments(module, path)
@@ -293,7 +293,7 @@ class _Fusion:
         return fx.node.map_arg(value, lambda node: self._new[node])
 
     def _emit(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        operation = functools.partial(run)  # one of its own for each node: generated code finds it by its name
+        operation = functools.partial(run)  # a new object for each node, since generated code finds it by its name
         operation.__name__ = operation.__qualname__ = f"_{node.name}"  # type: ignore[attr-defined]
         return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
 
@@ -302,7 +302,7 @@ _RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoull
 
 
 def _fused_segment(module: nn.Module, models: int) -> nn.Module:
-    """Return ``module``, a segment, as a segment of fused kernels, whose chunks are cut one dimension further in."""
+    """Return ``module``, a segment, as a segment of fused kernels; its chunks' axis moves by one, behind the models."""
     config = settings_of(module)
     assert isinstance(config, SegmentConfig)
     plain = copy.copy(module)
@@ -319,7 +319,7 @@ def _on_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **
 
 
 def _spread(models: int, value: Any, flags: Any) -> Any:
-    """Return ``value`` with every tensor that is not batched, by ``flags``, given to each of ``models`` models."""
+    """Return ``value`` with every tensor that ``flags`` say is not batched expanded to ``models`` models."""
     if isinstance(value, Tensor):
         return value if flags else value.expand(models, *value.shape)
     if isinstance(flags, dict):

@@ -1,4 +1,4 @@
-"""Routes: ways to run all models of a stacked model on their inputs."""
+"""The interface of a route, which runs all models of a stacked model on their inputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ class Refused(Exception):
 
 
 class Route(Protocol):
-    """A runner of the stacked model that it was made for, whose tensors it reads at every call."""
+    """A runner of one stacked model, whose present tensors it reads at every call."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of all models for ``args`` and ``kwargs``; all tensors are (models, …)."""
 
     def reset(self) -> None:
-        """Forget what modules have kept in attributes since the route was made; most routes refuse such a model."""
+        """Reset state that modules keep in attributes to that when the route was made.
+
+        Routes other than the loop refuse models with such state, and have nothing to do here.
+        """

@@ -1,4 +1,4 @@
-"""The per-model loop: slow, and right for every model; the reference of the other routes."""
+"""The route by a loop over the models: slow, but right for every model, and the reference for the other routes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 @dataclass(frozen=True, slots=True)
 class _Lending:
+    """A stacked tensor, of which each model gets its part for a call."""
+
     slot: Slot
     shared: bool
+    """Whether all models get the same tensor."""
     written: bool
     """Whether forward may write the tensor in place."""
 
@@ -28,15 +31,16 @@ class _Lending:
         tensor = self.slot.tensor
         if self.shared:
             return [tensor] * models
-        # One ``unbind`` has one gradient, a stack; but its outputs may not be written in place.
+        # ``unbind`` is better: its backward makes the whole gradient by one stack.  But autograd forbids in-place
+        # writes to its outputs.
         return [tensor[g] for g in range(models)] if self.written else tensor.unbind(0)
 
 
 class LoopRoute:
     """A loop over the models, on views of the stacked tensors.
 
-    There is one module tree per model, so that what modules keep in attributes stays apart.  The views are left in
-    place until the next call: a segment recomputes from them in backward.
+    Each model has a module tree of its own, so that state in attributes is kept apart.  The views stay in the modules
+    until the next call, since a segment recomputes from them in backward.
     """
 
     def __init__(self, tree: nn.Module, models: int) -> None:
@@ -82,7 +86,7 @@ class LoopRoute:
         return lent
 
     def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:
-        """Stack the buffers that a model assigned anew; one that it wrote in place, in its view, is up to date."""
+        """Stack buffers that a model has replaced by new tensors; one written in place, in a view, is up to date."""
         for slot, pieces in lent:
             now = [slots[slot.name].tensor for slots in self._slots]
             if slot.is_buffer and any(new is not old for new, old in zip(now, pieces, strict=True)):

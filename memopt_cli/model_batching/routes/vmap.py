@@ -1,4 +1,4 @@
-"""The route by ``torch.func``: one functional call of the model, mapped over the stacked tensors."""
+"""The route by ``torch.func``: a functional call of one model, mapped over the stacked tensors with ``vmap``."""
 
 from __future__ import annotations
 

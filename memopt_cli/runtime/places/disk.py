@@ -1,8 +1,8 @@
-"""A file in which tensors of host memory wait.
+"""The disk as a place: one file in which tensors of host memory wait.
 
-It has no name, so nothing is left of it however the process ends.  One thread writes and one reads; while they do, they
-do not hold the interpreter's lock.  Where the file system can, they go past its cache, which would take the memory that
-is to be saved.
+The file has no name, so nothing is left of it however the process ends.  One thread writes and one reads, without the
+interpreter's lock.  If the file system can, they bypass its cache (``O_DIRECT``), which would take the memory that the
+plan saves.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor
 from memopt_cli.runtime.places.interface import Place, Sent, say_once
 
 _SECTOR: Final = 4096
-"""Bytes to whose multiples addresses, offsets and sizes are rounded, as reading and writing past the cache needs."""
+"""Bytes to whose multiples addresses, offsets and sizes are rounded, as ``O_DIRECT`` requires."""
 _BLOCK: Final = 4 << 20
 """Bytes that are copied, and written or read, at a time; a multiple of the sector."""
 _PAST_CACHE: Final = getattr(os, "O_DIRECT", 0)
 
 
 class Ranges:
-    """The ranges of a file, of which free ones are taken again before the file grows.
+    """The free and taken ranges of a file; free ones are used again before the file grows.
 
     After giving back the first and the second of three ranges of 4096 bytes, one of 8192 bytes is free at 0.
     """
@@ -46,7 +46,7 @@ class Ranges:
         self.end = 0
         """The size of the file."""
         self._given: deque[tuple[int, int]] = deque()
-        """Start and size of the ranges that were given back since one was taken last."""
+        """Start and size of the ranges that were given back since the last :meth:`take`."""
         self._lock = threading.Lock()
 
     def take(self, size: int) -> int:
@@ -62,24 +62,25 @@ class Ranges:
             return start
 
     def give(self, start: int, size: int) -> None:
-        """Give back the ``size`` bytes from ``start`` on.
+        """Give back the ``size`` bytes from ``start`` on, which the next :meth:`take` makes free.
 
-        The garbage collector may do so in the middle of :meth:`take`, so nothing else is touched until the next one.
+        The garbage collector may call this in the middle of :meth:`take`, so it must not touch the list of free ranges.
         """
         self._given.append((start, size))
 
     def _free_again(self, start: int, size: int) -> None:
-        end, place = start + size, bisect.bisect(self._free, (start, start))
-        first = last = place
-        if place and self._free[place - 1][1] == start:
-            first, start = place - 1, self._free[place - 1][0]
-        if place < len(self._free) and self._free[place][0] == end:
-            last, end = place + 1, self._free[place][1]
+        """Add a free range, joined with those that it touches."""
+        end, index = start + size, bisect.bisect(self._free, (start, start))
+        first = last = index
+        if index and self._free[index - 1][1] == start:
+            first, start = index - 1, self._free[index - 1][0]
+        if index < len(self._free) and self._free[index][0] == end:
+            last, end = index + 1, self._free[index][1]
         self._free[first:last] = [(start, end)]
 
 
 class _Job:
-    """A piece of memory that is to be written to the file or read from it."""
+    """The job to write ``nbytes`` of memory at ``address`` to the file, or to read them from it, at offset ``at``."""
 
     __slots__ = ("_done", "_is_cancelled", "_turn", "address", "at", "error", "nbytes")
 
@@ -87,12 +88,12 @@ class _Job:
         self.address, self.nbytes, self.at = address, nbytes, at
         self.error: Exception | None = None
         self._turn = threading.Lock()
-        """Taken by the thread that does the job, or by whoever cancels it before that."""
+        """A lock that the thread takes that does the job, or the one that cancels it before, and never releases."""
         self._done = threading.Event()
         self._is_cancelled = False
 
     def run(self, copy: Callable[[_Job, int], None]) -> None:
-        """Call ``copy`` for the start of every block, until all are copied or nobody wants them any more."""
+        """Call ``copy`` for the start of every block, until all are copied or the job is cancelled."""
         if not self._turn.acquire(blocking=False):
             return
         try:
@@ -100,18 +101,18 @@ class _Job:
                 if self._is_cancelled:
                     break
                 copy(self, start)
-        except Exception as error:  # whatever it is, the thread must live on: others wait for it
+        except Exception as error:  # any error at all, since the thread must go on with the other jobs
             self.error = error
         finally:
             self._done.set()
 
     def wait(self) -> Exception | None:
-        """Wait until the job is done, and return what went wrong, if anything did."""
+        """Wait until the job is done; return the error that ended it, ``None`` if it succeeded."""
         self._done.wait()
         return self.error
 
     def cancel(self) -> None:
-        """Have the memory touched no more: at once if the job has not begun, after one block otherwise."""
+        """Make sure that the memory is not touched any more; wait for the end of a block if the job has begun."""
         self._is_cancelled = True
         if not self._turn.acquire(blocking=False):
             self._done.wait()
@@ -121,21 +122,21 @@ class _Worker:
     """A thread that writes to the file or reads from it, one job after another."""
 
     def __init__(self, name: str, copy: Callable[[Any, int, _Job, int], None]) -> None:
-        """Call ``copy`` with a block of memory, its address, a job, and the start of the block in that."""
+        """Start the thread.  ``copy``: gets a buffer, its address, a job, and where in the job a block starts."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._copy = copy
         self._is_stopped = False
-        self._block = mmap.mmap(-1, _BLOCK)  # it begins at a page
+        self._block = mmap.mmap(-1, _BLOCK)  # begins at a page, as ``O_DIRECT`` requires
         threading.Thread(target=self._run, name=f"memopt {name}", daemon=True).start()
 
     def put(self, job: _Job) -> None:
-        """Have ``job`` done after all earlier ones."""
+        """Queue ``job`` after all earlier ones."""
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Have all jobs fail from now on, and wait until none is being done.
+        """Make all jobs fail from now on, and wait for the one that is being done.
 
-        Python kills the thread when the process ends, and whoever waited for its job then would wait for ever.
+        Python kills the thread when the process ends, and a thread that waits for a job then would wait for ever.
         """
         self._is_stopped = True
         last = _Job(0, 0, 0)
@@ -156,15 +157,16 @@ class _Worker:
 
 
 class Disk(Place):
-    """A file in a folder."""
+    """A file in a folder, opened when the first tensor is sent."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._ranges = Ranges()
         self._file: int | None = None
+        """The file's descriptor; ``None`` before it is opened."""
         self._process = os.getpid()
         self._is_closed = False
-        """Whether it takes no more, since something went wrong."""
+        """Whether nothing more is written, since something went wrong."""
         self._lock = threading.Lock()
 
     def refusal(self, device: torch.device) -> str:
@@ -184,7 +186,7 @@ class Disk(Place):
         return _InFile(self, job, size)
 
     def read(self, job: _Job) -> None:
-        """Begin ``job``, which reads what was written."""
+        """Queue ``job``, which reads bytes back from the file."""
         self._reader.put(job)
 
     def give(self, at: int, size: int) -> None:
@@ -192,7 +194,7 @@ class Disk(Place):
         self._ranges.give(at, size)
 
     def close(self, error: Exception) -> None:
-        """Take no more, for ``error``; what is in the file can still be read."""
+        """Write nothing more, because of ``error``; what is in the file can still be read."""
         self._is_closed = True
         say_once(
             f"memopt cannot send tensors to a file in {self.folder} ({_said(error)}): from now on they stay where they "
@@ -200,7 +202,7 @@ class Disk(Place):
         )
 
     def is_of_this_process(self) -> bool:
-        """Tell whether this process has its threads, and not the one of which this is a fork."""
+        """Tell whether this process started the threads; a fork of that process does not have them."""
         return os.getpid() == self._process
 
     def _is_open(self) -> bool:
@@ -208,7 +210,7 @@ class Disk(Place):
             if self._file is None and not self._is_closed:
                 try:
                     self._open()
-                except (OSError, RuntimeError) as error:  # the second if there can be no more threads
+                except (OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
                     self.close(error)
         return not self._is_closed
 
@@ -269,7 +271,7 @@ def _opened(folder: str) -> int:
 
 
 def _unlinked(folder: str, flags: int) -> int:
-    """Open a new file in ``folder`` and take its name away at once: not every file system makes files without one."""
+    """Open a new file in ``folder`` and remove its name at once, for file systems without nameless files."""
     named, path = tempfile.mkstemp(dir=folder)
     try:
         return os.open(path, flags)
@@ -303,7 +305,7 @@ class _InFile(Sent):
         return error is None
 
     def fetch(self, into: Tensor) -> None:
-        if not self._disk.is_of_this_process():  # there is nobody to read it, which matters once it is needed
+        if not self._disk.is_of_this_process():  # no thread can read it; ``arrived`` raises if it is needed
             return
         self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.at)
         self._disk.read(self._reading)
@@ -349,7 +351,7 @@ def wait_in(folder: str) -> None:
 
 
 def disk() -> Disk:
-    """Return the file in the folder that is set now, ``memopt_cli.offload_folder`` or that of temporary files."""
+    """Return the file in the folder ``memopt_cli.offload_folder``, or in that of temporary files if none is set."""
     folder = _package().offload_folder or tempfile.gettempdir()
     if folder not in _disks:
         _disks.setdefault(folder, Disk(folder))

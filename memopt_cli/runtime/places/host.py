@@ -1,8 +1,8 @@
-"""Pinned host memory, in which tensors of a GPU wait.
+"""Host memory as a place: pinned memory, in which tensors of a GPU wait.
 
-One stream copies out and one copies in, each beside the stream that computes; events say who waits for whom.  Tensors
-are never recorded on a stream, which would make the time of their death depend on the clock: the computing stream waits
-for a copy before the memory is given up.
+One CUDA stream copies out and one copies in, beside the stream that computes; events order the three.  Tensors are not
+given to ``record_stream``: when the allocator may use their memory again would then depend on the time that copies
+take, and so would the peak.  Instead, the computing stream waits for a copy before the memory is freed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from memopt_cli.runtime.private_torch import unseen
 
 
 class _Block:
-    """Pinned memory."""
+    """A block of pinned memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.free_after: Any = None
         """The event after which it may be written again; ``None`` if it was not used yet."""
-        # PyTorch's own pinned memory has sizes rounded up to powers of two.
+        # Pinned by CUDA directly: PyTorch's own pinned memory rounds sizes up to powers of two.
         self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)) == 0
         if not self._is_pinned:
             raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned")
@@ -43,7 +43,7 @@ class _Block:
 
 
 class _Blocks:
-    """The pinned memory of this process, of the sizes that were asked for."""
+    """The pinned blocks of this process, which are kept for later tensors of about the same size."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -115,7 +115,8 @@ class _InHost(Sent):
 
     def fetch(self, into: Tensor) -> None:
         _, back = _streams(self._device)
-        back.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory for something else
+        # The allocator may have given ``into`` memory that earlier kernels of the computing stream still use.
+        back.wait_stream(torch.cuda.current_stream(self._device))
         back.wait_event(self._copied)
         with unseen(), torch.cuda.stream(back):
             into.copy_(self._block.memory[: self.nbytes], non_blocking=True)
@@ -143,7 +144,7 @@ def host() -> Host:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this machine has free, or its container if that is less."""
+    """Return the free bytes of this machine's memory, or those of its container if they are fewer."""
     return min(_free_here())
 
 

@@ -1,4 +1,4 @@
-"""The interface of a place where tensors wait, and the count of the bytes that wait there."""
+"""The interface of a place where stored tensors wait for backward, and the count of the bytes that wait there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PlaceName = Literal["device", "host", "disk"]
-"""The names that plans have for places; the device is the one where a tensor is anyway."""
+"""The names of places in plans; ``device`` means that a tensor stays where it is."""
 PLACES: Final[tuple[PlaceName, ...]] = get_args(PlaceName)
 DEVICE: Final = "device"
 DISK: Final = "disk"
@@ -45,10 +45,10 @@ class Sent(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Stop copying, and give the room up; nothing may touch the sender's memory afterwards."""
+        """Stop copying, and free the bytes in the place; nothing may touch the sender's memory afterwards."""
 
     def release(self) -> None:
-        """Forget the bytes: the sender's memory may be used again, and so may the room in the place."""
+        """Drop the bytes, so that the sender's memory and the memory in the place may be used again."""
         counts, self._counts = self._counts, None
         if counts is not None:
             counts.add(-self.nbytes)
@@ -60,11 +60,11 @@ class Place(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device) -> str:
-        """Return why tensors on ``device`` stay there; empty if they can be sent."""
+        """Return why tensors on ``device`` cannot be sent; empty if they can."""
 
     @abstractmethod
     def room_bytes(self) -> int:
-        """Return the most bytes that may wait there now, where nothing of this process does yet."""
+        """Return the most bytes that may wait here, if nothing of this process waits here yet."""
 
     @abstractmethod
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
@@ -88,7 +88,7 @@ class SentWithoutData(Sent):
 
 
 def say_once(message: str) -> None:
-    """Warn with ``message``, the first time that this process has it to say."""
+    """Warn with ``message``, once in this process."""
     if message not in _said:
         _said.add(message)
         warnings.warn(message, stacklevel=1)
@@ -102,10 +102,13 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.now_bytes = 0
+        """Bytes that wait elsewhere now."""
         self.most_bytes = 0
+        """The largest :attr:`now_bytes` so far."""
         self.waited_s = 0.0
         """Seconds for which threads of the step waited for copies, out and back; on a GPU, its streams wait instead."""
-        self._lock = threading.RLock()  # a tensor may die, and be counted, at any time
+        # Reentrant: the garbage collector may free a tensor, which is counted, in the middle of ``add``.
+        self._lock = threading.RLock()
 
     def add(self, nbytes: int) -> None:
         """Add ``nbytes``, negative ones if they wait no longer."""

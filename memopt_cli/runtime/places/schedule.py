@@ -1,11 +1,14 @@
-"""The order in which tensors are sent away in forward, and fetched in backward.
+"""Send stored tensors to a place in forward, free their memory, and fetch them in backward, each in time.
 
-What is stored together is a *parcel*: that of one segment, or a few tensors saved outside of segments.  Its tensors
-are sent as soon as they are stored.  When the next parcel is complete, forward waits until the earlier ones have gone,
-and gives up their tensors.  Backward begins to fetch a parcel when it asks for the next one.
+Tensors that are stored together are a *parcel*: those of one segment, or a few that are saved outside of segments.
+They are sent as soon as they are stored.  When the next parcel is complete, forward waits until earlier ones have been
+copied, and frees their tensors.  When backward comes to a parcel, it begins to fetch the one that it needs next, too::
 
-A tensor that somebody else holds would take its memory all the same.  It is given up as soon as a parcel is completed
-and nobody else holds it any more; until then it stays.  Tensors that show the same part of a storage are sent once.
+    forward     parcel 1 is stored, copying begins      parcel 2 is stored; 1 must be copied by now, and is freed
+    backward    parcel 2 is needed; 1 is fetched, too   parcel 1 is needed, and has arrived by now
+
+Freeing a tensor that the model still holds, an activation of a later layer say, would save nothing.  Such a tensor
+stays until a parcel is completed while nothing else holds it.  Tensors that show one part of a storage are sent once.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from memopt_cli.runtime.private_torch import (
 _LEAST_BYTES: Final = 1 << 16
 """Least bytes of a tensor that is sent."""
 _GROUP: Final = 4
-"""Saves outside of segments whose tensors make a parcel."""
+"""Number of tensors saved outside of segments that make a parcel."""
 
 
 class _Line(threading.local):
-    """Parcels of one thread in their order, and what of them is still here."""
+    """The parcels of one thread in their order, and those of their tensors that are still here."""
 
     def __init__(self) -> None:
         self.last: ref[Parcel] | None = None
@@ -47,12 +50,13 @@ class _Line(threading.local):
         self.waiting: list[ref[_Item]] = []
         """The tensors of complete parcels that are still here, in order."""
         self.known: WeakValueDictionary[tuple[int, ...], _Item] = WeakValueDictionary()
-        """Part of a storage -> what was sent of it; an entry counts as long as that is here."""
+        """Part of a storage -> the item that sent it; the entry counts while the item's tensors are here."""
 
 
 _line = _Line()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _line.__init__())  # type: ignore[misc]  # nobody sends there any more
+    # A forked process does not have the threads that copy, so its line starts empty.
+    os.register_at_fork(after_in_child=lambda: _line.__init__())  # type: ignore[misc]
 
 
 class Parcel:
@@ -65,12 +69,12 @@ class Parcel:
         self._place = place
         self._items: list[ref[_Item]] = []
         self._before: ref[Parcel] | None = None
-        """The parcel that backward asks for next."""
+        """The parcel completed before this one, which backward needs next; ``None`` for the first."""
         self._is_fetched = False
 
     def take(self, packed: Packed) -> Packed | Placed:
-        """Begin to send what ``packed`` holds; return what stands for it, itself if it stays."""
-        if packed.parts or not packed.data:  # others refer to the parts of a concatenation
+        """Begin to send the data of ``packed``; return a :class:`Placed` to get it back, or ``packed`` if it stays."""
+        if packed.parts or not packed.data:  # parts of a concatenation are stored elsewhere, too, and would stay anyway
             return packed
         data = tuple(self.send(tensor) for tensor in packed.data)
         if not any(isinstance(one, Handle) for one in data):
@@ -78,9 +82,9 @@ class Parcel:
         return Placed(data, replace(packed, data=(), whole=None))
 
     def send(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor | Handle:
-        """Begin to send ``tensor``, and return what stands for it, itself if it stays.
+        """Begin to send ``tensor``; return a :class:`Handle` to get it back, or ``tensor`` if it stays.
 
-        ``others``: tensors in its memory that are given up with it.
+        ``others``: other tensors in its memory, which are freed with it.
         """
         if not _can_be_sent(tensor):
             return tensor
@@ -96,10 +100,10 @@ class Parcel:
         return item.add(tensor, start, others)
 
     def complete(self) -> None:
-        """Give up what earlier parcels hold, and have the next one give up this."""
+        """Free the tensors of earlier parcels; those of this one are freed when the next is complete."""
         line = _line
-        here = [item for one in line.waiting if (item := one()) is not None and item.may_go]
-        own = [item for one in self._items if (item := one()) is not None]
+        here = [item for reference in line.waiting if (item := reference()) is not None and item.may_go]
+        own = [item for reference in self._items if (item := reference()) is not None]
         for item in here:
             item.give_up((*here, *own))
         line.waiting = [ref(item) for item in (*here, *own) if item.may_go]
@@ -107,13 +111,13 @@ class Parcel:
             self._before, line.last = line.last, ref(self)
 
     def ask(self) -> None:
-        """Note that backward has come to this parcel: begin to fetch it, and the one that is asked for next."""
+        """Note that backward has come to this parcel: begin to fetch it, and the one that backward needs next."""
         self._fetch()
         if self._before is not None and (before := self._before()) is not None:
             before._fetch()
 
     def _fetch(self) -> None:
-        # Once: what a second backward asks for is fetched one by one, since it may ask for other tensors.
+        # Only once: a second backward may need other tensors, and so fetches each by itself.
         if not self._is_fetched:
             self._is_fetched = True
             for one in self._items:
@@ -137,18 +141,18 @@ class Group:
     def note_save(self) -> None:
         """Note that autograd saves one more tensor; after every fourth, the parcel is complete.
 
-        Whether a tensor is sent may depend on its data, if it is packed before.  A dry run knows only that it is saved.
+        All saved tensors count, not only those that are sent, which may depend on data that a dry run does not have.
         """
         if self._saves == _GROUP:
             self.complete()
         self._saves += 1
 
     def take(self, packed: Packed) -> Packed | Placed:
-        """Begin to send what ``packed`` holds; return what stands for it, itself if it stays."""
+        """Begin to send the data of ``packed``, as :meth:`Parcel.take` does."""
         return self._parcel.take(packed)
 
     def complete(self) -> None:
-        """Complete the parcel that was begun, so that tensors saved before it are given up."""
+        """Complete the present parcel, so that tensors saved before it are freed, and begin a new one."""
         self._parcel.complete()
         self._parcel, self._saves = Parcel(self._place), 0
 
@@ -174,16 +178,16 @@ class _Item:
         """Note that ``parcel`` has ``sent`` the part of a storage that ``tensor`` shows."""
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
-        """Its bytes on their way, or elsewhere; ``None`` if it stays here."""
+        """Its bytes on their way, or in the place; ``None`` if it stays here."""
         self._here: list[tuple[Tensor, int]] = []
-        """The tensors and others in their memory, each with its version; empty once they were given up."""
+        """The tensors and others in their memory, each with its version; empty once they are freed."""
         self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
         """Dtype, shape, strides and offset in the part of each tensor."""
         self._flat: Tensor | None = None
-        """The part as it was fetched, until backward has asked for it as often as it will; ``None`` if elsewhere."""
+        """The fetched bytes, until backward has read all tensors from them; ``None`` before and after."""
         self.uses = self._asked = 0
-        """How often a backward will ask for it, and how often this one has."""
-        self._lock = threading.Lock()
+        """How often one backward reads it, and how often this backward has."""
+        self._lock = threading.Lock()  # backward runs a thread for each device
 
     @property
     def is_here(self) -> bool:
@@ -192,23 +196,24 @@ class _Item:
 
     @property
     def may_go(self) -> bool:
-        """Whether the tensors are held until they have gone."""
+        """Whether the tensors are held until they have been copied, and then freed."""
         return bool(self._here) and self._sent is not None
 
     def add(self, tensor: Tensor, start: int, others: Sequence[Tensor]) -> Handle:
-        """Return what stands for ``tensor``, which shows the part; the part begins at byte ``start``."""
+        """Return a handle of ``tensor``, which shows the part; the part begins at byte ``start`` of the storage."""
         offset = int(tensor.storage_offset()) - start // tensor.element_size()
         self._layouts.append((tensor.dtype, tensor.shape, tensor.stride(), offset))
+        # Before ``others``: a handle's index into ``_layouts`` finds its tensor in ``_here``.
         self._here.insert(len(self._layouts) - 1, (tensor, version_of(tensor)))
         self._here += [(other, version_of(other)) for other in others]
         self.uses += 1
         return Handle(self, len(self._layouts) - 1)
 
     def give_up(self, sent: Sequence[_Item]) -> None:
-        """Give up the tensors once they have gone, unless somebody else than the items ``sent`` holds their memory.
+        """Free the tensors once they are copied, unless anything but the items ``sent`` holds their memory.
 
-        A tensor that was written in the meantime stays: whoever asks for it is told.  It stays as well if its memory
-        was exchanged, as ``share_memory_`` does: what was copied may be what others have in the old memory now.
+        A tensor that was written in the meantime stays, and reading it in backward raises an error.  It stays as well
+        if its memory was exchanged, as ``share_memory_`` does: the copy may have been made of other values.
         """
         with self._lock:
             if not self.may_go or any(version_of(tensor) != version for tensor, version in self._here):
@@ -237,13 +242,13 @@ class _Item:
                 self._flat = torch.empty(self._sent.nbytes, dtype=torch.uint8, device=self._device)
             self._sent.fetch(self._flat)
 
-    def get(self, place: int) -> Tensor:
-        """Return the tensor at ``place``.  Raises :class:`RuntimeError` if it was written since it was sent."""
+    def get(self, index: int) -> Tensor:
+        """Return the tensor at ``index``.  Raises :class:`RuntimeError` if it was written since it was sent."""
         self._parcel.ask()
         with self._lock:
             if self._here:
                 self._stay()
-                return _unwritten(self._here, place)
+                return _unwritten(self._here, index)
             self._fetch()
             flat = self._flat
             assert flat is not None
@@ -253,8 +258,9 @@ class _Item:
             self._asked += 1
             if self._asked >= self.uses:
                 self._flat, self._asked = None, 0
-        dtype, shape, stride, offset = self._layouts[place]
+        dtype, shape, stride, offset = self._layouts[index]
         with torch.no_grad():
+            # The part may be a whole storage, which need not be a multiple of the element.
             return flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(shape, stride, offset)
 
     def _stay(self) -> None:
@@ -264,7 +270,7 @@ class _Item:
             self._sent = None
 
     def __del__(self) -> None:
-        self._stay()  # nothing copies from or to this memory when it is used for something else
+        self._stay()  # waits for copies that still read or write this memory, which is about to be used otherwise
 
 
 def _address_of(tensor: Tensor) -> int:
@@ -272,38 +278,39 @@ def _address_of(tensor: Tensor) -> int:
     return 0 if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
-def _unwritten(here: Sequence[tuple[Tensor, int]], place: int) -> Tensor:
+def _unwritten(here: Sequence[tuple[Tensor, int]], index: int) -> Tensor:
     for tensor, version in here:
         if version_of(tensor) != version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was "
                 f"stored (version {version} -> {version_of(tensor)}). Make the modification out of place"
             )
-    return here[place][0]
+    return here[index][0]
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Something that stands for a tensor which was sent."""
+    """A tensor that was sent, to be fetched."""
 
     item: _Item
-    place: int
+    index: int
+    """The index of the tensor among those of the item."""
 
     def get(self) -> Tensor:
         """Return the tensor, with its shape and strides; wait for it if need be."""
-        return self.item.get(self.place)
+        return self.item.get(self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A stored tensor whose data waits somewhere."""
+    """A stored tensor whose data waits in a place."""
 
     data: tuple[Tensor | Handle, ...]
     form: Packed
     """The stored tensor without its data."""
 
     def note_use(self) -> None:
-        """Note that backward will ask for it once more."""
+        """Note that backward will read it once more."""
         for one in self.data:
             if isinstance(one, Handle):
                 one.item.uses += 1
@@ -316,7 +323,7 @@ class Placed:
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is large, and its values lie in its memory as they are."""
+    """Tell whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
     if type(tensor) is not Tensor and not is_fake(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_nested or is_of_transform(tensor) or stands_for_zeros(tensor):
@@ -325,15 +332,16 @@ def _can_be_sent(tensor: Tensor) -> bool:
     return is_plain and tensor.nbytes >= _LEAST_BYTES
 
 
-def here(stored: Packed | Placed) -> Packed:
-    """Return ``stored``, with its data fetched if that waits elsewhere."""
+def fetched(stored: Packed | Placed) -> Packed:
+    """Return ``stored``, with its data fetched if that waits in a place."""
     return stored.get() if isinstance(stored, Placed) else stored
 
 
 def _part(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte and the bytes of the part of its storage that ``tensor`` shows.
+    """Return the first byte, and the number of bytes, of the part of its storage that ``tensor`` shows.
 
-    For a tensor with gaps this is the whole storage: with other strides, a kernel may round otherwise.
+    For a tensor with gaps this is the whole storage, so that it comes back with its strides: with others, a kernel may
+    round otherwise.
     """
     if is_dense(tensor):
         return int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
@@ -342,11 +350,11 @@ def _part(tensor: Tensor) -> tuple[int, int]:
 
 def _sent(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
     """Begin to send a part of the storage of ``tensor``; ``None`` if it stays."""
-    there = place_named(place)
-    if reason := there.refusal(tensor.device):
+    target = place_named(place)
+    if reason := target.refusal(tensor.device):
         say_once(f"the plan sends tensors to {place}, and those on {tensor.device.type} stay there: {reason}")
         return None
-    return SentWithoutData(nbytes) if is_fake(tensor) else there.send(tensor.untyped_storage(), start, nbytes)
+    return SentWithoutData(nbytes) if is_fake(tensor) else target.send(tensor.untyped_storage(), start, nbytes)
 
 
 def place_named(name: str) -> Place:
