@@ -456,7 +456,7 @@ def _searched(
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
-        return Optimized(OptimizeResult(header=header, summary=summary, files=()))
+        return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:

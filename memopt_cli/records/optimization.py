@@ -210,6 +210,8 @@ class OptimizeResult:
     """Paths written; empty for a dry run."""
     use: str = ""
     """Line of Python that trains with what was written; empty where nothing is to be used."""
+    in_memory: bool = False
+    """Whether the model was in memory: an applied plan is on it, and nothing is written."""
     steps: RecordedSteps | None = None
     """Recorded steps; ``None`` unless asked for."""
     ended_by: MemoptError | None = None
