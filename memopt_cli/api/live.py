@@ -161,8 +161,10 @@ def optimize(
         Log the course of the search, by the logger ``memopt_cli``.
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced.  Raises :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan
-    meets the budget, and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
+    replaced.  Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one
+    before any plan was found, is a :class:`KeyboardInterrupt`, which leaves the model as it was.  Raises
+    :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan meets the budget,
+    and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
     """
 
     def optimized() -> Optimized:
@@ -183,6 +185,7 @@ def optimize(
             recommend_batch=wants_batch,
             confirm_batch=wants_batch,
             card=card,
+            interruptible=process_group is None,
         )
         return _searched(request, model, given, step, limit_s, verbose)
 
@@ -231,6 +234,7 @@ def frontier(
         backend=None if compile is None else text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),
         recommend_batch=False,
+        interruptible=True,
     )
     limit_s = accepted("timeout", timeout)
     return _searched(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
@@ -462,7 +466,7 @@ def _searched(
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
-        return Optimized(OptimizeResult(header=header, summary=summary, files=()))
+        return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:

@@ -51,7 +51,7 @@ def optimize_step(
     (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
     ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
     :func:`memopt_cli.optimize`; the training script sets ``memopt_cli.offload_folder``.
-    ``verbose``: log the course of the search.
+    ``verbose``: log the course of the search.  Ctrl-C ends the search; the best plan so far is applied.
 
     A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
     Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
@@ -66,6 +66,7 @@ def optimize_step(
         search=search_of(level, max_slowdown, (), False, offload, host_memory),
         goal=SearchGoal(budget=budget_of(budget)),
         recommend_batch=False,
+        interruptible=True,
     )
     with (
         processes.kept(),

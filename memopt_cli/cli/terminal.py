@@ -39,6 +39,9 @@ class LogProgress(Progress):
     def note(self, text: str) -> None:
         print(no_commands(printable(text)), file=sys.stderr, flush=True)
 
+    def interrupted(self, text: str) -> None:
+        self.note(text)
+
 
 class _StageBar(BarColumn):
     """Fills by the steps that are over; where nobody knows how many there are, by the time that the stage takes."""
@@ -80,6 +83,9 @@ class BarProgress(Progress):
 
     def note(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False)
+
+    def interrupted(self, text: str) -> None:
+        self.note(text)
 
     def close(self) -> None:
         self._bar.stop()

@@ -21,6 +21,7 @@ from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.generation import cache_notes
 from memopt_cli.loading.interface import Format, Loaded, ModelFile, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
+from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
@@ -113,7 +114,14 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         if err.remedy == Trust():
             raise
         hint = f"If you trust where it came from: load(path, trust={together((trust, err.remedy)).in_python})"
+        if UNKNOWN_SCRIPT in err.remedy.code_paths:
+            hint += _FROM_A_SESSION
         raise UnsafeFileError(err.message, hint=hint) from err
+
+
+_FROM_A_SESSION = """
+If it came from a session, of which no script is left: define its classes and build the model here, load its weights
+(model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 
 def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
-from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.optimizer_text import notebook_refusal
 
 
@@ -26,13 +25,13 @@ class UserCode:
         for path in self._paths:
             if not path.is_dir() and path.suffix != ".py":
                 if refusal := notebook_refusal(path.name):
-                    raise UsageError(f"`--code-path`: {refusal}")
+                    raise UsageError(f"the code path {path}: {refusal}")
                 raise UsageError(
-                    f"`{quoted_flag('--code-path', str(path))}` is neither a folder nor a Python file",
+                    f"the code path {str(path)!r} is neither a folder nor a Python file",
                     hint="Give a .py file or its folder.",
                 )
             if not path.exists():
-                raise UsageError(f"`{quoted_flag('--code-path', str(path))}` does not exist", hint="Check the path.")
+                raise UsageError(f"the code path {path} does not exist", hint="Check the path.")
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
 
@@ -89,7 +88,7 @@ class UserCode:
             ) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
-                f"the module {name} of `--code-path` is shadowed by {getattr(module, '__file__', 'a built-in module')}",
+                f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
                 hint="Rename the file.",
             )
         return module

@@ -222,6 +222,8 @@ class OptimizeResult:
     """Paths written; empty for a dry run."""
     use: str = ""
     """Line of Python that trains with the written files; empty if there is nothing to use."""
+    in_memory: bool = False
+    """Whether the model was in memory: an applied plan is on it, and no file is written."""
     steps: RecordedSteps | None = None
     """Recorded steps; ``None`` if no report shows them."""
     ended_by: MemoptError | None = None

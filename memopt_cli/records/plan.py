@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, cast
 
 from memopt_cli.errors import UsageError
 from memopt_cli.text.spelling import said_in_python
@@ -28,8 +28,19 @@ MOST_NORMS = 2
 backward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRule:
+class _Briefly:
+    """Prints a record without the fields that have their default: ``Plan(packed=True)``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = [f for f in fields(cast(Any, self)) if f.default is MISSING or getattr(self, f.name) != f.default]
+        shown.sort(key=lambda f: f.default is not MISSING)  # the path of a segment comes first
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ChunkRule(_Briefly):
     """How to cut the inputs of a module into chunks, so that running them one by one computes the same as the whole."""
 
     axis: int = 0
@@ -49,7 +60,7 @@ class ChunkRule:
         return replace(segment, chunks=chunks, **{f.name: getattr(self, f.name) for f in fields(ChunkRule)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SegmentPlan(ChunkRule):
     """An entry of a plan, which makes one module a segment, perhaps run in chunks.
 
@@ -102,8 +113,8 @@ class InputDimension:
             raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRange:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanRange(_Briefly):
     """The plan for a range of sizes of one dimension: above the bound of the range before, and up to its own.
 
     The other fields are those of a :class:`Plan`.
@@ -126,8 +137,8 @@ BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompilePlan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CompilePlan(_Briefly):
     """The settings with which ``torch.compile`` compiles the model as a whole.
 
     Raises :class:`UsageError` for a memory budget outside of 0 to 1, or that the backend does not read, and for a mode
@@ -155,8 +166,8 @@ class CompilePlan:
             raise UsageError(f"the backend {self.backend} has no modes", hint="Leave mode out, or take inductor.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(_Briefly):
     """Module path -> what to do there.
 
     Raises :class:`UsageError` for ranges that do not ascend, that name no dimension, that stand beside segments for

@@ -43,6 +43,10 @@ class Progress:
     def note(self, text: str) -> None:
         """Show a note that the user should read now rather than in the report."""
 
+    def interrupted(self, text: str) -> None:
+        """Say that Ctrl-C has been heard, and what follows: a script that shows nothing else is told of it, too."""
+        _LOG.warning("%s", text)
+
     def close(self) -> None:
         """End the job, whether it succeeded or failed."""
 

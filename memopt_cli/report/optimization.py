@@ -333,15 +333,28 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     """Yield what was written, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
-    yield f"{written} in {format_seconds(summary.spent_s)}"
+    yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}"
     if summary.advice:
         yield _batch(summary.advice)
-    if summary.is_to_choose:
+    if result.in_memory:
+        yield from _next_in_python(result)
+    elif summary.is_to_choose:
         is_kept = any(path.endswith(".frontier.json") for path in result.files)
         again = "" if is_kept else ", which searches again"
         yield f"nothing is applied; choose a plan with `--budget`, or with `--pick N`{again}"
     elif result.use:
         yield f"use it: {result.use}"
+
+
+def _next_in_python(result: OptimizeResult) -> Iterator[str]:
+    """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
+    if result.summary.is_to_choose:
+        choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
+        yield f"nothing is applied; where found is this result, pick N goes on the model by {choice}"
+    elif result.summary.is_applied:
+        path = f"{result.header.model}.plan.yaml"
+        save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
+        yield f"the plan is on the model; where found is this result, {save} keeps it for {use}"
 
 
 def in_short(files: Sequence[str]) -> str:

@@ -19,6 +19,8 @@ import memopt_cli
 from memopt_cli.api import live
 from memopt_cli.cli.app import main
 from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, UsageError
+from memopt_cli.measure.jobs import CountJob
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Measurement, TimedOut, from_data
@@ -371,3 +373,25 @@ def test_an_interruption_as_the_plan_goes_on_leaves_the_other(
     with pytest.raises(error):
         memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
     assert memopt_cli.plan_of(model) == plan
+
+
+@pytest.mark.usefixtures("in_process")
+def test_ctrl_c_in_a_search_applies_the_best_so_far(
+    x: Tensor, answered: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    peaks: list[int] = []
+
+    def count(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
+        if peaks and peaks[-1] < peaks[0]:
+            peaks.clear()
+            raise KeyboardInterrupt
+        found = ask(job)
+        peaks.append(found.allocated_peak_bytes)
+        return found
+
+    answered(CountJob, count)
+    model = made()
+    found = memopt_cli.optimize(model, x, max_slowdown=math.inf)
+    assert found.summary.interrupted
+    assert found.plan == memopt_cli.plan_of(model) != memopt_cli.Plan()
+    assert "Ctrl-C again: stop" in caplog.text

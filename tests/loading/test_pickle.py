@@ -502,13 +502,36 @@ def test_a_class_of_a_notebook_needs_its_export(trained: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize("trust", [{}, {"globals": ("__main__.Net",)}, {"packages": ("__main__",)}])
 def test_a_class_of_the_training_script_needs_the_script(trust: dict[str, Any], trained: Path) -> None:
-    with pytest.raises(Unvouched, match=r"__main__\.Net was defined in the script that saved the file") as error:
+    with pytest.raises(
+        Unvouched, match=r"__main__\.Net was defined in the script or session that saved the file"
+    ) as error:
         load_model(source(trained / "model.pt", **trust))
     assert "--code-path YOUR_SCRIPT.py" in error.value.hint
     assert error.value.requests == ()  # a yes cannot find the script
     with pytest.raises(UnsafeFileError) as refusal:
         load(trained / "model.pt", trust=Trust(**trust))
     assert "code_paths=('YOUR_SCRIPT.py',)" in refusal.value.hint
+    assert "define its classes and build the model here, load its weights" in refusal.value.hint
+
+
+def test_a_class_of_this_session_is_trusted_by_its_name(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = type("Net", (nn.Module,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(UnsafeFileError, match="was defined in a session, as it is in this one") as refusal:
+        load(trained / "model.pt")
+    assert refusal.value.hint.endswith("trust=Trust(globals=('__main__.Net',)))")
+    assert type(load(trained / "model.pt", trust=Trust(globals=("__main__.Net",)))) is net
+
+
+def test_what_a_session_only_imports_is_not_its_class(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Net", nn.Linear, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(UnsafeFileError, match="script or session"):
+        load(trained / "model.pt", trust=Trust(globals=("__main__.Net",)))
 
 
 @pytest.mark.parametrize("name", [*USED, "odd.pt"])
@@ -528,8 +551,9 @@ def test_a_code_path_folder(foreign: Path) -> None:
 
 
 def test_a_code_path_that_does_not_exist(foreign: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere\.py"):
-        load_model(source(foreign, code_paths=("nowhere.py",)))
+    with pytest.raises(UsageError, match=r"nowhere\.py") as refusal:
+        load(foreign, trust=Trust(code_paths=("nowhere.py",)))
+    assert "--code-path" not in str(refusal.value)
 
 
 # ---------------------------------------------------------------------------------------------- bad files

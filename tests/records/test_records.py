@@ -242,3 +242,9 @@ def test_a_mapping_is_read_back() -> None:
     assert from_data(WithMapping, {"indices": {"edges": 3}}) == WithMapping({"edges": 3})
     with pytest.raises(UsageError, match="must be a mapping"):
         from_data(WithMapping, {"indices": 3})
+
+
+def test_a_plan_prints_only_what_differs_from_the_defaults() -> None:
+    plan = Plan(segments=(SegmentPlan(path="a", chunks=2, axis=1), SegmentPlan(path="")), packed=True)
+    assert repr(plan) == ("Plan(segments=(SegmentPlan(path='a', axis=1, chunks=2), SegmentPlan(path='')), packed=True)")
+    assert eval(repr(plan)) == plan

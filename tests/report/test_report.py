@@ -620,3 +620,20 @@ def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemO
     lines = shown(DETAILED, result(failed)).splitlines()
     assert lines[0] == said
     assert "* no plan is applied; 4 was asked for" in lines
+
+
+def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary) -> None:
+    found = replace(result(summary, files=()), in_memory=True, header=a_header(model="Net"))
+    *_, searched, _, last = shown(TextReport(), found).splitlines()
+    assert searched == "searched in 1 min 5 s"
+    assert last == (
+        'the plan is on the model; where found is this result, found.plan.save("Net.plan.yaml") keeps it for '
+        'memopt_cli.apply_plan(model, "Net.plan.yaml")'
+    )
+
+
+def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -> None:
+    point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
+    found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
+    last = shown(TextReport(), found).splitlines()[-1]
+    assert last.endswith("pick N goes on the model by memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)")

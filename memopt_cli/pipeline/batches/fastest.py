@@ -98,7 +98,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
             raise
-        prepared.progress.note("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
+        prepared.progress.interrupted("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
         job.interrupted = True
     return replace(job.answer(), spent_s=time.monotonic() - started)
 

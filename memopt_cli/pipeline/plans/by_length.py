@@ -251,7 +251,7 @@ class _ByLength:
             if isinstance(err, Terminated) or not self.request.interruptible:
                 raise
             self.interrupted = True
-            self.prepared.progress.note("The search is interrupted: the ranges that it has found are kept.")
+            self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")
         return [*plain, *parts]
 
     def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:

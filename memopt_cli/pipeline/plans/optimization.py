@@ -191,7 +191,9 @@ class _Job:
         except KeyboardInterrupt as err:
             if not request.interruptible or isinstance(err, Terminated):
                 raise
-            prepared.progress.note("Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop.")
+            prepared.progress.interrupted(
+                "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
+            )
             self.found.interrupted = True
 
     def _seek(self, search: StartedSearch) -> list[LevelRow]:
@@ -219,7 +221,7 @@ class _Job:
         """
         if not search.probes.improved(search.first):
             raise KeyboardInterrupt
-        self.prepared.progress.note(
+        self.prepared.progress.interrupted(
             "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
         )
         search.probes.end("the search was interrupted")

@@ -7,6 +7,7 @@ import itertools
 import operator
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -29,7 +30,8 @@ from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import Trust
 
-_SCRIPT: Final = "YOUR_SCRIPT.py"
+UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
+"""Stands for a script that nobody knows; it may have been a session, of which no script is left."""
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
@@ -66,7 +68,8 @@ class Vouched:
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``, or the reason why the user's flags are not enough."""
         own = self.code.defines(use.name.module)
-        if use.name.module == "__main__" and not own:
+        is_here = str(use.name) in self.trust.globals and _defined_here(use.name)
+        if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name)
         found = self.code.find(use.name) if own else resolve(use.name)
         if isinstance(found, Denied | Missing):
@@ -98,14 +101,34 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Refuse ``wanted``, a name of ``__main__``, and suggest the script in this folder whose source defines it."""
-    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
-    source = sources[0] if len(sources) == 1 else Path(_SCRIPT)
+    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: a script of this folder, or this session.
+
+    The search reads sources; it runs no script.
+    """
+    sources = _sources_with(wanted, "*.py")
+    if len(sources) != 1 and _defined_here(wanted):
+        return Denied("was defined in a session, as it is in this one", Trust(globals=(str(wanted),)))
+    sources = sources or _sources_with(wanted, "*.ipynb")
+    source = sources[0] if len(sources) == 1 else Path(UNKNOWN_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
+    if script == UNKNOWN_SCRIPT:
+        reason = "was defined in the script or session that saved the file"
     if source.name != script:
         exported = f"jupyter nbconvert --to script {shlex.quote(source.name)}"
         reason = printable(f"was defined in {source.name}, a notebook: export it with {exported}")
     return Denied(reason, Trust(code_paths=(script,)))
+
+
+def _defined_here(wanted: Global) -> bool:
+    """Return whether the running script or session, other than memopt, defines the class ``wanted`` of ``__main__``."""
+    found: Any = sys.modules["__main__"]
+    if within(getattr(found.__spec__, "name", ""), "memopt_cli"):
+        return False
+    for part in wanted.name.split("."):
+        found = vars(found).get(part)
+        if not isinstance(found, type) or found.__module__ != "__main__":
+            return False
+    return True
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
