@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from memopt_cli.files.contents import plan_yaml
@@ -50,6 +51,18 @@ def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.M
     Path("loss.py").write_text("\n".join([*functions, "def against(output, target): ...", ""]))
     Path("plan.yaml").write_text("segments: [\n")
     os.mkdir("a_folder")
+    Path("graph.onnx").write_bytes(ONNX)
+    Path("graph.bin").write_bytes(ONNX)
+    for pointer in ("pointer.pt", "pointer.safetensors"):
+        Path(pointer).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    Path("net.py").write_text(
+        "from torch import nn\ndef _own(): ...\ndef build(): return nn.Linear(3, 4)\nclass Net: ...\n"
+    )
+    Path("broken.py").write_text("def\n")
+    for folder, names in (("one_file", ["model"]), ("shards", ["a", "b"])):
+        os.mkdir(folder)
+        for name in names:
+            save_file(nn.Linear(3, 4).state_dict(), f"{folder}/{name}.safetensors")
     return tmp_path
 
 
@@ -64,6 +77,7 @@ def _save_as_of_a_lost_module(path: str) -> None:
 
 
 SPEC = "-i 2x3"
+ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\0"
 
 BEFORE_A_STEP = [
     # command, exit code, what the message says
@@ -75,7 +89,22 @@ BEFORE_A_STEP = [
     ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are not a pickle"]),
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
     ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
-    ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt"]),
+    ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt; build.py is a file"]),
+    ("optimize graph.onnx", 3, ["graph.onnx is an ONNX graph", "torch.save(model, path)"]),
+    ("inspect graph.bin", 3, ["graph.bin is an ONNX graph"]),
+    ("optimize pointer.pt", 3, ["pointer.pt is a pointer of Git LFS", "git lfs pull"]),
+    ("optimize net:build --weights pointer.safetensors", 3, ["is a pointer of Git LFS", "git lfs pull"]),
+    ("optimize net.py", 2, ["'net.py' is Python code", "without arguments: net.py:build. It defines build, Net.\n"]),
+    ("optimize broken.py", 2, ["'broken.py' is Python code", "without arguments: broken.py:NAME.\n"]),
+    ("optimize net.py:nothing", 2, ["net.py has no function nothing", "It defines build, Net."]),
+    ("profile a_folder", 2, ["without config.json", "build.py:build --weights FOLDER/model.safetensors; build.py is"]),
+    (
+        "optimize one_file",
+        2,
+        ["of weights without config.json", "build.py:build --weights one_file/model.safetensors;"],
+    ),
+    ("optimize net.py:build --weights shards", 2, ["'shards' is a folder with 2 safetensors files: a.safetensors, b."]),
+    ("optimize net.py:build --weights a_folder", 2, ["'a_folder' is a folder with 0 safetensors files\n"]),
     ("optimize vandal.pt", 4, ["vandal.pt was not loaded", "posix.system", "attack"]),
     ("optimize legacy_vandal.pt", 4, ["posix.system", "attack"]),
     ("optimize fine.pt", 4, ["faulty.Fine", "--allow-package faulty"]),
@@ -86,7 +115,7 @@ BEFORE_A_STEP = [
     (
         "optimize good.pt --code-path train.ipynb",
         2,
-        ["notebook", "nbconvert --to script train.ipynb, and name train.py"],
+        ["notebook", "nbconvert --to script train.ipynb (or in its menu", "and name train.py"],
     ),
     ("optimize good.pt --loss train.ipynb:mean", 2, ["--loss", "nbconvert", "name train.py:mean"]),
     ("optimize good.pt --optimizer train.ipynb:make", 2, ["--optimizer", "nbconvert", "name train.py:make"]),

@@ -14,7 +14,6 @@ import typer
 
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import (
-    MODEL_SETTINGS,
     is_built_in,
     is_pretrained,
     parse_device,
@@ -23,6 +22,7 @@ from memopt_cli.inputs.spec_text import (
 )
 from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
+from memopt_cli.text.misnamed import file_refusal, folder_refusal, weights_in
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
 from memopt_cli.text.options import MOST_RANKS
 from memopt_cli.text.values import Kind, Whole
@@ -39,8 +39,13 @@ def card(text: str) -> DeviceProfile:
 def check_model(location: str) -> str:
     """Return ``location``; raise :class:`typer.BadParameter` if it names no model."""
     _refuse_notebook(location if ":" in location else f"{location}:FUNCTION")
-    if os.path.isdir(location) and not is_pretrained(location):
-        raise typer.BadParameter(f"'{location}' is a folder without {MODEL_SETTINGS}, not a model")
+    refusal = None
+    if os.path.isdir(location):
+        refusal = None if is_pretrained(location) else folder_refusal(location)
+    elif location.endswith(".py"):
+        refusal = file_refusal(location, b"")
+    if refusal is not None:
+        raise UsageError(f"'{location}' {refusal[0]}", hint=refusal[1])
     if os.path.exists(location):
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
@@ -112,6 +117,11 @@ def check_file(path: str) -> str:
     return path
 
 
+def check_weights(path: str) -> str:
+    """Return ``path`` of a file of weights that is not yet opened: the only one in a folder, if it is a folder."""
+    return check_file(weights_in(path))
+
+
 def check_code(path: str) -> str:
     """Return ``path``, of a folder or a Python file that exists."""
     if not os.path.isdir(path):
@@ -161,6 +171,7 @@ CHECKS: Final[Mapping[str, Callable[[str], Any]]] = {
     "model": check_model,
     "optimizer": check_optimizer,
     "parallel": check_parallel,
+    "weights": check_weights,
     "range of ranks": _range_of("ranks", MOST_RANKS),
     "range of replicas": _range_of("replicas"),
 }

@@ -9,7 +9,7 @@ from torch import nn
 
 from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
-from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.misnamed import build_hint
 from memopt_cli.text.units import counted
 from memopt_cli.training.wrappers import Wrapper
 
@@ -63,8 +63,7 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     """Return the error for a file that holds nothing but ``tensors`` weights."""
     return FileFormatError(
         f"{path} holds {counted(tensors, 'tensor')} but no model",
-        hint="Name the function that builds the model, as build.py:build for build() in build.py: "
-        f"build.py:build `--weights {quoted_path(path)}`",
+        hint=build_hint(path),
     )
 
 

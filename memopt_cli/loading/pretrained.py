@@ -31,6 +31,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
 from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
+from memopt_cli.text.misnamed import folder_refusal
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
@@ -73,9 +74,8 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     """
     folder = Path(location)
     if not is_pretrained(location):
-        raise UsageError(
-            f"{location} is a folder without {MODEL_SETTINGS}, not a model", hint="Give a file, or such a folder."
-        )
+        said, hint = folder_refusal(location)
+        raise UsageError(f"{location} {said}", hint=hint)
     digest = hashlib.sha256()
     tempfile.gettempdir()  # writes a file when it is first called, which the watch would refuse a library
     with _offline(), watched(location, _IN_CODE):

@@ -14,6 +14,7 @@ from typing import Any
 
 from memopt_cli.errors import UsageError, first_line
 from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.misnamed import definitions
 
 
 def user_function(
@@ -34,7 +35,7 @@ def user_function(
         raise UsageError(f"{said}: there is no file '{path}'", hint=_HINT)
     function = getattr(_module_of(path, said), name, None)
     if not callable(function):
-        raise UsageError(f"{said}: {path} has no function {name}", hint=_HINT)
+        raise UsageError(f"{said}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
     return function  # type: ignore[no-any-return]
 
 

@@ -84,7 +84,8 @@ def notebook_refusal(text: str) -> str:
     script = f"{match[1].removesuffix('.ipynb')}.py"
     return (
         f"'{match[1]}' is a notebook, not a Python file: export it with jupyter nbconvert --to script "
-        f"{shlex.quote(match[1])}, and name {script}{match[2] or ''}"
+        f"{shlex.quote(match[1])} (or in its menu: File, Save and Export Notebook As, Executable Script), and name "
+        f"{script}{match[2] or ''}"
     )
 
 

@@ -424,7 +424,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         LOADING,
         "NAME",
     ),
-    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "file", python=""),
+    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python=""),
     "code_path": Option(
         "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
         LOADING,

@@ -18,6 +18,7 @@ from memopt_cli.loading.pickles.kinds.interface import Broken
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.pickles.storages import Storages, archived_storages, legacy_storages
+from memopt_cli.text.misnamed import file_refusal
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 """The first of the five pickles in a legacy file.  A version, the machine that wrote it, the object and the names of
@@ -48,6 +49,8 @@ def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
         raise FileFormatError(f"{file.path} is empty", hint="Save the model again with torch.save(model, path).")
     if (packed := next((name for start, name in _COMPRESSED.items() if file.data.startswith(start)), None)) is not None:
         raise FileFormatError(f"{file.path} is compressed as a whole ({packed})", hint=f"Unpack it first: {packed} -d.")
+    if (refusal := file_refusal(file.path, file.data)) is not None:
+        raise FileFormatError(f"{file.path} {refusal[0]}", hint=refusal[1])
     scan = PickleScan(size=len(file.data))
     try:
         if file.data.startswith(b"PK"):
