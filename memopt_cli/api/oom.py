@@ -19,6 +19,8 @@ from memopt_cli.text.optimizer_text import name_of
 from memopt_cli.text.writing import content, write_all
 from memopt_cli.training.step import is_out_of_memory
 
+_OWN_LOSS = "--loss train.py:loss"
+
 
 @contextlib.contextmanager
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
@@ -52,7 +54,7 @@ def _kept(error: Exception, base: Path) -> str:
         f"memopt explain {told}\n"
         f"and to find what would fit: memopt explain MODEL -i SHAPE {known}{' ' * bool(known)}{told}\n"
         "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE that of a batch, 64x3x224x224 or "
-        "64x128@int64=0..32000; --loss train.py:loss if it has a loss of its own"
+        f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"
     )
 
 
