@@ -49,10 +49,10 @@ def _kept(error: Exception, base: Path) -> str:
     except Exception as failed:  # no other error is to take this one's place
         return f"memopt could not write the files that explain it: {failed}"
     told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
-    known = " ".join(filter(None, (_script(), _optimizer(error))))
+    command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
     return (
         f"memopt explain {told}\n"
-        f"and to find what would fit: memopt explain MODEL -i SHAPE {known}{' ' * bool(known)}{told}\n"
+        f"and to find what would fit: {command}\n"
         "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE that of a batch, 64x3x224x224 or "
         f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"
     )
