@@ -37,7 +37,7 @@ ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
 TOLERANCE = 1e-10
 """Largest relative difference from the loop, in float64, with which a route counts as computing the same."""
 STORED_TOLERANCE = 1e-5
-"""Largest such difference in the model's own precision, for models that cannot run in float64."""
+"""The limit in place of :data:`TOLERANCE` for models that cannot run in float64, in the model's own precision."""
 _FEW_MODELS = 2
 """Number of models that are compared."""
 _FEW_SAMPLES = 3

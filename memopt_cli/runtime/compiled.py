@@ -1,9 +1,9 @@
-"""Segments under ``torch.compile``: which of them a compiler may trace, and how the others run.
+"""Decide which segments ``torch.compile`` may trace, and run the others as without a compiler, between two graphs.
 
-A compiler that derives backward ahead of time takes a checkpoint apart; any other runs the inner part twice, with other
-random numbers and on the same buffers.  Where ``WRITES_TWICE``, PyTorch's own do that to the buffers as well.  And that
-a module must not run in chunks, because of state that moves once a call or rows that depend on one another, is found
-by running it, not by tracing it.  A segment that may not be traced runs as without a compiler, between two graphs.
+Three things forbid tracing.  A backend that does not derive backward ahead of time runs the inside of a checkpoint
+twice, with other random numbers and on the same buffers.  In versions of PyTorch that are ``WRITES_TWICE``, its own
+backends write buffers twice, too.  And whether a module may run in chunks (no state that changes once a call, no rows
+that depend on one another) shows only when it runs, not when it is traced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 def run_compiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the segment ``module`` where a compiler traces it; elsewhere its forward is ``run``."""
+    """Run the segment ``module`` while a compiler traces it; ``run`` is the function that runs it without one."""
     if _is_exported():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -45,7 +45,7 @@ def run_compiled(
 def run_plainly_or(
     run: Run, path: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``run`` between two graphs where a compiler traces ``module``; ``forward`` where there may be one graph."""
+    """Call ``run`` between two graphs while a compiler traces ``module``; if only one graph is allowed, ``forward``."""
     if _is_exported():
         return forward(*args, **kwargs)
     if wants_one_graph():
@@ -55,7 +55,7 @@ def run_plainly_or(
 
 
 def _is_exported() -> bool:
-    """Tell whether Python itself runs the forward that is traced, as for ``torch.export`` unless that is strict."""
+    """Tell whether Python itself runs the traced forward, as in ``torch.export`` (with ``strict=False``)."""
     return not torch.compiler.is_dynamo_compiling()
 
 
@@ -63,7 +63,7 @@ def _is_exported() -> bool:
 def uncompiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``run`` without a compiler, which would trace the functions inside ``run`` if it gave up on the whole."""
+    """Call ``run`` uncompiled: a compiler that gives up on a function goes on with the functions that this calls."""
     with taking_turns(module):
         return run(module, forward, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""Records of the chunks into which modules were cut, by which a search checks that each of them ran."""
+"""Record into how many chunks modules were cut, so that a search can check that a plan's chunks really ran."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def recorded_cuts() -> Iterator[dict[int, Cut]]:
 
     Of several calls of one owner, it holds the one with the least length.
     """
-    found: dict[int, Cut] = {}
-    outer, _thread.found = getattr(_thread, "found", None), found
+    cuts: dict[int, Cut] = {}
+    outer, _thread.cuts = getattr(_thread, "cuts", None), cuts
     try:
-        yield found
+        yield cuts
     finally:
-        _thread.found = outer
+        _thread.cuts = outer
 
 
 def record_cut(owner: object, asked: int, length: int) -> None:
     """Record that ``owner``, a module or its weight, is being cut; outside of :func:`recorded_cuts` do nothing."""
-    found: dict[int, Cut] | None = getattr(_thread, "found", None)
-    if found is None:
+    cuts: dict[int, Cut] | None = getattr(_thread, "cuts", None)
+    if cuts is None:
         return
-    known = found.get(id(owner))
+    known = cuts.get(id(owner))
     if known is None or length < known.length:
-        found[id(owner)] = Cut(asked, length)
+        cuts[id(owner)] = Cut(asked, length)
 
 
 def chunk_lengths(length: int, chunks: int) -> list[int]:

@@ -28,19 +28,20 @@ def checkpoint(
 ) -> Any:
     """Return ``function(*args, **kwargs)``, and run the function again in backward instead of keeping what it saves.
 
-    The modules that the function is, or is a method of, or refers to by variables around it, are treated as those in a
-    segment: their batch statistics and hidden states advance once.
+    The state of modules that the function uses advances only once, as in a segment: batch statistics, hidden states.
+    Such modules are the function itself, the object that it is a method of, and those in variables that it refers to.
 
     Parameters
     ----------
     function:
         What to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
-        The codec by which tensors among the arguments are stored meanwhile, or the name of its class; ``None`` stores
-        them as they are.
+        The codec by which tensors among the arguments are stored until backward, or the name of its class; ``None``
+        stores them raw.
     chunks:
         How many pieces the arguments at ``chunked_args`` are cut into along ``time_dim``; the function runs on one
-        after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along it.
+        after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along
+        ``time_dim``.
     chunked_args:
         Positions of the arguments that are cut.
     time_dim:
@@ -54,7 +55,7 @@ def checkpoint(
     Raises
     ------
     ValueError
-        If the arguments cannot be cut so.
+        If the arguments cannot be cut into chunks.
     TypeError
         If ``function`` is not callable, or its output cannot be joined.
     """
@@ -68,8 +69,8 @@ def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | Non
     Parameters
     ----------
     x_compressor:
-        The codec of the stored arguments, as ``compressor`` there.  A function in its place is ``f_forward``, so that
-        ``@to_gc_function`` decorates one.
+        The codec of the stored arguments, as ``compressor`` in :func:`checkpoint`.  If it is a function, that is taken
+        for ``f_forward``, so that ``@to_gc_function`` works as a decorator.
     f_forward:
         The function to run again in backward; ``None`` returns a decorator.
 
@@ -112,7 +113,7 @@ class FunctionModule(nn.Module):
     def chunked_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments in the order in which :meth:`forward` takes them.
 
-        Raises :class:`ValueError` if those that are to be cut are no tensors of one length.
+        Those that are cut come first.  Raises :class:`ValueError` if they are not tensors of one length.
         """
         if not all(0 <= index < len(args) for index in self.chunked_args):
             raise ValueError(f"chunked_args={self.chunked_args}, and there are {len(args)} positional arguments")
@@ -127,9 +128,9 @@ class FunctionModule(nn.Module):
         return tuple(args[index] for index in self._order(len(args)))
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        """Return the output of the function, whose arguments are given in the order of :meth:`chunked_first`."""
-        of = dict(zip(self._order(len(given)), given, strict=True))
-        output = vars(self)["function"](*(of[index] for index in range(len(given))), **kwargs)
+        """Return the output of the function; ``given`` are its arguments in the order of :meth:`chunked_first`."""
+        by_position = dict(zip(self._order(len(given)), given, strict=True))
+        output = vars(self)["function"](*(by_position[index] for index in range(len(given))), **kwargs)
         parts = output if isinstance(output, tuple) else (output,)
         if self.chunked_args and not all(_has_dimension(part, self.axis) for part in parts):
             kinds = ", ".join(f"{p.dim()}-D tensor" if isinstance(p, Tensor) else type(p).__name__ for p in parts)

@@ -1,4 +1,4 @@
-"""Batch norms: the modules, and the functions that every class of them calls in the end."""
+"""Recognize batch norms, the modules and the functions that all their classes call, and fix their statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH_NORMS: dict[Any, tuple[str, ...]] = {
     torch.ops.aten.batch_norm: _OF_OPERATORS,
     torch.ops.aten.batch_norm.default: _OF_OPERATORS,
 }
-"""The ways to ask for batch normalization, with the names of their positional arguments."""
+"""Function that normalizes a batch -> the names of its positional arguments."""
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -29,21 +29,24 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 class OtherNorms(Exception):
-    """Part of an input reaches a module's batch norms in another way than the whole; a sentence without its subject."""
+    """Batch norms get other channels for a part of an input than for the whole; the message lacks its subject."""
 
 
 class SameStatistics(TorchFunctionMode):
-    """A mode in which batch norms normalize as in the first run under it: call for call by the statistics found there.
+    """A mode in which each call of a batch norm uses the statistics that the same call had in the first run.
 
-    A run of several parts, one after the other, calls them as often for each part.  No weights are applied, for they
-    may be zero.  Raises :class:`OtherNorms`.
+    In later runs, a module may run on several parts in turn: the norms' calls then repeat for each part.  No weights
+    are applied, since they may be zero, and would hide differences.  Raises :class:`OtherNorms`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+        """Mean and variance for each call of the first run."""
         self._calls = 0
+        """Number of calls in this run."""
         self._is_first = True
+        """Whether this is the first run."""
 
     def __enter__(self) -> SameStatistics:
         self._calls = 0
@@ -62,9 +65,9 @@ class SameStatistics(TorchFunctionMode):
         self._calls += 1
         if self._is_first:
             precise, others = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
-            self._found.append((precise.mean(others), precise.var(others, correction=0)))
-        found = self._found[call % len(self._found)] if self._found else ()
+            self._statistics.append((precise.mean(others), precise.var(others, correction=0)))
+        statistics = self._statistics[call % len(self._statistics)] if self._statistics else ()
         vectors = [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
-        if not found or any(v is not None and v.shape != x.shape[1:2] for v in (*found, *vectors)):
+        if not statistics or any(v is not None and v.shape != x.shape[1:2] for v in (*statistics, *vectors)):
             raise OtherNorms("gives its batch norms other channels on a part of its input")
-        return F.batch_norm(x, *found, eps=given.get("eps", 1e-5))
+        return F.batch_norm(x, *statistics, eps=given.get("eps", 1e-5))

@@ -1,12 +1,12 @@
 """Private names of PyTorch, which may change without notice: no other file of memopt uses one.
 
-A private name is one that begins with an underscore, or lies in a module that does.  Each stands here once, with what
-it is for and what it replaces; ``tests/runtime/test_private_torch.py`` fails where PyTorch changes what it does, and
-``tests/runtime/test_private_names.py`` where another file uses one.  All exist in PyTorch 2.8 to 2.14 (``make
-compat``).  Names that are read at every operator are aliases or an ``attrgetter``, which cost nothing.
+A private name begins with an underscore, or is in a module whose name does.  Each is wrapped here once, under a name
+that says what it is for.  ``tests/runtime/test_private_torch.py`` fails if PyTorch changes what it does, and
+``tests/runtime/test_private_names.py`` if another file uses one.  All exist in PyTorch 2.8 to 2.14 (``make compat``).
+Names that are read at every operator are aliases or an ``attrgetter``, which cost nothing.
 
-Not here: the names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and operators
-(``torch.ops.aten._to_copy``), which are called by the names of their schemas.
+Two kinds are not here: names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and
+operators (``torch.ops.aten._to_copy``), which are called by the names of their schemas.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ version_counter: Final[Callable[[Tensor], int]] = attrgetter("_version")
 """How often a tensor was written in place; raises :class:`RuntimeError` for an inference tensor."""
 
 storage_key: Final[Callable[[torch.UntypedStorage], int]] = attrgetter("_cdata")
-"""The address of a storage itself: it tells apart those that hold no memory as well, whose ``data_ptr`` is 0."""
+"""The address of the storage object: unlike ``data_ptr``, it also identifies storages without memory."""
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -113,9 +113,9 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def holders_of(tensor: Tensor) -> int:
-    """Return how many tensors hold the storage of ``tensor``, itself and those of autograd among them."""
+    """Return how many tensors hold the storage of ``tensor``, including itself and those that autograd holds."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # this object
+    return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # without ``storage``, this function's own
 
 
 @functools.cache
@@ -125,7 +125,7 @@ def is_made_of_others(kind: type) -> bool:
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors in which the values of ``tensor`` lie: itself, or all that it consists of."""
+    """Yield the tensors that hold the values of ``tensor``: itself, or those that it consists of, as a ``DTensor``."""
     if not is_made_of_others(type(tensor)):
         yield tensor
         return
@@ -136,7 +136,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
-"""Whether a tensor says that it is zero and has no memory, as tangents do."""
+"""Whether a tensor is PyTorch's special zero tensor without memory, as some tangents are."""
 
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another one."""
@@ -152,10 +152,10 @@ def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype,
 
 
 quantized_by_tensor: Final[Callable[..., Tensor]] = torch._empty_affine_quantized
-"""An empty tensor with one scale: public functions make them from floats alone."""
+"""A function that makes an empty quantized tensor with one scale; public functions can only quantize floats."""
 
 quantized_by_channel: Final[Callable[..., Tensor]] = torch._empty_per_channel_affine_quantized
-"""An empty tensor with one scale for each channel."""
+"""A function that makes an empty quantized tensor with one scale for each channel."""
 
 
 def set_bits(tensor: Tensor, bits: dict[str, bool]) -> None:
@@ -174,14 +174,14 @@ UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeE
 
 
 def is_fake(value: Any) -> bool:
-    """Tell whether ``value`` is a tensor of a dry run, which has a shape and a device and no data."""
+    """Tell whether ``value`` is a tensor of a dry run, which has a shape and a device, but no data."""
     return isinstance(value, FakeTensor)
 
 
 class DryRun(FakeTensorMode):
-    """A mode in which tensors have no data, mended where PyTorch's own refuses what kernels take.
+    """PyTorch's mode in which tensors have no data, mended for an operator whose dtypes it refuses.
 
-    The meta function of grouped matrix products, as of experts, takes bfloat16 alone; kernels take more.
+    For grouped matrix products (mixtures of experts), the meta function takes only bfloat16, and kernels take more.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,10 +228,11 @@ def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any])
 
 
 def mend_copies_of_fakes() -> None:
-    """Have ``copy.deepcopy`` of a dry run's tensor make one of its own, from now on.
+    """Make ``copy.deepcopy`` of a dry run's tensor return another tensor of the dry run, from now on.
 
-    PyTorch copies its storage instead, which has a size and no memory, and writes beyond it.  The change is permanent,
-    because such tensors outlive a dry run, say in a list that a user's hook appends to, and are copied with the model.
+    PyTorch would copy its storage, which has a size but no memory, and write out of bounds.  The change is permanent,
+    because such tensors may outlive a dry run, in a list that a user's hook appends to, say, and are then copied with
+    the model.
     """
     FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
 
@@ -279,7 +280,7 @@ schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
 
 
 def has_schema(operator: Any) -> bool:
-    """Tell whether ``operator`` is one of PyTorch's: modes also see those of ``torch.compile``."""
+    """Tell whether ``operator`` has a schema: higher-order operators, as of ``torch.compile``, have none."""
     return hasattr(operator, "_schema")
 
 
@@ -305,14 +306,14 @@ def with_plain_functions() -> AbstractContextManager[None]:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without its graph, but with its version counter, which ``detach`` alone replaces."""
+    """Return ``tensor`` detached, but with the same version counter; a plain ``detach`` makes a new one."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 # ---------------------------------------------------------------------------------------------- modules
 
-# Functions, for ``torch.compile`` looks into them.
+# Functions and not aliases, since ``torch.compile`` can trace them.
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
@@ -386,7 +387,7 @@ _GLOBAL_HOOKS: Final = tuple(f"_global_{name}" for name in _HOOK_TABLES)
 
 
 def use_weights(recurrent: nn.Module) -> None:
-    """Have a recurrent layer hand its kernel the weights that are its attributes now."""
+    """Make a recurrent layer use the weights that are its attributes now; it caches them in a flat list."""
     names: Any = recurrent._flat_weights_names
     recurrent._flat_weights = [getattr(recurrent, name, None) for name in names]  # type: ignore[assignment]
 
@@ -455,7 +456,7 @@ def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None,
     if node is None or name_of_node(node) != "CatBackward0":
         return None
     dim: int = node._saved_dim  # type: ignore[attr-defined]
-    dim -= 2**64 if dim >= 2**63 else 0  # it is an unsigned number there
+    dim -= 2**64 if dim >= 2**63 else 0  # autograd stores a negative dimension as an unsigned number
     parts = node.next_functions
     return dim, [(_edge(maker, output), _length(maker, output, dim, tensor.dim())) for maker, output in parts]
 
@@ -525,8 +526,9 @@ _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
 def is_engine(caller: FrameType | None) -> bool:
     """Tell whether autograd's engine made a call, ``caller`` being the frame behind the called one.
 
-    The engine is no Python: behind what it calls lies the frame that started it, or none where it runs a thread of its
-    own.  PyTorch has no other way to find out who adds two gradients.
+    The engine is written in C++.  So the Python frame behind a function that it calls is the one that started it, or
+    there is none, if it runs in a thread of its own.  PyTorch has no other way to tell that a sum of two gradients is
+    autograd's.
     """
     caller = _beyond(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
@@ -705,7 +707,7 @@ def memory_history() -> Iterator[None]:
 
 
 def memory_snapshot() -> Any:
-    """Return what CUDA's allocator holds, as plain containers."""
+    """Return PyTorch's snapshot of the memory that CUDA's allocator holds, as plain containers."""
     return torch.cuda.memory._snapshot()
 
 
@@ -793,7 +795,7 @@ def compiled_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_to_draw_alike() -> Iterator[None]:
-    """Have what is compiled in the block draw eager mode's random numbers; Inductor's own kernels draw others."""
+    """Make models compiled in the block draw the same random numbers as eager mode; Inductor's kernels draw others."""
     import torch._inductor.config
 
     with torch._inductor.config.patch(fallback_random=True):
@@ -802,7 +804,7 @@ def compiled_to_draw_alike() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_to_keep_all() -> Iterator[None]:
-    """Have what is compiled in the block keep for backward as much as without a memory budget."""
+    """Make models compiled in the block keep for backward as much as they do without a memory budget."""
     import torch._functorch.config
 
     with torch._functorch.config.patch(activation_memory_budget=1.0):

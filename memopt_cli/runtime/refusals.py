@@ -1,4 +1,7 @@
-"""Reasons why a module cannot be a segment, or not the segment that a plan wants; each is empty if it can."""
+"""Find the reason why a module cannot be a segment, or not with the settings of a plan; an empty text means it can.
+
+All reasons are sentences about the module, which callers show as they are.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,9 @@ def misfit(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def misplaced(module: nn.Module, config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for ``module`` in every mode and under every PyTorch; empty if nothing is.
+    """Return what is wrong with ``config`` for ``module``, whatever its mode and PyTorch's version; empty if nothing.
 
-    Saved modules are checked by it, too, which became segments in another mode, or under another version.
+    Modules that are loaded are checked by this alone: they may have become segments in another mode or version.
     """
     if reason := wrong_settings(config):
         return reason
@@ -138,7 +141,7 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
     """Return why the batch norms in ``module``, in their present mode, forbid chunks; empty if they do not."""
     if chunks < 2 or config.batch_statistics or config.inexact:
         return ""
-    # Without running statistics a norm uses those of the batch in eval mode, too.
+    # A norm without running statistics (track_running_stats=False) uses those of the batch in eval mode, too.
     mixing = next((n for n in batch_norms(module) if n.training or getattr(n, "running_mean", n) is None), None)
     if mixing is None:
         return ""

@@ -1,9 +1,9 @@
 """Runs: consecutive children of an ``nn.Sequential`` that act as one module, so that they can be one segment.
 
-A flat Sequential (convolution, norm, activation, convolution, …) has no module between itself and its layers, none of
-which is worth recomputing alone.  A run is such a module.  It is no child of the Sequential: children and their
-parameters keep their names, and the Sequential its length; only its forward knows the runs.  Paths name a run by its
-first and last child, ``features.0-2``, and a child in it below that: ``features.0-2.1``.
+In a flat Sequential (convolution, norm, activation, convolution, …), no single layer is worth recomputing, and there is
+no module between the Sequential and its layers.  A run is such a module.  It is no child of the Sequential: children
+and their parameters keep their names, and the Sequential its length; only its forward uses the runs.  Paths name a run
+by its first and last child, ``features.0-2``, and a child in it below that: ``features.0-2.1``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
 _LEAST_LAYERS = 2
-"""Least layers with weights in a Sequential that is worth dividing: as whole blocks, a U-Net's pairs of convolutions
-gave no plan at half of its activation peak; divided, they gave one at 1.40 times the step (``benchmarks/storage.py``).
-"""
+"""Fewest layers with weights in a Sequential that is divided.  Two, since it pays for a U-Net's pairs of convolutions:
+as whole blocks they gave no plan at half of the activation peak; divided, they gave one that takes 1.40 times as long
+(``benchmarks/storage.py``)."""
 
 
 class Run(nn.Sequential):
@@ -73,7 +73,7 @@ def group_layers(model: nn.Module) -> None:
 
 
 def add_runs(model: nn.Module, path: str) -> list[Run]:
-    """Make the runs in ``path`` part of ``model``, in place, and return those that were not yet.
+    """Make the runs in ``path`` part of ``model``, in place, and return those that were not part of it before.
 
     Raises :class:`ValueError` if that is not possible, :class:`AttributeError` if there is no such path.
     """
@@ -103,9 +103,9 @@ def calls_in_turn(module: nn.Module) -> bool:
 
 
 def find_part(model: nn.Module, path: str) -> nn.Module:
-    """Return the module at ``path`` in ``model``; a run that it does not have is made without becoming part of it.
+    """Return the module at ``path`` in ``model``; a run that ``model`` does not have is made, but not added to it.
 
-    Raises :class:`AttributeError` if there is none.
+    Raises :class:`AttributeError` if there is no such module.
     """
     for name in path.split(".") if path else ():
         model = _part(model, name)
@@ -149,7 +149,7 @@ def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _part(parent: nn.Module, name: str) -> nn.Module:
-    # Not by ``get_submodule``, which takes an empty name for the module itself, and evaluates properties.
+    # Not ``get_submodule``: for an empty name it returns the module itself, and it evaluates properties.
     known = {**children_of(parent), **_runs_of(parent)}
     part = known[name] if name in known else _spelled(parent, name)
     if part is None:
@@ -158,7 +158,7 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
-    """Return the run that ``name`` spells, from the child before a hyphen to the one after it; ``None`` if none."""
+    """Return the run named ``name``, ``first-last`` by its first and last child; ``None`` if ``name`` names no run."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")
@@ -170,7 +170,7 @@ def _spelled(parent: nn.Module, name: str) -> Run | None:
 def _run(parent: nn.Module, names: list[str]) -> Run:
     run = Run()
     children_of(run).update((name, parent.get_submodule(name)) for name in names)
-    run.training = parent.training  # not by ``train``: children may be in another mode
+    run.training = parent.training  # not ``run.train()``, which would set the mode of the children as well
     return run
 
 

@@ -1,7 +1,7 @@
-"""TorchScript inside a plain module, for what cannot be lifted (:mod:`memopt_cli.runtime.lifted`).
+"""Wrap a TorchScript module that cannot be lifted (:mod:`memopt_cli.runtime.lifted`) in a plain module.
 
-:class:`ScriptLeaf` owns a script, has its names of parameters, buffers and modules, and pickles and deep-copies.
-TorchScript is code, also while it is loaded: :func:`check_script` reads it first.
+:class:`ScriptLeaf` holds the script, has the same names of parameters, buffers and modules, and can be pickled and
+deep-copied.  TorchScript is code, some of which runs when it is loaded: :func:`check_script` checks it before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_script(archive: bytes) -> None:
     Raises :class:`UnsafeScript` for a record, operator, class or name that is not known to be harmless, and for code
     that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
     """
-    # PyTorch's own reader: it must be the same code that torch.jit.load will compile.
+    # By PyTorch's own reader, so that the code that is checked is the code that ``torch.jit.load`` compiles.
     reader = reader_of(archive)
     code = {}
     for record in reader.get_all_records():
@@ -72,8 +72,8 @@ class ScriptLeaf(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._push()
-        # TorchScript's executor watches its first runs and differentiates later ones by itself: they round differently,
-        # and a recomputation would save other tensors than the run before.
+        # Unoptimized: TorchScript's executor profiles its first runs, and differentiates later ones by itself.  Those
+        # round differently, and a recomputation would save other tensors than its forward.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):
@@ -91,7 +91,8 @@ class ScriptLeaf(nn.Module):
         buffer = io.BytesIO()
         torch.jit.save(self.script, buffer)
         state = {k: v for k, v in vars(self).items() if k not in ("script", "_parameters", "_buffers", "_modules")}
-        # A tensor is stored as it is; an empty one carries the device through a load's map_location.
+        # The archive is stored as a tensor of bytes, and the device as that of an empty tensor, which ``map_location``
+        # of ``torch.load`` moves.
         state["archive"] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         state["anchor"] = torch.empty(0, device=next((t.device for t in self.state_dict().values()), None))
         return state
@@ -103,7 +104,7 @@ class ScriptLeaf(nn.Module):
         self._attach(script)
 
     def _attach(self, script: ScriptModule) -> None:
-        vars(self)["script"] = script  # not a child: its parameters have their names here
+        vars(self)["script"] = script  # not as a child: its parameters would get a second name
         _mirror(self, script)
 
     def _push(self) -> None:
@@ -117,7 +118,8 @@ def _mirror(part: nn.Module, script: ScriptModule) -> None:
     part.training = getattr(script, "training", True)
     for name, tensor in parameters_of(script).items():
         if tensor is not None and type(tensor) is Tensor:
-            # In place: a script may hold the same tensor elsewhere too, as an LSTM does.
+            # By exchanging the class: a new Parameter would be another object, and a script may hold the tensor twice,
+            # as an LSTM does.
             tensor.__class__ = nn.Parameter
         parameters_of(part)[name] = tensor
     buffers_of(part).update(buffers_of(script).items())

@@ -1,4 +1,4 @@
-"""Checks of the code in a TorchScript archive, which is read as text before PyTorch compiles it.
+"""Check the code in a TorchScript archive as text, before PyTorch compiles it.
 
 TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked.  Every name must be a
 variable, a word of the language, or an allowed operator, whether that is called as ``torch.relu(x)`` or as
@@ -41,7 +41,7 @@ _WORDS: Final = frozenset(
 _ROOTS: Final = frozenset({"torch", "ops", "__torch__"})
 _NO_VARIABLES: Final = _ROOTS | {"rpc_async", "rpc_remote", "rpc_sync", "getattr", "hasattr"}
 _ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})
-"""Functions that may not be assigned to a variable, under whose name a call would not be recognized."""
+"""Functions that may only be called: a call under the name of a variable would not be recognized."""
 _TEXT: Final = re.compile(r"[ -~\n]*")
 """The characters that PyTorch writes into code; its parser and Python's may read others differently."""
 _DEEPEST: Final = 300
@@ -127,14 +127,14 @@ def parsed_code(text: str) -> ast.Module:
             raise UnsafeScript("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
-        reason = str(err) or "it is nested too deep"  # of the last two, the parser's has no text
+        reason = str(err) or "it is nested too deep"  # a MemoryError of Python's parser has no text
         raise UnsafeScript(f"code that cannot be read ({reason})") from err
     _check_depth(tree)
     return tree
 
 
 def _chained(node: ast.AST) -> int:
-    """Return how many operators ``node`` chains, which PyTorch nests: ``a < b < c`` is one node of Python's."""
+    """Return how many operators ``node`` chains: ``a < b < c`` is one node in Python, and nested in PyTorch."""
     if isinstance(node, ast.BoolOp):
         return len(node.values)
     return len(node.ops) if isinstance(node, ast.Compare) else 0
@@ -145,7 +145,7 @@ def _has_comment(text: str) -> bool:
 
 
 def parsed_type(text: str) -> ast.expr:
-    """Return the type ``text`` parsed.  Raises :class:`UnsafeScript` if PyTorch does not write types so."""
+    """Return the type ``text`` parsed.  Raises :class:`UnsafeScript` for a text that PyTorch does not write."""
     try:
         if len(text) > _LONGEST_TYPE or not _TYPE.fullmatch(text):
             raise UnsafeScript("a type that PyTorch does not write")
@@ -184,7 +184,8 @@ def _check_names(tree: ast.AST) -> None:
 
 
 def _check_calls(tree: ast.AST) -> None:
-    # ``x.relu()`` is the operator as well, so every method name must be that of an allowed one, or of none.
+    # ``x.relu()`` calls the operator ``aten::relu``, too.  So each method's name must be that of an allowed operator,
+    # or of no operator at all.
     called = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -207,7 +208,7 @@ def _check_calls(tree: ast.AST) -> None:
 
 
 def _check_method(name: str) -> None:
-    if not name.isascii():  # escaped, in a text
+    if not name.isascii():  # the code itself is ASCII, but a text for ``getattr`` may have escaped characters
         raise UnsafeScript(f"the method {name!r}")
     if not is_allowed(f"aten::{name}") and is_known_to_script(f"aten::{name}"):
         raise UnsafeScript(f"the method {name}")

@@ -103,7 +103,7 @@ class StartingState:
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._lost = ""
-        """Change by forward that nothing can undo, a sentence without its subject; empty if there was none."""
+        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 

@@ -1,4 +1,4 @@
-"""Tensors inside arguments: nested tuples, lists, dicts and dataclasses."""
+"""Find, replace and separate the tensors inside arguments: nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from memopt_cli.runtime.private_torch import tree_map
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
+    """A placeholder for the tensor at ``index``."""
+
     index: int
 
 
@@ -35,18 +37,18 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             return tuple.__new__(type(leaf), [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    if isinstance(value, Tensor):  # as most are; PyTorch's walk takes ten times as long for a single leaf
+    if isinstance(value, Tensor):  # the usual case; PyTorch's walk takes ten times as long for a single leaf
         return function(value)
     return tree_map(visit, value, is_leaf=_is_own_tuple)
 
 
 def _is_own_tuple(value: Any) -> bool:
-    """Tell whether ``value`` is a named tuple with a constructor of its own, as packed sequences have."""
+    """Tell whether ``value`` is of a class derived from a named tuple, such as ``PackedSequence``."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and type(value).__bases__ != (tuple,)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return every tensor in ``value``, in order, repeats included."""
+    """Return every tensor in ``value``, in order, repeated ones as often as they occur."""
     found: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -59,7 +61,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of ``value`` in order, each once, and ``value`` with a numbered slot in each one's place."""
+    """Return the tensors of ``value`` in order, each once, and a skeleton: ``value`` with numbered slots for them."""
     slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
 
@@ -75,13 +77,13 @@ def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
 
 
 def join_tensors(tensors: Sequence[Tensor], skeleton: Any) -> Any:
-    """Invert :func:`split_tensors`."""
+    """Undo :func:`split_tensors`: return ``skeleton`` with ``tensors`` in its slots."""
     return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, skeleton)
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call, taken apart."""
+    """The arguments of a call, divided into tensors, other objects, and the structure around them."""
 
     tensors: list[Tensor]
     """The tensors in order, each once."""
@@ -92,8 +94,8 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Take ``args`` and ``kwargs`` apart."""
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # as in most layers
+        """Divide ``args`` and ``kwargs``."""
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case, first for speed
             return cls([args[0]], [], _ONE_TENSOR)
         tensors, skeleton = split_tensors((args, kwargs))
         slots: dict[int, _Slot] = {}
@@ -111,7 +113,7 @@ class Arguments:
 
 
 def joined(tensors: Sequence[Tensor], others: Sequence[Any], skeleton: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that :class:`Arguments` took apart."""
+    """Return the positional and keyword arguments, put together again from the parts in :class:`Arguments`."""
     if skeleton is _ONE_TENSOR:
         return (tensors[0],), {}
     args, kwargs = join_tensors([*tensors, *others], skeleton)

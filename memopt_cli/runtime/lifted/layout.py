@@ -1,4 +1,4 @@
-"""The layout of generated code: which nodes of a program share a statement, and until when each value is needed.
+"""Lay out generated code: decide which nodes of a program share a statement, and until when each value is needed.
 
 A node whose value has one user is written into the user's statement if nothing in between can change that value::
 
@@ -27,7 +27,7 @@ _HIGHEST: Final = 32
 
 
 class Layout:
-    """The layout of one method.  Each question about a block is computed once."""
+    """The layout of one method; results are cached by block."""
 
     def __init__(self) -> None:
         self._uses: dict[int, frozenset[int]] = {}

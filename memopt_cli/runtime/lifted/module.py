@@ -1,4 +1,8 @@
-"""A module whose methods are generated from a stored program."""
+"""Modules whose methods are generated from a stored program: lifted TorchScript and exported models.
+
+A class is made for each program, after the program is checked (``program.py``); its code is text that ``source.py``
+writes.  :func:`check_lifted` makes sure that a module's attributes let its program reach nothing but operators.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,7 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     Raises :class:`BadProgram` before any code is made of data that is no program.
     """
     check_size(program)
-    key = repr(program)  # 1, 1.0 and True are equal, but not the same program
+    key = repr(program)  # not ``program``: tuples with 1, 1.0 and True are equal, but different programs
     if key not in _CLASSES:
         check_program(program)
         _CLASSES[key] = _make_class(program)
@@ -70,7 +74,7 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 _CLASSES: dict[str, type[LiftedModule]] = {}
 _NUMBERS = itertools.count()
-"""Numbers of classes, by which tracebacks and ``torch.compile`` find their code."""
+"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
@@ -89,10 +93,10 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
 
 
 def check_lifted(module: LiftedModule) -> None:
-    """Raise :class:`BadProgram` unless the present attributes of ``module`` are data that its program can have.
+    """Raise :class:`BadProgram` unless the present attributes of ``module`` fit its program.
 
-    A program must call modules, and read and set data: then it can reach nothing but operators.  It cannot undo this
-    check, since it sets nothing but data, and never a module.
+    Paths that the program calls must be modules, and those that it reads or sets must be data: then it can reach
+    nothing but operators.  Running it cannot change that, since it sets only data, and never a module.
     """
     _check_state(module)
     _, _, methods, functions = type(module)._program
@@ -112,7 +116,7 @@ def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> Lift
 
 
 def operators_of(module: nn.Module) -> list[str]:
-    """Return the operators, such as ``aten::linear``, that the own methods of a lifted ``module`` call; else none."""
+    """Return the operators, such as ``aten::linear``, that methods of ``module`` call; none if it is not lifted."""
     _, _, methods, functions = module._program if isinstance(module, LiftedModule) else (0, "", (), ())
     nodes = (node for method in (*methods, *functions) for node in nodes_of(method[3]))
     return [detail for kind, detail, *_ in nodes if kind == "operator"]
@@ -138,7 +142,7 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgram(f"Python cannot compile it ({err})") from err
     used, named, own = global_names(code), {**FUNCTIONS, **names}, {function[0] for function in functions}
-    # Python would look for any other name among its builtins, too.
+    # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
     if unknown := used - {*named, *own}:
         raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
     if double := own & named.keys():
@@ -147,7 +151,9 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
-    namespace.update(named)  # a method is no global: one called len, or checked_data, is not what its neighbours call
+    # Methods were defined as globals.  Put the names back: a method called ``len`` must not hide the function that
+    # other methods call.
+    namespace.update(named)
     if any(map(is_further_call, body)):
         body["forward"] = _running_further_calls(body)
     return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})

@@ -1,4 +1,4 @@
-"""The stored form of a lifted class: plain data in static single assignment, checked before anything is made of it.
+"""Define and check the stored form of a lifted class: plain data in static single assignment.
 
 A *program* is ``(version, class name, methods, functions)``, all of it tuples, strings and numbers:
 
@@ -19,6 +19,9 @@ module's own device; its name when it was stored), ``tuple``, ``list``, ``dict``
 ``none`` (a value that is never read), ``if`` (operand: condition; blocks: then, else), ``loop`` (operands: most
 rounds, condition, values carried; its block takes the round and the values carried, and gives the condition and the
 values carried) and ``grad`` (whether gradients are recorded; one block).
+
+For example, ``def forward(self, x): return torch.relu(x)`` has the block ``((0,), (("operator", "aten::relu", (0,),
+(1,), ()),), (1,))``: parameter 0, a node that makes value 1 of it, and the result 1.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ VERSION: Final = 1
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"
-"""The keyword that names the method which a module is to run as its forward."""
+"""The keyword argument that names the method which a call of a module runs in place of ``forward``."""
 _OF_MODULES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
 _OF_LIFTED: Final = frozenset({"_constants", "_device", "_home", "_program"})
 _RESERVED: Final = _OF_MODULES | _OF_LIFTED
@@ -88,7 +91,7 @@ def is_method(text: Any) -> bool:
 
 
 def is_further_call(method: str) -> bool:
-    """Tell whether tracing or exporting has made ``method`` of a module's second, third … call."""
+    """Tell whether ``method`` is what tracing or exporting has made of a module's second, third … call."""
     return re.fullmatch(r"forward_?\d+", method) is not None
 
 

@@ -1,12 +1,12 @@
-"""Readable Python from a stored program.
+"""Write a stored program as readable Python.
 
-A variable lives as long as its value is needed and no longer: its name goes to the next value of that name, or it is
-deleted, so that a lifted model holds in memory what a model written by hand holds.
+A variable lives only as long as its value is needed: then its name is used for the next value of that name, or it is
+deleted.  So a lifted model holds no more memory than a model written by hand.
 
-It is text, and not an interpreter that walks the nodes and frees each value after its last use.  One was written, with
-a step a node (``frame[i] = f(*arguments(frame))``), and gave the same bits.  But it was up to 10 % slower where steps
-are short (recurrent models, PyTorch 2.13), and ``torch.compile`` made nothing of it: of a recurrent model 5 graphs
-without a call and 12 breaks, where the text gave one graph of 339 calls.
+Why text, and not an interpreter that walks the nodes and frees each value after its last use?  One was written, with
+one step for each node (``frame[i] = f(*arguments(frame))``), and gave the same bits.  But it was up to 10 % slower if
+operators are short (recurrent models, PyTorch 2.13), and ``torch.compile`` could not compile it: of a recurrent model
+it made 5 graphs without a call and 12 breaks, where the text gives one graph of 339 calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memopt_cli.runtime.lifted.variables import Variables
 FOREVER: Final = 2**63 - 1
 """The most rounds of a ``while`` loop."""
 _METHODS: Final = ("prim::type", "prim::index")
-"""Attributes of a device; those of other objects are methods."""
+"""Operators that read attributes of a device; of other objects, attributes of these names are methods, and no data."""
 
 
 def generate(program: tuple[Any, ...]) -> tuple[str, Names]:

@@ -1,4 +1,4 @@
-"""The variables of generated code, and the values that they hold."""
+"""Assign variables of generated code to the values of a program, and free each name once its value is not needed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Variables:
         self._values: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._since: dict[str, int] = {}
-        """Variable -> the moment from which it has held something."""
+        """Variable -> the moment from which it has held a value without a gap."""
         self._bound: dict[int, int] = {}
         """Value -> the moment from which a variable has held it."""
         self._trail: list[tuple[str, int | None, int]] = []
-        """The variable, value and moment that each change replaced, in order; its length is the present moment."""
+        """For each change, in order, the variable, and the value and moment before it; a moment is a length of this."""
         self._next: dict[str, int] = {}
         """Base of names -> the first number never tried; the free ones among lower numbers are in the heap."""
         self._free: dict[str, list[int]] = {}
@@ -56,7 +56,7 @@ class Variables:
 
     def position(self) -> int:
         """Return the present position, to which :meth:`rewind` goes back."""
-        self._trail.append(("", None, 0))  # so that what is bound from now on is later
+        self._trail.append(("", None, 0))  # an entry that changes nothing, so that later changes have later moments
         return len(self._trail)
 
     def rewind(self, position: int) -> None:
@@ -95,7 +95,7 @@ class Variables:
         while heap:
             if is_free(name := _numbered(base, heap[0])):
                 return name
-            heapq.heappop(heap)  # it is offered again when it is let go
+            heapq.heappop(heap)  # ``release`` offers it again
         number = self._next.get(base, 0)
         while not is_free(name := _numbered(base, number)):
             number += 1
