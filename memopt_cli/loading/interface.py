@@ -16,6 +16,13 @@ from memopt_cli.training.wrappers import Wrapper
 # Hints on damaged files, and on files that want more than is allowed.
 TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
+
+
+def unchecked(trust: Trust) -> str:
+    """Return how to load a file of one's own unchecked, with the code of ``trust``, which it needs as well."""
+    return UNCHECKED.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
+
+
 UNCHECKED_SCRIPT: Final = "If you trust where it came from, add `--trust-pickle`."
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
-from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile
+from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
@@ -141,6 +141,8 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         hint = (
             "Name the script with `--code-path`." if missing else "Save the model again with torch.save(model, path)."
         )
+        if isinstance(err, ModuleNotFoundError):
+            hint = f"Add the folder that has {str(err.name).partition('.')[0]}: `--code-path FOLDER`."
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
@@ -209,11 +211,11 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     _refuse_libraries(file, known)
     verdicts = _unknown(unclaimed)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse(file, verdicts)  # before anything is imported
+        _refuse(file, verdicts, vouched.trust)  # before anything is imported
     audit = Audit(root, known, vouched.vouches)
-    _refuse(file, [*verdicts, *audit.refused])
+    _refuse(file, [*verdicts, *audit.refused], vouched.trust)
     _refuse_exhausting(file, audit)
-    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()))
+    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
     return audit
 
 
@@ -279,12 +281,15 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         )
 
 
-def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]) -> None:
-    """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied."""
+def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
+    """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied.
+
+    ``trust``: what the user vouches for already, which the file needs as well.
+    """
     refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
     denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}
     if denied:
-        raise _refusal(file, denied)
+        raise _refusal(file, denied, trust)
     for name, verdict in refusals:
         if isinstance(verdict, Missing):
             raise FileFormatError(
@@ -293,13 +298,18 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
             )
 
 
-def _refusal(file: ModelFile, denied: Mapping[Global, Denied]) -> Unvouched:
+def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> Unvouched:
     remedies = [verdict.remedy for verdict in denied.values()]
     helps = None not in remedies  # flags for some of the names would not load the file
-    remedy = together(remedy for remedy in remedies if remedy is not None) if helps else Trust()
+    together_with = together(remedy for remedy in remedies if remedy is not None)
+    remedy = together_with if helps else Trust()
     if len(remedy.flags) > _LONGEST_FLAGS:
         helps, remedy = False, Trust()
-    hint = f"If you trust where it came from, add: {remedy.flags}" if helps else UNCHECKED
+    hint = (
+        f"If you trust where it came from, add: {remedy.flags}"
+        if helps
+        else unchecked(together((trust, together_with)))
+    )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {listed(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)

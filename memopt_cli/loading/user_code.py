@@ -81,11 +81,11 @@ class UserCode:
         try:
             module = importlib.import_module(name)
         except Exception as err:  # the user's module may raise anything
-            raise FileFormatError(
-                f"importing {path} failed: {first_line(err)}",
-                hint="It is imported for its classes: code that trains or saves belongs under "
-                'if __name__ == "__main__":.',
-            ) from err
+            hint = 'It is imported for its classes: code that trains or saves belongs under if __name__ == "__main__":.'
+            if isinstance(err, ModuleNotFoundError):
+                missing = str(err.name).partition(".")[0]
+                hint = f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
+            raise FileFormatError(f"importing {path} failed: {first_line(err)}", hint=hint) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",

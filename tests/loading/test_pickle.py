@@ -8,6 +8,7 @@ import datetime
 import decimal
 import functools
 import gzip
+import importlib
 import io
 import json
 import logging
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +125,71 @@ def test_of_a_module_getattr_reaches_nothing(tmp_path: Path, name: str) -> None:
         torch.save(value, tmp_path / "model.pt")
         with pytest.raises(UnsafeFileError, match=f"'{name}' of Linear"):
             load(tmp_path / "model.pt")
+
+
+def test_a_model_that_was_scripted_before_it_was_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LSTM(2, 2))
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        torch.jit.script(model)
+    assert vars(model[2])["__overloads__"]["forward"][0] == "forward__0"
+    torch.save(model, tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt")
+    assert [vars(part)["__overloads__"] for part in loaded.modules()] == [
+        vars(part)["__overloads__"] for part in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("overloads", [{"forward": nn.ReLU()}, {"forward": [nn.ReLU()]}, {"a.b": ["f"]}, [nn.ReLU()]])
+def test_overloads_are_names_alone(overloads: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    vars(model)["__overloads__"] = overloads
+    torch.save(model, tmp_path / "model.pt")
+    with pytest.raises(UnsafeFileError, match="overload"):
+        load(tmp_path / "model.pt")
+
+
+@pytest.fixture
+def of_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file whose class is in ``code/own_net.py``, which imports a sibling; one of its layers is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for path, text in {"code/own_net.py": "from beside import Net", "beside/beside.py": OWN_NET}.items():
+        Path(path).parent.mkdir()
+        Path(path).write_text(text)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend("beside")
+        patch.syspath_prepend("code")
+        net = importlib.import_module("own_net").Net(nn.ReLU())
+        vars(net[0])["__odd__"] = 1
+        torch.save(net, "own.pt")
+    for name in ("own_net", "beside"):
+        sys.modules.pop(name)
+    yield Path("own.pt")
+    for name in ("own_net", "beside"):
+        sys.modules.pop(name, None)
+
+
+OWN_NET = """
+from torch import nn
+class Net(nn.Sequential): ...
+Net.__module__ = "own_net"
+"""
+
+
+def test_one_refusal_names_all_flags_that_an_unchecked_file_needs(of_own_code: Path) -> None:
+    with pytest.raises(UnsafeFileError, match="__odd__ among its attributes") as error:
+        load_model(source(of_own_code, code_paths=("code", "beside")))
+    assert "`--code-path code --code-path beside --trust-pickle` loads it without" in error.value.hint
+
+
+@pytest.mark.parametrize("trust", [{"code_paths": ("code",)}, {"pickle": True}])
+def test_a_module_that_is_missing_is_named_with_the_flag(
+    trust: dict[str, Any], of_own_code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileFormatError, match="ModuleNotFoundError") as error:
+        load_model(source(of_own_code, **trust))
+    missing = "own_net" if "pickle" in trust else "beside"
+    assert error.value.hint.startswith(f"Add the folder that has {missing}: `--code-path FOLDER`")
 
 
 def test_a_forward_in_the_place_of_another_method_is_refused(tmp_path: Path) -> None:

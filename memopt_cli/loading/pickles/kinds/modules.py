@@ -382,6 +382,11 @@ REGISTERS: Final[Mapping[str, Check]] = {
     # Modules of transformers fetch kernels when their mode is set; each has the setting, and most say no.
     **dict.fromkeys(_KERNELS, _only(None, False, reason="asks for kernels of a hub")),
     "_is_full_backward_hook": _check_flag,
+    # ``torch.jit.script(model)`` leaves it on each module of the model: for a method, the names of its variants.  Only
+    # another scripting reads it.
+    "__overloads__": _register(
+        "an overload", lambda key, item, graph: _is_name(key) and all(map(_is_name, _items_of(item) or (None,)))
+    ),
     **dict.fromkeys(
         (
             *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
