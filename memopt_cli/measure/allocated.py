@@ -6,8 +6,10 @@ size of every allocation; the peak is the largest running sum.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +83,7 @@ def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
 
 
 def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _profiled(record_shapes=False) as profiled:
         for _ in range(_STEPS):
             step()
             gc.collect()
@@ -94,7 +96,7 @@ def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
 
 
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
+    with _profiled(record_shapes=True) as profiled:
         step_s = _seconds(lambda: step(_mark))
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
@@ -112,6 +114,26 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
             phases[latest] = max(phases[latest], live)
     workspaces = find_workspaces(_runs(results.events()), allocations)
     return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
+
+
+@contextlib.contextmanager
+def _profiled(*, record_shapes: bool) -> Iterator[profile]:
+    """Record the allocations in the block by PyTorch's profiler, which writes no lines to the terminal about it.
+
+    It reads how much to log at its first use in a process, so that a user's own setting stays as it is.
+    """
+    is_set = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, _SILENT)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=record_shapes) as profiled:
+            yield profiled
+    finally:
+        if not is_set:
+            os.environ.pop(_LOG_LEVEL, None)
+
+
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
+"""Variable of the environment, and its value above all levels: ``USDT: … profiler_start`` is of the highest, 5."""
 
 
 def _results_of(profiled: profile) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -98,3 +101,13 @@ def test_looking_into_tensors_does_not_count() -> None:
         assert len(runs[0]) == 1 + name.startswith("convolution")
         assert runs[0] == runs[1]
     assert any(run.nbytes for run in plain.workspaces._runs["aten::convolution_backward"])
+
+
+def test_the_profiler_says_nothing_on_the_terminal() -> None:
+    """In a process of its own, since it reads how much to say at its first use."""
+    code = (
+        "import os, torch; from memopt_cli.measure.allocated import measure_allocated;"
+        "measure_allocated(lambda mark: torch.ones(3), 'cpu', 0); assert 'KINETO_LOG_LEVEL' not in os.environ"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
