@@ -202,7 +202,7 @@ def optimize(request, *, progress, ask):
 pipeline.optimize = optimize
 sys.modules["memopt_cli.pipeline"] = memopt_cli.__dict__["pipeline"] = pipeline
 from memopt_cli.cli.app import main
-sys.exit(main(["optimize", __file__]))
+sys.exit(main(["optimize", __file__ + ":optimize"]))
 """
 
 
