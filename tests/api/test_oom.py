@@ -15,12 +15,16 @@ from memopt_cli.errors import OptionError
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 
 
+@pytest.fixture(autouse=True)
+def in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
+
+
 def run_out() -> None:
     torch.empty(1 << 60)
 
 
-def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py")
+def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised, memopt_cli.explain_oom(tmp_path / "a b"):
         run_out()
     told = f"--log '{tmp_path / 'a b.log'}'"
