@@ -177,8 +177,8 @@ class BatchStatistics:
         found, hands_on = self._found, self._hands_on
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = sum(t.nbytes for t in tensors_of((args, kwargs)) if t.requires_grad)
-            norms = _Norms(module, found, index, hands_on, given)
+            input_bytes = sum(t.nbytes for t in tensors_of((args, kwargs)) if t.requires_grad)
+            norms = _Norms(module, found, index, hands_on, input_bytes)
             try:
                 with norms:
                     output = forward(*args, **kwargs)
@@ -218,10 +218,10 @@ class _Unknown(Exception):  # no BaseException: ``nn.Module`` calls its ``always
 class _Norms(TorchFunctionMode):
     """A mode in which batch norms use the statistics of the whole in place of a chunk's."""
 
-    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, given_bytes: int) -> None:
+    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, input_bytes: int) -> None:
         """Run ``module`` on the chunk at ``index`` with the statistics of the norms ``found`` by earlier passes.
 
-        ``hands_on``: hand a norm's input on to the next pass; ``given_bytes``: bytes of the chunk's inputs that need
+        ``hands_on``: hand a norm's input on to the next pass; ``input_bytes``: bytes of the chunk's inputs that need
         gradients.
         """
         super().__init__()
@@ -229,7 +229,7 @@ class _Norms(TorchFunctionMode):
         self._unused = list(found)
         self._index = index
         self._hands_on = hands_on
-        self._given_bytes = given_bytes
+        self._input_bytes = input_bytes
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
         self._hooks = hooks_on_saving()
         self._costly = 0
@@ -252,10 +252,10 @@ class _Norms(TorchFunctionMode):
         arguments = BATCH_NORMS.get(func)
         if arguments is None:
             return call()
-        given = dict(zip(arguments, args, strict=False)) | (kwargs or {})
-        if not given.get("training", False):
+        by_name = dict(zip(arguments, args, strict=False)) | (kwargs or {})
+        if not by_name.get("training", False):
             return call()
-        return self._normalize(**{key: given[key] for key in given.keys() & _USED})
+        return self._normalize(**{key: by_name[key] for key in by_name.keys() & _USED})
 
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
         """Run a costly operator, or take its output from the pass before if that handed it on."""
@@ -296,7 +296,7 @@ class _Norms(TorchFunctionMode):
 
     def _reached(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
         measured, made = _measured(input)
-        link = made if input.nbytes <= self._given_bytes else None
+        link = made if input.nbytes <= self._input_bytes else None
         source = self._source(input, link)
         values = input.detach() if self._hands_on and source is not None else None
         return ReachedNorm(measured, link, source, values, tuple(t for t in running if t is not None))

@@ -404,19 +404,19 @@ class PartsCompressor(SpikeCompressor):
 
     def compress(self, x: Tensor) -> Packed:
         """Return references to the stored parts of ``x`` and copies of the others; ``x`` itself if none is stored."""
-        found = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
-        own = None if found is None else _known(edge_of(x), x.detach())
-        if found is None or (own is not None and own.raw):
+        concatenation = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
+        own = None if concatenation is None else _known(edge_of(x), x.detach())
+        if concatenation is None or (own is not None and own.raw):
             return _store_raw(x.detach())
         if own is not None and own.stride == x.stride():
             return own
-        dim, parts = found
+        dim, parts = concatenation
         pieces = _pieces(x.detach(), dim, [length for _, length in parts])
         known = [_known(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
         if not any(known) or len(known) < len(parts):
             return _store_raw(x.detach())
         stored = [part or _store_raw(piece.clone()) for part, piece in zip(known, pieces, strict=True)]
-        copies = tuple(part.data[0] for part, there in zip(stored, known, strict=True) if there is None)
+        copies = tuple(part.data[0] for part, reference in zip(stored, known, strict=True) if reference is None)
         return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flat(stored, dim)), dim=dim)
 
     def decompress(self, packed: Packed) -> Tensor:
@@ -519,19 +519,20 @@ def declared_compressor(module: nn.Module) -> str | None:
     The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
     """
-    asked = getattr(module, "x_compressor", None)
-    if asked is None:
+    declared = getattr(module, "x_compressor", None)
+    if declared is None:
         return None
-    class_name = asked if isinstance(asked, str) else type(asked).__name__
+    class_name = declared if isinstance(declared, str) else type(declared).__name__
     names = {type(codec).__name__: name for name, codec in COMPRESSORS.items()}
     if class_name in names:
         return names[class_name]
-    if not isinstance(asked, str) and hasattr(asked, "compress") and hasattr(asked, "decompress"):
-        if reason := _signature_refusal(asked):
+    if not isinstance(declared, str) and hasattr(declared, "compress") and hasattr(declared, "decompress"):
+        if reason := _signature_refusal(declared):
             raise ValueError(f"its x_compressor {reason}")
         return OWN_COMPRESSOR
     raise ValueError(
-        f"its x_compressor is {asked!r}, neither an object with compress and decompress nor one of {', '.join(names)}"
+        f"its x_compressor is {declared!r}, neither an object with compress and decompress nor one of "
+        f"{', '.join(names)}"
     )
 
 

@@ -374,8 +374,8 @@ def hooks_on_gradient(parameter: Tensor) -> list[Any]:
 
 def global_hook_tables() -> list[dict[Any, Any]]:
     """Return the dictionaries of hooks that every module calls."""
-    there = (getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
-    return [table for table in there if isinstance(table, dict)]
+    tables = (getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
+    return [table for table in tables if isinstance(table, dict)]
 
 
 _HOOK_TABLES: Final = (
@@ -599,9 +599,9 @@ def running_vmap() -> VmapInterpreter:
     """Return the innermost transform, which must be a ``vmap``: it knows its lanes, and runs what is below."""
     from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
-    found = retrieve_current_functorch_interpreter()
-    assert isinstance(found, VmapInterpreter)
-    return found
+    interpreter = retrieve_current_functorch_interpreter()
+    assert isinstance(interpreter, VmapInterpreter)
+    return interpreter
 
 
 def in_lanes(batch: Tensor, level: int) -> Tensor:
@@ -667,11 +667,11 @@ def differentiates_ahead() -> bool:
 
     known = (AotAutograd, torch._TorchCompileInductorWrapper)
     ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AHEAD]
-    asked: Any = _compiling().output.compiler_fn
-    while asked is not None:
-        if isinstance(asked, known) or any(asked is one for one in ahead):
+    backend: Any = _compiling().output.compiler_fn
+    while backend is not None:
+        if isinstance(backend, known) or any(backend is one for one in ahead):
             return True
-        asked = _wrapped_backend(asked)
+        backend = _wrapped_backend(backend)
     return False
 
 

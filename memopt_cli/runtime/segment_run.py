@@ -444,8 +444,8 @@ class Unused:
             with saved_tensors_hooks(self.hold, unpack_saved):
                 yield
         finally:
-            for one in self._refs if self._drops else ():
-                if (saved := one()) is not None:
+            for reference in self._refs if self._drops else ():
+                if (saved := reference()) is not None:
                     saved.tensor = None
 
     @not_compiled

@@ -115,8 +115,8 @@ class _Search:
     def _add_variable(self, owner: dict[str, Any] | type, name: str, names: Set[str]) -> None:
         """Add the variable ``name`` of ``owner``; if its value is code or a Python module, search that in its place.
 
-        ``names``: all names in the code, since ``name.other`` may stand there.  A function with enclosed variables is
-        both: another one made by the same code can replace it.
+        ``names``: all names in the code, for a module whose attributes it reads (``name.other``).  A function with
+        enclosed variables is both code and a variable, since another function made by the same code can replace it.
         """
         value = (vars(owner) if isinstance(owner, type) else owner).get(name)
         if isinstance(value, types.ModuleType):
