@@ -1,4 +1,4 @@
-"""``memopt apply``: put a plan that was made earlier onto a model."""
+"""Run ``memopt apply``: put a plan that was made earlier onto a model, and write the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
 def _tried(
     request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
 ) -> tuple[Prepared, ApplyResult]:
-    """Verify and confirm ``plan`` as ``request`` asks, on the inputs that it was made for unless others are given."""
+    """Verify and confirm ``plan`` as ``request`` asks, on the inputs in the plan's file unless others are given."""
     predicted = read_prediction(request.plan_path) if request.confirm else None
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
@@ -74,9 +74,9 @@ def _tried(
 
 
 def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:
-    """Verify ``plan`` at the sizes of the inputs, or a plan by length at the largest size of each range.
+    """Verify ``plan`` at the sizes of the inputs; verify a plan by length at the largest size of each range.
 
-    Ranges can be tried only where the shapes of the inputs name their dimension.
+    If the shapes of the inputs do not name the plan's dimension, inputs cannot be resized, and their own size is tried.
     """
     if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
         return [_verified(prepared, plan)]

@@ -1,4 +1,4 @@
-"""A segment on every module that the caller named, whether it saves memory or not, as in SpikingJelly's functions."""
+"""Make every module that the caller names a segment, whether it saves memory or not, as SpikingJelly's functions do."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from memopt_cli.text.units import format_bytes
 
 
 def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Make a segment of each module that ``request`` names, as far as its limits allow; measure and verify that.
+    """Make a segment of each module that ``request`` names, as far as its limits allow; measure and verify the plan.
 
-    Those whose segment differs from the original are left out, by name.  Raises :class:`MemoptError`.
+    Segments whose results differ from the original's are left out and reported.  Raises :class:`MemoptError`.
     """
     prepared = without_own_checkpoints(prepared)
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))

@@ -1,10 +1,12 @@
-"""``memopt optimize --dim S=64:2048 --budget …``: a plan for each of a few ranges of lengths.
+"""Find a plan by length for ``memopt optimize --dim S=64:2048 --budget …``: one plan for each of a few ranges.
 
-The longest inputs come first: they must fit.  Next is the largest length at which the original fits without a plan.
-Between the two, the range is cut where shorter inputs may train faster with a plan of their own.  Example, for lengths
-64 to 2048: no plan up to 512, a light one up to 1024, and the full plan beyond.  Each range has the fastest plan that
-fits at its largest length, measured and verified by :func:`~memopt_cli.pipeline.plans.optimization.find_here`.  For a
-device that is not here (``--for``) nothing is measured, and estimates decide.
+Example, for lengths 64 to 2048: no plan up to 512, a light one up to 1024, and a heavy one beyond.  Each range has the
+fastest plan that fits at its largest length, measured and verified by
+:func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
+(``--for``).
+
+The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
+without a plan, and cuts the lengths between the two where shorter inputs may train faster with a plan of their own.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.text.units import format_bytes
 
 _EVEN = 64
-"""The number of lengths that stand for a range without ``--lengths``."""
+"""The approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _RUNS = 3
-"""The number of lengths at which the original is run to see whether it fits, at most."""
+"""The highest number of lengths at which the original is run to see whether it fits."""
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
@@ -74,7 +76,7 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 
 
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
-    """Return the first argument of forward, and its axis, whose shape in ``spec`` has the dimension ``symbol``.
+    """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
 
     Raises :class:`UsageError` where no shape names it.
     """
@@ -95,7 +97,7 @@ FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
 
 
 def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
-    """Find a plan with ranges of the ``varied`` dimension; all other findings are of its longest inputs.
+    """Find a plan with ranges of the ``varied`` dimension; all other findings describe its longest inputs.
 
     ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
     """
@@ -136,7 +138,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A range that ends at a length, and the plan found for it."""
+    """A range of lengths, given by its largest, and the plan found for it."""
 
     up_to: int
     original: LevelRow
@@ -152,7 +154,7 @@ class _Part:
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """The measured and the predicted slowdown; where one is unknown, the other stands for it."""
+        """The measured and the predicted slowdown; where one is unknown, the other is used for both."""
         if self.plan.is_empty:
             return 1.0, 1.0
         before, after, predicted = self.original.outcome, self.applied.outcome, self.applied.predicted_slowdown
@@ -175,7 +177,7 @@ def _part(up_to: int, found: Findings) -> _Part:
 
 
 def _passes(found: Findings) -> bool:
-    """Tell whether the plan in ``found`` was verified."""
+    """Tell whether the plan in ``found`` passed verification."""
     return found.verification is not None and found.verification.passed
 
 
@@ -193,23 +195,23 @@ class _ByLength:
     notes: list[str] = field(default_factory=list)
 
     def _sessions(self) -> Sessions:
-        """Open sessions for dry runs as on the device that the plan is for."""
-        there = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
-        return Sessions(there, "full size" if self.request.runs else there.dry_data, notes=[])
+        """Open sessions for dry runs, with the allocator of the card of ``--for`` if there is one."""
+        on_card = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
+        return Sessions(on_card, "full size" if self.request.runs else on_card.dry_data, notes=[])
 
     def at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
         return self.prepared.sized(self.varied.symbol, length)
 
     def check_sizes(self, by: InputDimension) -> None:
-        """Raise :class:`MemoptError` if the model does not run at both ends of the range, looking at its input."""
-        symbol, looking = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
+        """Raise :class:`MemoptError` if the model fails at an end of the range, with a plan that reads the length."""
+        symbol, reads_length = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
         lengths = dict.fromkeys((self.varied.low, self.varied.high))
         with self._sessions() as sessions:
             for length in lengths:
-                job = CountJob(plan=looking, fake=True, dims={symbol: length})
+                job = CountJob(plan=reads_length, fake=True, dims={symbol: length})
                 found = sessions().ask(job)
-                if self.request.runs and isinstance(found, StepFailed):  # it may not run on tensors without data alone
+                if self.request.runs and isinstance(found, StepFailed):  # try again with data, which the model may need
                     found = sessions().ask(replace(job, fake=False))
                 if not isinstance(found, Counted | OutOfMemory):
                     raise_failure(found, f"the model does not run at {symbol}={length}: ")
@@ -219,7 +221,8 @@ class _ByLength:
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
         found = self.find_plan(self.request, self.at(length))
         self.interrupted |= found.interrupted
-        if found.budget_bytes is not None:  # a share is one of the original's peak at the longest
+        # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
+        if found.budget_bytes is not None:
             goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
             self.request = replace(self.request, goal=goal)
         return found
@@ -234,7 +237,7 @@ class _ByLength:
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Part, budget_bytes: int) -> list[_Part]:
-        """Return the ranges, the shortest lengths first.  Ctrl-C ends the search for more of them."""
+        """Return the ranges, the shortest lengths first.  Ctrl-C ends the search and keeps the ranges found so far."""
         plain: list[_Part] = []
         parts = [longest]
         try:
@@ -271,10 +274,10 @@ class _ByLength:
     # ------------------------------------------------------------------------------------------ without a plan
 
     def _plain(self, longest: _Part, budget_bytes: int) -> Iterator[_Part]:
-        """Yield the range in which the original needs no plan, if there is one.
+        """Yield the range in which the original fits without a plan, if there is one.
 
-        Dry runs propose its largest length, and a run confirms it.  Dry runs leave out the workspaces of kernels; these
-        are taken to be the same share of the peak at all lengths.  For a card of ``--for`` the dry runs decide alone.
+        Dry runs propose its largest length, and a run confirms it.  Dry runs leave out the workspaces of kernels, which
+        are assumed to be the same share of the peak at all lengths.  For a card of ``--for``, dry runs alone decide.
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
@@ -303,6 +306,7 @@ class _ByLength:
                     yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
                     return
                 candidates = [length for length in candidates if length < fitting]
+                # The workspaces were a larger share than assumed: correct the share by this run.
                 share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
 
     def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
@@ -325,7 +329,7 @@ class _ByLength:
         found = self.at(length).ask(job)
         return found.measurement if isinstance(found, Measured) else None
 
-    # ------------------------------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------------------------------ the report
 
     def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""
@@ -360,7 +364,7 @@ class _ByLength:
 
 
 def _allocated_share(original: LevelRow) -> float:
-    """Return the allocated peak of the ``original`` over its tensor peak; 1 where they are not known."""
+    """Return the ratio of the ``original``'s allocated peak to its tensor peak; 1 if either is unknown."""
     if isinstance(original.outcome, Measurement):
         return original.outcome.allocated_peak_bytes / original.outcome.tensor_peak_bytes
     tensors, allocated = original.predicted_tensor_peak_bytes, original.predicted_allocated_peak_bytes

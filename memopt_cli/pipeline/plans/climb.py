@@ -1,8 +1,8 @@
-"""``--level``: find the plan of every level up to the one asked for, and measure the one that is applied.
+"""Find a plan for each level up to ``--level``, and apply the highest one that is worth its time as measured.
 
-The search predicts; the measurement decides.  The rows are walked from the highest level down until one is worth its
-time as measured.  A plan that is slower than predicted is replaced by one that is predicted to be faster in the same
-proportion, a few times at most; where no plan is worth its time, the model stays as it is.
+The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
+down until one is worth its time.  A plan that is too slow is replaced by one that is predicted to be faster in the same
+proportion, a few times at most.  If no plan is worth its time, the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.search.plan.policy import skipped_step
 
-_MISSED = 1.05
-"""A measured peak that is this many times the predicted one, or more, puts the other predictions in doubt."""
+_MISPREDICTED = 1.05
+"""Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
 _MARGIN = 0.9
 """Share of the allowed extra time that a plan may be predicted to take.
 
-A plan predicted at the very limit is too slow in every second measurement, and each run then ends with another one."""
+Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
+two runs of the same command would often end with different plans."""
 _SHARES = (0.8, 0.5, 0.5)
-"""Extra time of the next plan, as a share of the one before, at most, each time a plan of a level is too slow.
+"""Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
-A plan that only just misses the limit is followed by one a little below, which may miss as well: measurements scatter.
-The later ones therefore go far enough down that a model which has a fast plan is not left without any."""
+After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
+The later shares are small enough that a model which has a fast plan is not left without any."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,12 +44,13 @@ class Climb:
     applied: LevelRow | None = None
     """The row of the highest level whose plan is worth its time as measured; `None` until there are rows."""
     _asked: float = math.inf
-    """The highest predicted slowdown that is still accepted, lowered whenever a measurement disappoints."""
+    """The highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
-        """Return a row for every level from 1 on; that of the highest level, or of the next that runs, is measured.
+        """Search every level from 1 on and return their rows, of which the highest is measured.
 
-        Where its measured peak saves too little, or is well above the prediction, the level below is measured too.
+        Where its plan does not run, saves too little, or peaks well above the prediction, the level below is measured
+        too.
         """
         rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
@@ -64,16 +66,17 @@ class Climb:
         return [row if row.outcome is not None else self.measured(row) for row in believed]
 
     def may_go_lower(self) -> bool:
-        """Tell whether a longer search might lead to a plan that peaks clearly lower, and is as fast as it must be."""
+        """Tell whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
         most = min(1 + _MARGIN * (self._limit - 1), self._asked)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
         return self.search.planner.may_go_lower(plan, self.search.options.level, most)
 
     def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
-        """Return the row of index ``highest``, with the plan of a level below where that was measured to peak lower.
+        """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
 
-        ``rows`` change accordingly: no level stands above a lower one that needs less memory.
+        Lower levels are tried only while the measured peak misses its prediction.  A plan that takes over is copied
+        into all rows up to ``highest``, so that no level needs more memory than a level below it.
         """
         at = highest
         while _misses(rows[at]):
@@ -90,9 +93,9 @@ class Climb:
         return rows[highest]
 
     def _believed(self, row: LevelRow) -> LevelRow:
-        """Return ``row``, or the row of a faster plan where measurements have shown that its own is too slow.
+        """Return the unmeasured ``row``, or one with a faster plan where measurements suggest that its own is too slow.
 
-        So no level needs more memory than the one below it, and where the highest has no plan, none has.
+        Where the highest level keeps the original, so do the levels below it.
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._unchanged(row)
@@ -102,13 +105,16 @@ class Climb:
         return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
-        """Return ``rows`` where no plan is worth its time: every level keeps the original."""
+        """Return ``rows`` with the original in place of each measured plan, as none of them is worth its time."""
         unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
         return [rows[0], *unchanged]
 
     def _applicable(self, row: LevelRow) -> LevelRow:
-        """Measure ``row`` if its plan is predicted to be worth its time, and return it, or the row of another plan."""
+        """Measure ``row`` if its plan is predicted to be worth its time.
+
+        Return it measured, with a faster plan where its own is too slow, or with the original where none is left.
+        """
         dropped = self._unworthy(row)
         if dropped is None:
             return self._fast_enough(row)
@@ -133,7 +139,8 @@ class Climb:
             started, tried = time.monotonic(), len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
             found = search(level, 1 + _MARGIN * (self._limit - 1))
-            if found.plan.is_empty and math.isfinite(self._limit):  # without a limit it was the whole search
+            # Nothing within the margin: allow the limit itself.  An infinite limit has no margin to give up.
+            if found.plan.is_empty and math.isfinite(self._limit):
                 found = search(level, self._limit)
             row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
             if row.plan == below:
@@ -144,19 +151,19 @@ class Climb:
             yield row
 
     def _search_begins(self, what: str) -> None:
-        """Show ``what`` the search does next, unless its time is over: then it answers at once."""
+        """Show the stage ``what``, unless the time of the search is over and it will answer at once."""
         left = self.search.probes.left()
         if left is None or left.seconds > 0:
             self.measurements.prepared.progress.stage(what, left)
 
     @property
     def _original(self) -> Measurement | Failure:
-        """The latest measurement of the original, or why it does not run."""
+        """The latest measurement of the original; its failure if it does not run."""
         return self.measurements.measure(ORIGINAL)
 
     @property
     def _limit(self) -> float:
-        """The highest slowdown allowed; infinite where the original does not fit, and any plan that runs will do."""
+        """The highest slowdown allowed; infinite if the original does not fit: then any plan that runs will do."""
         if not isinstance(self._original, Measurement):
             return math.inf
         return self.search.options.max_slowdown or math.inf
@@ -173,7 +180,9 @@ class Climb:
         return judged(row, self._original, self._limit)
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
-        """Measure ``row``, and where its step takes too long, measure plans that are predicted to be faster.
+        """Measure ``row``; while its step takes too long, replace its plan by one that is predicted to be faster.
+
+        Return the first row that is fast enough, or the original's if the last try is too slow as well.
 
         Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
         allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
@@ -195,7 +204,7 @@ class Climb:
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
             found = planner.best(row.level, asked)
-            if found.plan.is_empty:  # the search had time for none that fast: take the next faster one that it has
+            if found.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
                 asked = math.nextafter(predicted, 0)
                 found = planner.best(row.level, asked)
             self._asked = asked
@@ -208,7 +217,7 @@ class Climb:
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:
-        """Return how long it takes to measure ``row``; ``None`` if that is unknown, or there is nothing to measure."""
+        """Return the time that measuring ``row`` should take; ``None`` if unknown, or if its plan is empty."""
         original = self._original
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
@@ -217,7 +226,8 @@ class Climb:
 
 def _misses(row: LevelRow) -> bool:
     """Tell whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
-    return row.predicted_allocated_peak_bytes is not None and _peak(row) > _MISSED * row.predicted_allocated_peak_bytes
+    predicted_bytes = row.predicted_allocated_peak_bytes
+    return predicted_bytes is not None and _peak(row) > _MISPREDICTED * predicted_bytes
 
 
 def _peak(row: LevelRow) -> float:

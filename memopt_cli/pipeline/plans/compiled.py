@@ -1,15 +1,16 @@
-"""``--compile``: the fastest compiled step within the budget, or the one of the lowest peak, beside the eager one.
+"""Search compiled steps for ``--compile``: the fastest within the budget, or without a budget the smallest.
 
-Nothing predicts the peak of a compiled step, so a few candidates are measured, the most telling first: the model
-compiled as it is, with segments of the eager search as checkpoint regions, within PyTorch's memory budget, and with
-both.  Each fits or says by how much it does not, and the next has that much less of its predicted peak, or more.
+Nothing predicts the peak of a compiled step, so a few candidates are compiled and measured: the model without a plan,
+with segments of the eager search as checkpoint regions, with PyTorch's activation memory budget, and with both.  What a
+candidate takes above or below the budget corrects the target of the next one.
 
-Example: within 200 MiB, segments that are predicted to peak at 195 MiB take 215 MiB compiled.  The next are to peak at
-195 - 15 - 4 = 176 MiB.  Had they taken 170 MiB compiled, the next might peak at 195 + 30 = 225 MiB, and recompute less.
+Example: the budget is 200 MiB, and segments predicted to peak at 195 MiB take 215 MiB when compiled.  The next must be
+predicted at 195 - 15 - 4 = 176 MiB.  Had the first taken 170 MiB, the next might be predicted at 195 + 30 = 225 MiB,
+and recompute less.
 
-Without a budget, time takes the place of memory.  Example: a step may take 1.33 times as long, and that of segments
-which are predicted to take 1.3 times as long takes 1.1 times as long compiled.  The next may be predicted to take
-1 + 0.33 * 0.33 / 0.1 = 2.1 times as long, and peak lower.
+Without a budget, the limit on time is used likewise.  Example: a step may take 1.33 times as long.  Segments predicted
+at 1.3 times take 1.1 times when compiled, so the next may be predicted at 1 + 0.33 * 0.33 / 0.1 = 2.1 times, and peak
+lower.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ from memopt_cli.records import (
 from memopt_cli.text.units import format_apart
 
 _MOST: Final = 6
-"""The number of plans that are compiled, at most."""
+"""The highest number of plans that are compiled."""
 _REGIONS: Final = 2
-"""The level of the search whose segments are tried: chunks and packing run outside of compiled code."""
+"""The highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN: Final = 50
-"""Where segments did not fit, the next are to take less by that and by one such part of the budget."""
+"""Divisor of the budget: where segments did not fit, the next target is lowered by the excess and a fiftieth of it."""
 _SHOWN: Final = 4
-"""The number of plans of the eager frontier, the original among them, that are tried as regions for a frontier."""
+"""The number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _BUDGETS: Final = (0.5, 0.2, 0.8)
-"""PyTorch's memory budgets that are tried: the first, then the second where that did not fit, else the third."""
+"""Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _CLOSE: Final = 1.1
-"""Steps that take up to so many times as long as the fastest are timed again: another moment may decide otherwise."""
+"""Ratio to the fastest step time up to which other steps are timed again, since a busy machine may decide the order."""
 _RIVALS, _TURNS = 3, 3
-"""The number of steps that are timed again, at most, and how often each of them is."""
+"""The highest number of steps that are timed again, and the number of times that each of them is."""
 _NEARLY: Final = 1.02
 """Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
 _MOST_LONGER: Final = 4.0
-"""Where segments took hardly any time, the next may be predicted to take so many times the extra time."""
+"""Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
 _WRONG: Final = "verification failed"
-"""Beginning of the reason why a plan is dropped that computes something else."""
+"""First words of the reason why a plan is dropped that fails verification."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
     _beside: ClassVar[str]
-    """The step of :attr:`_yardstick`, in words."""
+    """Words of messages for the step of :attr:`_yardstick`, such as "as the original's"."""
 
     backend: str
     most_slowdown: float
@@ -94,7 +95,7 @@ class CompiledSearch(ABC):
         return self.search.found.compiled
 
     def answer(self, eager: LevelRow | None) -> LevelRow | None:
-        """Return the row of the best step that is right: a compiled one, or that of ``eager``; ``None`` for neither."""
+        """Return the row of the best verified step, a compiled one or that of ``eager``; ``None`` if there is none."""
         started = time.monotonic()
         with self._folders:
             self._try_candidates()
@@ -115,7 +116,7 @@ class CompiledSearch(ABC):
         )
 
     def measure(self) -> None:
-        """Measure the candidates, and verify those that may be chosen from them."""
+        """Measure the candidates, and verify those within the limits."""
         with self._folders:
             self._try_candidates()
 
@@ -129,11 +130,11 @@ class CompiledSearch(ABC):
     @property
     @abstractmethod
     def _yardstick(self) -> Plan:
-        """The plan with whose step times others are compared."""
+        """The plan whose step time is the base of all slowdowns."""
 
     @abstractmethod
     def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
-        """Return the best one of ``right``, rows that may be the answer."""
+        """Return the best of ``right``, the rows that are within the limits and verified."""
 
     @abstractmethod
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
@@ -141,20 +142,20 @@ class CompiledSearch(ABC):
 
     @abstractmethod
     def _regions(self) -> Iterator[Plan]:
-        """Yield plans of the eager search as checkpoint regions, each by what the one before took."""
+        """Yield plans of the eager search as checkpoint regions, each chosen by the measurement of the one before."""
 
     @abstractmethod
     def _may_loosen(self, found: Measurement | None) -> bool:
-        """Tell whether the next memory budget is to be looser than that of the plan that was ``found`` to take this."""
+        """Tell whether the next memory budget may be looser, given ``found``, the measurement with the last one."""
 
     @abstractmethod
     def _base(self) -> Plan | None:
-        """Return the regions that are tried within a memory budget as well; ``None`` for none."""
+        """Return the regions to combine with a memory budget; ``None`` if there are none."""
 
     def _best_in_turns(self) -> CompiledRow | None:
-        """Return the best row, once its time was taken in turns with those of its rivals; ``None`` if no row is right.
+        """Time the best row and its rivals again in turns, and return the best by these times, if any.
 
-        They were measured at different moments, in which other programs may have slowed one of them down.
+        The rows were measured at different moments, and other programs may have slowed one of them down.
         """
         timed: set[Plan] = set()
         while right := self._right():
@@ -169,13 +170,13 @@ class CompiledSearch(ABC):
         return None
 
     def _right(self) -> list[tuple[CompiledRow, Measurement]]:
-        """Return the rows that may be the answer."""
+        """Return the rows that are within the limits and verified, each with its measurement."""
         return [(row, row.outcome) for row in self._rows if not row.dropped and isinstance(row.outcome, Measurement)]
 
     def _time_in_turns(self, plans: Collection[Plan]) -> None:
-        """Time the steps of ``plans`` again, each in short jobs between those of the others, and judge them by that.
+        """Time the steps of ``plans`` again in short alternating jobs, and update their rows by the new times.
 
-        Nothing changes if one of them does not run again.
+        If one of the jobs fails, no row changes.
         """
         times: dict[Plan, tuple[float, ...]] = dict.fromkeys(plans, ())
         for turn in range(_TURNS):
@@ -200,13 +201,13 @@ class CompiledSearch(ABC):
         yield from (f"{row.plan.compile.backend}: {row.dropped}." for row in self._rows if row.plan.compile)
 
     def _with_cache(self) -> Prepared:
-        """Return the model with an empty cache of the compiler's, which no other candidate sees."""
+        """Return the model with a compiler cache of its own, empty, so that no candidate reuses another's code."""
         return self.measurements.prepared.with_compiler_cache(self._folders)
 
     # ------------------------------------------------------------------------------------------ candidates
 
     def _candidates(self) -> Iterator[Plan]:
-        """Yield up to :data:`_MOST` plans; each is measured before the next is asked for."""
+        """Yield up to :data:`_MOST` plans; the caller measures each before it takes the next."""
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
@@ -218,11 +219,11 @@ class CompiledSearch(ABC):
                 yield from self._untried(source)
 
     def _ends_here(self, plain: CompiledRow) -> bool:
-        """Tell whether the model compiled as it is settles the matter: it cannot be compiled."""
+        """Tell whether ``plain``, the model compiled without a plan, is the only candidate: it cannot be compiled."""
         return isinstance(plain.outcome, StepFailed | TimedOut)
 
     def _untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
-        """Yield the next plan of ``source``, unless it was tried already or relies on what was seen to be wrong."""
+        """Yield the next plan of ``source``, unless it was tried already or uses memory budgets that proved useless."""
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
             return
@@ -230,7 +231,10 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Tell whether a memory budget in ``row`` changes what is computed, as with dropout, or leaves the peak."""
+        """Tell whether ``row`` shows memory budgets to be useless: its own changes the results, or not the peak.
+
+        With dropout, recomputing under a budget may change the results.
+        """
         if row.plan.compile is None or row.plan.compile.activation_memory_budget is None:
             return False
         found, whole = self._outcome(row.plan), self._outcome(Plan(compile=CompilePlan(backend=self.backend)))
@@ -252,7 +256,7 @@ class CompiledSearch(ABC):
         yield looser if self._may_loosen(self._outcome(first)) else tighter
 
     def _both(self) -> Iterator[Plan]:
-        """Yield regions with a memory budget for what is outside of them."""
+        """Yield checkpoint regions with a memory budget for the operators outside of them."""
         base = self._base()
         if base is not None:
             yield _within(base, self.backend, _BUDGETS[0])
@@ -265,7 +269,7 @@ class CompiledSearch(ABC):
     # ------------------------------------------------------------------------------------------ measured, verified
 
     def _tried(self, plan: Plan, reference: Prepared) -> CompiledRow:
-        """Measure ``plan``, and compare it with the ``reference``, the model compiled as it is, if it fits."""
+        """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
         prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MOST}")
@@ -278,7 +282,7 @@ class CompiledSearch(ABC):
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
     def _notes(self, plain: Measured | Failure) -> Iterator[str]:
-        """Yield what the model compiled as it is shows of all candidates."""
+        """Yield notes that hold for all candidates, from ``plain``, the model compiled without a plan."""
         if isinstance(plain, StepFailed):
             yield f"{self.backend} does not compile the model: {plain.message.removesuffix('.')}. {plain.hint}".rstrip()
         if isinstance(plain, Measured):
@@ -287,7 +291,7 @@ class CompiledSearch(ABC):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
     def _beyond(self, outcome: Measurement | Failure) -> str:
-        """Return why a step cannot be the answer by what was measured of it, the ``outcome``; empty if it can."""
+        """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
         if slowdown <= self.most_slowdown:
             return ""
@@ -299,9 +303,9 @@ class CompiledSearch(ABC):
         return outcome.slowdown(beside) if isinstance(outcome, Measurement) and beside is not None else 0.0
 
     def _fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
-        """Return why ``plan``, which fits, computes something else; empty, and its verification kept, if it does not.
+        """Verify ``plan`` and return why it fails; if it passes, keep its verification and return an empty text.
 
-        Its segments are verified without a compiler, then its compiled steps beside those of the ``reference``.
+        Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.
         """
         found = self.verify(plan.eager)
         if isinstance(found, Verification) and found.passed:
@@ -352,6 +356,7 @@ class FastestCompiled(CompiledSearch):
             plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
             yield plan
             taken = self._outcome(plan)
+            # A step that failed, as by running out of memory, does not say how much is missing: guess a quarter.
             over = taken.allocated_peak_bytes - self.budget_bytes if taken is not None else self.budget_bytes // 4
             if over > 0:
                 target = min(found.peak_bytes, target) - over - self.budget_bytes // _MARGIN
@@ -362,7 +367,7 @@ class FastestCompiled(CompiledSearch):
         return found is not None and found.allocated_peak_bytes <= self.budget_bytes
 
     def _base(self) -> Plan | None:
-        """Return the regions that were the least above the budget."""
+        """Return the regions that exceeded the budget by the least; a memory budget may make them fit."""
         regions = [(self._outcome(row.plan), row.plan) for row in self._rows if row.plan.segments]
         peaks = [(found.allocated_peak_bytes, plan) for found, plan in regions if found is not None]
         above = [(peak, plan) for peak, plan in peaks if peak > self.budget_bytes]
@@ -371,7 +376,7 @@ class FastestCompiled(CompiledSearch):
 
 @dataclass(slots=True, kw_only=True)
 class SmallestCompiled(CompiledSearch):
-    """The search for the lowest peak.  Step times are compared with that of the model compiled as it is."""
+    """The search for the lowest peak.  Step times are compared with that of the model compiled without a plan."""
 
     _beside: ClassVar[str] = "as compiled without a plan"
 
@@ -405,7 +410,7 @@ class SmallestCompiled(CompiledSearch):
         return found is None or bool(self._beyond(found))
 
     def _base(self) -> Plan | None:
-        """Return the regions of the lowest peak that are right."""
+        """Return the verified regions of the lowest peak."""
         regions = [(found.allocated_peak_bytes, row.plan) for row, found in self._right() if row.plan.segments]
         return min(regions, key=lambda pair: pair[0])[1] if regions else None
 
@@ -434,7 +439,7 @@ def _why(failure: Failure) -> str:
 
 
 def _as_regions(plan: Plan, how: CompilePlan) -> Plan:
-    """Return the segments of ``plan`` as the compiler takes them: whole, and with nothing packed or kept."""
+    """Return the segments of ``plan`` as plain checkpoint regions: no chunks, nothing packed and nothing kept."""
     paths = (segment.path for segment in plan.segments if not segment.through_loss)
     return Plan(segments=tuple(SegmentPlan(path=path) for path in paths), compile=how)
 

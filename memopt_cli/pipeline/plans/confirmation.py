@@ -1,4 +1,4 @@
-"""``memopt apply --confirm``: measure a step under a plan, and compare it with the prediction in the plan's file."""
+"""Measure a step under a plan for ``memopt apply --confirm``, and compare it with the prediction in the plan's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAID = {
 def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSettings:
     """Return ``asked``, with the settings of the ``predicted`` step wherever the command line gives none.
 
-    Raises :class:`UsageError` where one of these names a function: code is never taken from a plan's file.
+    Raises :class:`UsageError` if such a setting names a function: memopt never runs code that a plan's file names.
     """
     if predicted is None:
         return asked

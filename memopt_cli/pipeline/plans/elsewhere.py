@@ -1,6 +1,6 @@
-"""``memopt optimize`` for a step that is not run here: on a device elsewhere (``--for``), or of one rank (``--ranks``).
+"""Search a plan for a step that does not run here: on a device elsewhere (``--for``), or on many ranks (``--ranks``).
 
-Plans are counted on tensors without data; nothing runs at full size.
+Dry runs count the peaks; nothing runs at full size.  Plans are verified on a few samples.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from memopt_cli.text.units import format_bytes
 
 _UNVERIFIED = "The plan was not verified (`--unverified`). `memopt apply --verify` does so where the model fits."
 _GRADIENTS = 2
-"""The number of steps whose gradients are held at once, at least, where two steps are compared."""
+"""The number of steps whose gradients verification holds at once: the original's and the plan's."""
 
 
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Search a plan for a step that is not run here, by dry runs, and verify it on a few samples.
 
-    For a card, bytes are counted in the blocks of its allocator, and times are those of its roofline.  Of many ranks,
-    the plan is for the first; verification is of the whole model.  Raises :class:`MemoptError`, among them
+    For a card, bytes are counted in the blocks of its allocator, and times come from its roofline.  With many ranks,
+    the search looks at the first; verification runs the whole model.  Raises :class:`MemoptError`, among them
     :class:`NothingFitsError` where no plan is within the budget, and before the search :class:`MemoryBudgetError` where
     this machine cannot hold the model to verify or write it.
     """
@@ -98,7 +98,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
 def _check_held(request: OptimizeRequest, prepared: Prepared) -> None:
     """Raise :class:`MemoryBudgetError` where this machine has too little memory to verify, or to write, the model.
 
-    Both need the whole model, and come after the search; the check comes before it, so that no search is wasted.
+    Both happen after the search, and need the whole model.  Checking first spares the user a wasted search.
     """
     facts = prepared.facts
     if not request.unverified:

@@ -1,4 +1,4 @@
-"""The record that the stages of one optimization fill in turn."""
+"""The record of one optimization, which its stages fill in one after another."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     advice: BegunAdvice | None = None
-    """The search for the batch that fits, begun in the session of the search; `None`: not begun.
+    """The search for the batch that fits, begun in the sessions of the plan search; `None`: not begun.
 
-    It is for another plan where verification has replaced the plan since.
+    If verification has replaced the plan since, it is for the former plan, and is not used.
     """
     estimates: PlanEstimates | None = None
-    """Estimates for the card of ``--for``; `None` without it.  With them nothing was measured."""
+    """Estimates for the card of ``--for``, where nothing is measured; `None` without that flag."""
     parallel: PlannedRanks | None = None
-    """Predictions for the ranks of ``--ranks``; `None` without it.  With them nothing was measured."""
+    """Predictions for the ranks of ``--ranks``, where nothing is measured; `None` without that flag."""
     ranges: list[RangeRow] = field(default_factory=list)
     """The ranges of a plan by length; none for other plans."""
     compiled: list[CompiledRow] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Findings:
             self.dropped.append(dropped)
 
     turns_off: tuple[str, ...] = ()
-    """Names of the attributes by which the model checkpoints by itself, which are off under the plan."""
+    """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
     @classmethod
     def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -102,7 +102,7 @@ class Findings:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the model differs from its file: it has a plan, or lost the one that the file carried."""
+        """Whether the model differs from its file: it has a plan, or the plan that the file carried was taken off."""
         return not self.plan.is_empty or TAKEN_OFF in self.notes
 
     @property

@@ -1,7 +1,7 @@
-"""``--budget``, ``--frontier`` and ``--pick``: find plans and measure them.
+"""Find and measure the plans of ``--budget``, ``--frontier`` and ``--pick``.
 
-Within a budget the planner is asked for the fastest plan whose predicted peak fits.  If its measured peak is above the
-budget by 30 MiB, the planner is asked for a plan that is predicted to take 30 MiB less, and so on, a few times at most.
+For a budget, the planner proposes the fastest plan whose predicted peak fits, and that plan is measured.  If it takes
+30 MiB more than the budget, the planner proposes one that is predicted to take 30 MiB less, a few times at most.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
 _MEASURED = 6
-"""The number of plans that are measured for a budget, or for a frontier, at most."""
+"""The highest number of plans that are measured for a budget, or beside the original for a frontier."""
 _OOM_DIVISOR = 4
-"""The target shrinks by this part of it after a plan ran out of memory: how much was missing is not known."""
+"""Divisor of the target: after a plan runs out of memory, the next may take a quarter less.
+
+The error does not say how much memory was missing."""
 _DOUBT = 0.02
-"""The share by which a dry run may overestimate a peak: a plan this little above the budget is still measured."""
+"""Share of the budget by which a predicted peak may exceed it and the plan is still measured, as the last resort."""
 FRONTIER_SLOWDOWN = 10.0
-"""The highest slowdown of a plan on the frontier, without ``--max-slowdown``: nobody trains with a slower one, and to
-measure it takes that much longer, too."""
+"""The highest slowdown of a plan on the frontier without ``--max-slowdown``.
+
+Nobody trains with a slower one, and measuring it would take ten times as long as well."""
 _APART = 0.02
-"""The share of a peak by which the next plan on the frontier must be smaller to be shown."""
+"""The share by which each plan on the frontier must peak lower than the plan shown before it."""
 _TRIED = 8
-"""The number of dry runs with the optimizer in backward for one budget, at most."""
+"""The highest number of fast plans that are dry-run with the optimizer in backward for one target."""
 _NOTABLE_SHARE = 0.1
 """Share of a peak above which kernel workspaces are named as a reason for it."""
 _NAMED_SHARE = 0.9
-"""Share of a peak that is accounted for by name, where a few modules hold that much."""
+"""Share of a peak that a message accounts for by name, as far as :data:`_MOST_NAMED` modules hold that much."""
 _MOST_NAMED = 8
-"""Modules, or groups of alike ones, that are named as holding activations, at most."""
+"""The highest number of modules, or groups of similar ones, that a message names as holding activations."""
 _DOMINANT_SHARE = 0.5
-"""Share of a peak above which parameters and gradients are called most of it."""
+"""Share of a peak above which a message says that parameters and gradients are most of it."""
 _FAR = 2.0
-"""A step this many times as long as predicted means that the prediction is wrong, or that the machine is busy."""
+"""Ratio of a measured step time to its prediction above which a smaller plan is measured too: it may be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,8 @@ class GoalSearch:
     def within(self, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan found whose measured peak is at most ``budget_bytes``.
 
-        Where a measured peak is above it, the planner is asked for that much less.  Raises :class:`NothingFitsError`.
+        Each measured peak above the budget lowers the target of the next search by the excess.  Raises
+        :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
         least: Priced | None = None
@@ -105,7 +109,7 @@ class GoalSearch:
             found = self._fastest(target)
             if found is not None:
                 require_fast(found, self._most)
-            elif least is None:
+            elif least is None:  # no plan is predicted to fit: once, try the smallest, which dry runs may overestimate
                 least = self._planner.least(self._level, self._most)
                 limit = tried[-1] - 1 if tried else budget_bytes * (1 + _DOUBT)
                 found = least if not least.plan.is_empty and least.peak_bytes <= limit else None
@@ -149,9 +153,10 @@ class GoalSearch:
         )
 
     def _fastest(self, target_bytes: int) -> Priced | None:
-        """Return the fastest plan within ``target_bytes``, with the optimizer in backward only where that is faster.
+        """Return the fastest plan predicted to fit into ``target_bytes``; ``None`` if no plan does.
 
-        Where the original does not fit, the optimizer in backward alone is tried first: it costs no time.
+        If allowed, the optimizer in backward is tried on the original first, as it costs no time, and then on plans
+        that are too large without it.
         """
         if not self.in_backward.is_allowed:
             return self._planner.within(self._level, target_bytes)
@@ -163,12 +168,17 @@ class GoalSearch:
         return self._faster_in_backward(found, target_bytes) or found
 
     def _faster_in_backward(self, found: Priced | None, target_bytes: int) -> Priced | None:
-        """Return the fastest plan that fits only with the optimizer in backward, if it is faster than ``found``."""
+        """Return the fastest plan that fits only with the optimizer in backward, if it is faster than ``found``.
+
+        Example: ``found`` recomputes two layers to fit.  A plan that recomputes one layer is too large by 5 MiB, but
+        fits once gradients of 8 MiB are freed early.
+        """
         least = self._planner.dry_runs.smallest(self._level, self._most)
-        room = least.peak_bytes - self.in_backward.least_of(least)
-        if (found is not None and found.plan.is_empty) or not room:
+        most_saved = least.peak_bytes - self.in_backward.least_of(least)
+        if (found is not None and found.plan.is_empty) or not most_saved:
             return None
-        self._planner.within(self._level, target_bytes + room)  # its plans are the ones that may
+        # The answer does not matter: this search adds plans a little above the target to ``dry_runs``, read below.
+        self._planner.within(self._level, target_bytes + most_saved)
         limit = min(self._most, math.inf if found is None else math.nextafter(found.slowdown, 0))
         larger = (p for p in self._planner.dry_runs.up_to(self._level) if p.peak_bytes > target_bytes)
         hopeful = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
@@ -184,7 +194,10 @@ class GoalSearch:
         return self.in_backward.of(found) or found
 
     def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
-        """Return ``found`` and its measurement, or those of a faster plan where it is far slower than predicted."""
+        """Return ``found`` and its measurement, or a faster plan and its own where ``found`` is far too slow.
+
+        Far too slow is a step :data:`_FAR` times as long as predicted: then plans that peak lower may well be faster.
+        """
         best, original = (found, outcome), self.search.original.outcome
         original_s = original.step_s if isinstance(original, Measurement) else math.inf
         while outcome.step_s > _FAR * found.slowdown * original_s:
@@ -200,14 +213,14 @@ class GoalSearch:
         return best
 
     def worth_showing(self) -> list[Priced]:
-        """Return plans of the frontier, from the original to the least peak, as many as may be measured."""
+        """Return up to ``_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         found = _apart(self._planner.frontier(self._level, self.most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
     def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
-        """Measure the plans in ``found`` and return them in that order; a note names those whose steps are too long."""
+        """Measure the plans in ``found`` and return them in order; those that are too slow go into a note instead."""
         seemed: list[ParetoPoint] = []
         for done, priced in enumerate(found):
             self._measuring(priced, done, len(found))
@@ -222,9 +235,9 @@ class GoalSearch:
         return [point for point in timed if point not in slow]
 
     def _is_too_slow(self, seemed: ParetoPoint, confirmed: ParetoPoint) -> bool:
-        """Tell whether a plan is too slow to be shown, as it was measured first and then confirmed.
+        """Tell whether a plan is too slow to be shown, by its first measurement and by its confirmed one.
 
-        Without ``--max-slowdown``, only a plan that is too slow both times is hidden: nobody has asked for a limit.
+        Without ``--max-slowdown``, only a plan that is too slow both times is hidden: the user has set no limit.
         """
         found = [confirmed.upper] if self.most_slowdown is not None else [seemed.slowdown, confirmed.slowdown]
         return all(slowdown is not None and slowdown > self.most_shown for slowdown in found)
@@ -241,7 +254,7 @@ class GoalSearch:
         )
 
     def _in_turns(self, points: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return ``points`` with step times that were taken in turns, so that all ratios are to the same original.
+        """Time the steps of ``points`` again in turns with the original, so that all slowdowns have the same base.
 
         On a busy machine the original's step may take twice as long beside one plan as beside another.
         """
@@ -289,8 +302,8 @@ def nothing_fits(
 ) -> NothingFitsError:
     """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
 
-    ``how``: how ``least_bytes`` is known, in words.  ``stays``: sentences on what these bytes are.  ``can_rise``: there
-    is a higher level.  ``can_shrink``: the batch has more than one sample.
+    ``how``: words on where ``least_bytes`` comes from, such as ", as estimated".  ``stays``: sentences on the part that
+    no plan makes smaller.  ``can_rise``: there is a higher level.  ``can_shrink``: the batch has several samples.
     """
     budget, least = format_apart(budget_bytes, least_bytes)
     flags = "`--budget` or `--level`" if can_rise else "`--budget`"
@@ -364,7 +377,7 @@ def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> N
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:
-    """Return ``budget`` in bytes; a share is one of the original's allocated peak, ``original_bytes``."""
+    """Return ``budget`` in bytes; a share counts from the original's allocated peak, ``original_bytes``."""
     if budget.nbytes is not None:
         return budget.nbytes
     assert budget.share is not None
@@ -372,10 +385,10 @@ def budget_bytes(budget: Budget, original_bytes: int) -> int:
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
-    """Return ``points`` without those that another one beats, and a sentence on these, empty where there are none.
+    """Return ``points`` without plans that another plan beats, and a sentence that names these, or an empty one.
 
-    A plan is beaten by one that is no larger and no slower, and better in one of the two.  The original stays: the
-    others are compared with it.
+    A plan beats another if it is no larger and no slower, and better in one of the two.  The original always stays,
+    since all others are compared with it.
     """
     measured = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
     beaten = [
@@ -413,7 +426,7 @@ def check_pick(number: int, plans: int) -> None:
 
 
 def _apart(found: Sequence[Priced]) -> list[Priced]:
-    """Return the first, fastest plan of ``found``, and each that is clearly smaller than the one returned before it."""
+    """Return the plans of ``found``, fastest first, without those hardly smaller than the plan kept before them."""
     kept: list[Priced] = []
     for priced in found:
         if not kept or priced.peak_bytes <= (1 - _APART) * kept[-1].peak_bytes:

@@ -1,7 +1,8 @@
-"""The optimizer in backward: tried on the plan that was found, where the step allows it.
+"""Try the optimizer in backward with the plan that a search has found, where the step allows it.
 
-Each parameter is then updated as soon as its gradient is complete, and the gradient is freed: the gradients of all
-parameters never exist at once.  That rules out accumulation, clipping and scaling, which need them together.
+An optimizer in backward updates each parameter as soon as its gradient is complete, and frees the gradient, so the
+gradients of all parameters never exist at once.  Accumulation, clipping and scaling need them together, and are ruled
+out.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _LEAST_SAVING = 0.02
-"""The share of the peak that it must save to be worth the restrictions that it puts on the training script."""
+"""Share of the peak that the optimizer in backward must save to be worth its restrictions on the training script."""
 _WORTH_SAYING = 0.05
-"""The share of the peak that it must save to be mentioned to someone who has not asked for it."""
+"""Share of the peak that it must save for a note to propose it to users who have not asked for it."""
 
 IN_BACKWARD = (
     "The optimizer runs in backward if the training script passes it: "
@@ -54,7 +55,7 @@ class InBackwardPlans:
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""
     is_allowed: bool
-    """Whether it was asked for (`--optimizer-in-backward`), and no plan with it has failed so far."""
+    """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
     def of(self, found: Priced) -> Priced | None:
         """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
@@ -70,7 +71,7 @@ class InBackwardPlans:
         return None
 
     def offer(self, found: Priced) -> str:
-        """Return a sentence on what it would save with ``found``, by a dry run; empty if that is next to nothing."""
+        """Return a note on the peak of ``found`` with the optimizer in backward; empty if that is hardly lower."""
         asked = replace(self, is_allowed=True, drop=lambda dropped: None)
         lower = asked.of(found)
         if lower is None or lower.peak_bytes > (1 - _WORTH_SAYING) * found.peak_bytes:
@@ -85,7 +86,7 @@ class InBackwardPlans:
         return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
 
     def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
-        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if that fails or is no use."""
+        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
         lower = self.of(found)
         if lower is None:
             return None
@@ -106,7 +107,7 @@ class InBackwardPlans:
         return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
 
     def proven(self, row: LevelRow) -> LevelRow | Reason:
-        """Confirm the times of ``row``, which was measured, and verify it; return it, or why it is not applied."""
+        """Time the measured ``row`` again if in doubt, and verify it; return the row, or why it is not applied."""
         timed = self.measurements.confirm(row, self.most_slowdown)
         dropped = judged(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
         if dropped is not None and isinstance(dropped.why, TooSlow):
@@ -122,6 +123,6 @@ class InBackwardPlans:
 
 
 def _held_by_gradients(counted: Counted) -> int:
-    """Return the most bytes that can be saved: the gradients at the peak, and the optimizer's temporaries for them."""
+    """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
     at_peak = counted.breakdown
     return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0

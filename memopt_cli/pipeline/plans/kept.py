@@ -1,4 +1,7 @@
-"""Results of an optimization, written as soon as they are known, so that a later failure does not lose them."""
+"""Write each result of an optimization as soon as it is known, so that a later failure does not lose it.
+
+The plan comes first, as the most valuable; then the model, the batch that fits, and recorded steps.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ class Kept:
     # ------------------------------------------------------------------------------------------ to the disk
 
     def _keep_plan(self) -> None:
-        """Write the plan and the summary; without a plan the summary alone, since an earlier plan may be of use."""
+        """Write the plan and the summary; if the plan is empty, write the summary alone and leave an earlier plan."""
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._step_aside()
@@ -119,21 +122,21 @@ class Kept:
             found.notes += left_alone(self.paths.plan)
             self._keep_summary()
             return
-        predicted: PredictedStep | None = None  # it stays so without a card of --for
+        predicted: PredictedStep | None = None  # only for a card of --for
         if found.estimates is not None:
             predicted = PredictedStep(estimate=found.estimates.planned, settings=self.prepared.subject.settings)
         layout, turns_off = self.request.layout, found.turns_off
         plan = content(plan_yaml(header, found.plan, found.applied_level, predicted, layout, turns_off))
         try:
             self._keep(self.paths.plan, plan)
-        except KeyboardInterrupt:  # the one moment at which Ctrl-C waits: the plan is written again, then the run ends
-            self.files.append(self.paths.plan)  # it may be there already
+        except KeyboardInterrupt:  # the search took long: finish writing its plan before the run ends
+            self.files.append(self.paths.plan)  # the file may exist already, and may then be replaced
             self._keep(self.paths.plan, plan)
             raise
         self._keep_summary()
 
     def _use(self) -> str:
-        """Return the line of Python that trains with what was written; empty where no plan was.
+        """Return the line of Python that puts the written plan into use; empty if no plan was written.
 
         The model is loaded from its file, unless the script builds it or gives the plan an optimizer.
         """
@@ -147,12 +150,12 @@ class Kept:
             return f"memopt_cli.apply_plan(model, {plan}, optimizer=optimizer)"
         if self.paths.model not in self.files or kind in ("factory", "pretrained"):
             return f"memopt_cli.apply_plan(model, {plan})"
-        trust = replace(self.prepared.subject.source.trust, sandbox=True)  # which loading does without
+        trust = replace(self.prepared.subject.source.trust, sandbox=True)  # memopt_cli.load has no sandbox to turn off
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 
     def _step_aside(self) -> None:
-        """Choose other names if files have appeared since the search began: none is replaced, and no plan is lost."""
+        """Choose other names if files have appeared since the search began, so that none is replaced."""
         paths = self.paths.free()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} appeared meanwhile, so these are named {paths.model.stem}."
@@ -161,9 +164,9 @@ class Kept:
             self.paths = paths
 
     def _keep_model(self) -> None:
-        """Write the model, but not a copy of one that stays as it is.
+        """Write the model with its plan; an unchanged model only if ``--output`` is given or its file exists.
 
-        That is written all the same where ``--output`` names it, and over a model with a plan of an earlier run.
+        An existing file may hold a plan of an earlier run, which this run found to be of no use.
         """
         is_named = self.request.output is not None or self.paths.model.exists()
         if self.paths.plan_only or not (is_named or self.found.is_changed):
@@ -197,7 +200,7 @@ class Kept:
         data: Data = "full size" if isinstance(found.rows[0].outcome, Measurement) else "small batch"
         for row in found.rows:
             if row.level in (0, found.applied_level):
-                outcome = row.outcome if row.plan.compile is None else None  # which is recorded without a compiler
+                outcome = row.outcome if row.plan.compile is None else None  # steps are recorded uncompiled
                 with self.prepared.session(data) as session:
                     trace = record_step(session, row.plan, outcome, found.notes).trace
                 traces[row.level] = no_longer_than(outcome, trace)

@@ -1,8 +1,8 @@
-"""Narrowing of a plan that fails verification to the segments that agree with the original.
+"""Narrow a plan that fails verification to the segments whose results agree with the original's.
 
-The segments are halved: a half that passes is kept, one that fails is halved again, and a single segment that fails is
-left out.  Two halves that pass alone may fail together; then the one with fewer segments is left out.  One bad segment
-of 16 costs 12 runs: 9 until it stands alone, and 3 to see that the halves without it agree together.
+The segments are halved: a half that passes is kept, a half that fails is halved again, and a single segment that fails
+is left out.  Two halves may each pass but fail together; then the one with fewer segments is left out.  One bad segment
+of 16 costs 12 runs: 9 to single it out, and 3 to check that the remaining parts agree together.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from memopt_cli.records import LeftOut, Plan, SegmentPlan, Verification
 
 
 def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple[Plan, tuple[LeftOut, ...]]:
-    """Return the part of ``plan`` that agrees with the original, and what was left out, each with its difference.
+    """Return the part of ``plan`` that agrees with the original, and the segments left out, each with its difference.
 
-    ``verify`` verifies a plan, and returns ``None`` where its step could not be run.
+    ``verify``: a function that verifies a plan, and returns ``None`` if its step cannot be run.
     """
     left_out: dict[str, str] = {}
 

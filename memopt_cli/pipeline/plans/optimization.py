@@ -1,4 +1,4 @@
-"""``memopt optimize``: load, measure, search, verify, then write the files and recommend a batch."""
+"""Run ``memopt optimize``: load the model, measure it, search a plan, verify it, write the files, recommend a batch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
 _FEW = 0.03
-"""Share of the original's step that a plan within a budget may add so that a longer search for a faster one is not
-worth proposing."""
+"""Share of the original's step time up to which a plan within a budget counts as fast enough.
+
+For a slower plan, a search whose time was over says that a longer one may find a better plan."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -71,7 +72,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_shown(request, prepared)
         found = find(request, prepared)
     except KeyboardInterrupt as err:
-        why = f": {err}" if str(err) else ""
+        why = f": {err}" if str(err) else ""  # set where an interrupted search had found nothing that fits
         raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
     if prepared.facts.format == STEP:
         paths = replace(paths, plan_only=True)
@@ -80,10 +81,10 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
 
 
 def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Find a plan for ``prepared``, by runs here or by estimates; with a range of a dimension, a plan by length.
+    """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
-    A model that checkpoints by itself is searched with that turned off, where it can be.  The findings include a plan
-    that fails verification; nothing is written.  Raises :class:`MemoptError`.
+    If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
+    hold a plan that fails verification; nothing is written.  Raises :class:`MemoptError`.
     """
     prepared = without_own_checkpoints(prepared, measures=request.runs)
     prepared = with_place(request, prepared)
@@ -146,17 +147,17 @@ class _Job:
                 rows = [search.original, *self._seek(search)]
                 if search.traced.has_dry_runs:
                     self._foresee(rows, sessions)
-        except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+        except KeyboardInterrupt as err:  # leaving the sessions has ended their subprocess
             is_second = self.found.interrupted
             if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
                 raise
             rows = [search.original, *self._seek_again(search)]
-        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # which may have been timed again
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
 
     def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
-        """Measure the plan that was picked from the ``shown`` frontier; return its row below that of the original."""
+        """Measure the plan picked from the ``shown`` frontier, and return two rows: the original's and the plan's."""
         assert self.request.goal.pick is not None, "else nothing is read"
         point = shown.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
@@ -166,10 +167,10 @@ class _Job:
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
     def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
-        """Begin to look for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
+        """Begin the search for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
 
-        The session of the search has recorded the step already; to do so in a new one would take as long as a few dry
-        runs.
+        It begins in ``sessions``, those of the plan search, which have recorded the step already: another recording
+        would take as long as a few dry runs.
         """
         request, prepared = self.request, self.prepared
         row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
@@ -240,7 +241,7 @@ class _Job:
         return rows
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
-        """Return the row of the fastest plan within the budget, or of the one picked from the frontier, if any."""
+        """Return one row, of the fastest plan within the budget or the one picked; none for ``--frontier`` alone."""
         goal, most_slowdown, started = self.request.goal, self.request.search.asked_slowdown, time.monotonic()
         planned = GoalSearch(
             search=search,
@@ -256,7 +257,7 @@ class _Job:
             )
         self.prepared.progress.stage("searching the frontier" if shows else "searching within the budget")
         found = planned.worth_showing() if shows else []
-        if goal.pick is not None and self.request.backend is None:  # else compiled steps are among them as well
+        if goal.pick is not None and self.request.backend is None:  # compiled steps are added later
             check_pick(goal.pick, len(found))
         if goal.budget is not None:
             measured = search.original.outcome
@@ -276,9 +277,9 @@ class _Job:
         return rows
 
     def _say_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
-        """Say that the time of ``search`` was over: in a note if a longer one ``may_improve`` the answer.
+        """Say that the time of ``search`` was over: in a note if a longer search ``may_improve`` the answer.
 
-        Otherwise it is a detail: users took it for a failure.
+        Otherwise it is a mere detail, since users took the note for a failure.
         """
         over = search.probes.over
         if over and may_improve():
@@ -287,7 +288,7 @@ class _Job:
             self.found.details.append(f"{over}: a longer one would hardly find a better plan")
 
     def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
-        """Return the row of the fastest plan within ``budget_bytes``; with a compiler, of its plans as well."""
+        """Return the row of the fastest plan within ``budget_bytes``; with ``--compile`` among compiled ones too."""
         if self.request.backend is None or self.found.interrupted:
             return planned.within(budget_bytes)
         eager: LevelRow | None = None
@@ -314,10 +315,10 @@ class _Job:
         return found
 
     def _with_compiled(self, planned: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return the ``eager`` points, and with a compiler those of compiled steps that are right, by their times."""
+        """Return the ``eager`` points, with ``--compile`` also those of verified compiled steps, fastest first."""
         if self.request.backend is None or self.found.interrupted:
             return eager
-        if not self.found.compiled:  # else they were measured for the budget
+        if not self.found.compiled:  # with ``--budget``, they were measured already
             compiled = SpreadCompiled(
                 backend=self.request.backend,
                 most_slowdown=planned.most_shown,
@@ -337,7 +338,7 @@ class _Job:
         return sorted(points, key=_by_time)
 
     def _climb(self, search: StartedSearch) -> list[LevelRow]:
-        """Return a row for every level up to the one asked for."""
+        """Search level by level, and return a row for every level from 1 on."""
         climb = Climb(
             search=search,
             measurements=self.measurements,
@@ -363,14 +364,14 @@ class _Job:
         found = plans.of_level(row, known)
         if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
             self.found.notes += filter(None, [plans.offer(known)])
-        if found is None:  # beside the original as it is timed now
+        if found is None:  # time the row again: the attempt above may have timed the original anew
             timed = replace(applied, outcome=self.measurements.measure(applied.plan))
             found = self.measurements.confirm(timed, most_slowdown)
         rows[rows.index(applied)] = found
         return found
 
     def _compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
-        """Return the ``applied`` row, or with a compiler that of a compiled step which peaks lower; update ``rows``."""
+        """Return the ``applied`` row, or with ``--compile`` a compiled step that peaks lower; update ``rows`` too."""
         if self.request.backend is None or self.found.interrupted:
             return applied
         compiled = SmallestCompiled(
@@ -409,12 +410,14 @@ class _Job:
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
-        """Note which modules are segments of ``plan``, and why others that were asked for are not."""
+        """Record which modules are segments of ``plan``, why requested ones are not, and the neighbouring plans."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
         self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
-        for failed, failure in [*failures.items()][:1]:  # which came first of all
+        for failed, failure in [*failures.items()][
+            :1
+        ]:  # one is enough, at the front: dry runs come before anything is dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
             self.found.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.found.dropped]
@@ -422,5 +425,5 @@ class _Job:
 
 
 def _by_time(point: ParetoPoint) -> tuple[bool, float]:
-    """Return the place of ``point`` on the frontier: the original first, then the fastest."""
+    """Return a key that sorts points of a frontier: the original first, then by slowdown."""
     return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

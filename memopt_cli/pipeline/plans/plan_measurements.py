@@ -1,4 +1,4 @@
-"""Measurements of plans, each taken once and in a subprocess of its own, with fingerprints of their steps."""
+"""Measure each plan once, in a fresh subprocess, and keep the measurement with a fingerprint of the step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
 _DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
-"""A plan is timed again if its slowdown differs from the predicted one by a larger share.  The second value is for
-slower plans where any slowdown is allowed: it decides nothing there, and is only reported."""
+"""Share by which a measured slowdown may differ from the predicted one before the plan is timed again.
+
+The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
 _FAR = 10.0
-"""A slowdown from which on a plan is not timed again where any slowdown is allowed: the exact number is of no use."""
+"""Slowdown from which on a plan is not timed again if any slowdown is allowed: nobody needs the exact number."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,10 +32,10 @@ class PlanMeasurements:
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
     _in_turns: tuple[Plan, ...] = ()
-    """The plans that were last timed in turns with the original; all have the times of these turns."""
+    """The plans that were last timed in turns with the original; the step times of their measurements are these."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
-        """Measure ``plan`` in a fresh subprocess, or return the measurement that is there already."""
+        """Measure ``plan`` in a fresh subprocess, unless it was measured before; return its latest measurement."""
         if plan not in self._found:
             with self._prepared_for(plan).session() as session:
                 return self.measure_in(session, plan)
@@ -43,7 +44,7 @@ class PlanMeasurements:
     def original_in(self, sessions: Sessions, started: float) -> LevelRow:
         """Measure the original in ``sessions``; return its row, with the time since ``started``.
 
-        If memory runs out, the sessions run a few samples from then on: the next full step might be killed as well.
+        If memory runs out, the sessions switch to small batches: another full step might be killed as well.
         Raises :class:`MemoptError` for any other failure.
         """
         outcome = self.measure_in(sessions(), ORIGINAL)
@@ -62,8 +63,8 @@ class PlanMeasurements:
     def _prepared_for(self, plan: Plan) -> Prepared:
         """Return the model to measure ``plan`` on.
 
-        Where the original does not run, there is no fingerprint to compare with; segments then try for themselves
-        whether the rows of their chunks mix.
+        Without a measurement of the original there is no fingerprint to compare with.  Segments then check by
+        themselves that rows of different chunks do not mix.
         """
         if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), Measured):
             return self.prepared
@@ -81,8 +82,8 @@ class PlanMeasurements:
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
         """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
 
-        The plan and the original take turns in one subprocess, so that a busy machine slows both down alike; both keep
-        these step times.  Nothing changes where that fails, nor where it was done already: the first turns decide.
+        The plan and the original take turns in one subprocess, so that a busy machine slows both down alike, and both
+        keep these step times.  If that fails, the old times stay; a plan is not timed in turns twice.
         """
         original = self._found.get(ORIGINAL)
         if row.plan in self._in_turns:
@@ -96,7 +97,7 @@ class PlanMeasurements:
     def time_in_turns(self, plans: tuple[Plan, ...], most_slowdown: float = math.inf) -> Failure | None:
         """Time ``plans``, which were measured, in turns with the original in one subprocess.
 
-        All keep these step times; return why not where that fails, and nothing changes.
+        All keep these step times.  If a run fails, return the failure and change nothing.
         """
         limit = None if math.isinf(most_slowdown) else most_slowdown
         found = self.prepared.ask(TimeInTurnsJob(plans=plans, most_slowdown=limit))
@@ -110,7 +111,7 @@ class PlanMeasurements:
         return None
 
     def retimed(self, plan: Plan, **changes: Any) -> None:
-        """Put ``changes``, of a later timing of ``plan``, into its measurement."""
+        """Update the measurement of ``plan`` with ``changes``: field -> value from a later timing."""
         measured = self._found[plan]
         if isinstance(measured, Measured):
             self._found[plan] = replace(measured, measurement=replace(measured.measurement, **changes))
@@ -118,8 +119,8 @@ class PlanMeasurements:
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
 
-        With an optimizer in backward no gradients are left, so the same plan without it stands for ``plan``.  A
-        compiler sums in another order, so the fingerprints of a compiled step say nothing.
+        An optimizer in backward leaves no gradients to compare, so the same plan without it is used.  A compiler sums
+        in another order, so fingerprints of compiled steps cannot be compared.
         """
         if plan.compile is not None:
             return None

@@ -1,7 +1,7 @@
-"""The row whose plan is applied, and its verification.
+"""Verify the plan that is to be applied, and replace it if it fails.
 
-Where a plan computes something else than the original, the segments that make the difference are found and left out,
-and the rest is verified again.  A plan that was asked for by budget or from the frontier is not replaced: it fails.
+If a plan's results differ from the original's, the segments that cause the difference are found and left out, and the
+rest is verified again.  A plan found for a budget or picked from the frontier is not replaced: the command fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memopt_cli.records import (
 
 
 def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
-    """Return the row whose plan is applied: ``chosen``, else the original's, which is the first of ``rows``.
+    """Return ``chosen`` if its plan was measured, else the original's row, which is the first of ``rows``.
 
     Raises :class:`MeasurementError` if no level could be run.
     """
@@ -54,13 +54,13 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
 
 @dataclass(slots=True, kw_only=True)
 class Prover:
-    """Verification of the row to apply, with another row in its place where that fails."""
+    """A verifier of the row to apply, which puts another row in its place if verification fails."""
 
     measurements: PlanMeasurements
     found: Findings
-    """The findings of the search; their rows, their neighbours and the dropped plans change with the plan."""
+    """The findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
     takes_chosen: bool = False
-    """Whether the chosen row is applied whatever it saves and costs: the user has named its segments."""
+    """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """The outcome of each verification so far."""
 
@@ -126,7 +126,7 @@ class Prover:
         return row, found
 
     def _worth_its_time(self, at: int) -> LevelRow:
-        """Return the row of index ``at`` if its plan is worth its time as measured, else the original's."""
+        """Return the row at index ``at`` if its plan is worth its time as measured, else the original's row."""
         rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
             return applied_row(rows, rows[at])
@@ -151,7 +151,7 @@ class Prover:
         )
 
     def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
-        """Return the part of ``plan`` that agrees at the sizes that ``failed``, and the rest: see :func:`agreeing`."""
+        """Split ``plan`` by :func:`agreeing`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
@@ -161,7 +161,7 @@ class Prover:
             return agreeing(plan, verify)
 
     def verify(self, plan: Plan) -> Verification | Failure:
-        """Verify ``plan`` by its measured steps, or in full where the original or the plan was not measured."""
+        """Verify ``plan`` by the fingerprints of its measured steps, or by new runs if either step was not measured."""
         if plan in self.known:
             return self.known[plan]
         prepared = self.measurements.prepared

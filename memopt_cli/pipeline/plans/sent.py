@@ -1,4 +1,4 @@
-"""``--offload``: where the plans of a search may send tensors, and whether that saves anything."""
+"""Choose and check the place of ``--offload``, where plans may send tensors to wait for backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from memopt_cli.records import OptimizeRequest, PlaceName, Plan, SearchOptions, 
 from memopt_cli.text.units import exact_bytes, format_bytes
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
-"""File systems whose files lie in memory."""
+"""File systems that hold their files in memory, where offloading would save nothing."""
 _NAME_ONE: Final = "Name a folder on a disk: `--offload disk:FOLDER`."
 
 
 def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
-    """Return ``prepared`` with the place where plans may send tensors, as ``request`` asks for it.
+    """Return ``prepared`` with the place where plans may send tensors, by default host memory for a step on a GPU.
 
-    Raises :class:`UsageError` for a place that takes nothing, or in which tensors would save no memory.
+    Raises :class:`UsageError` for a place that cannot be written to, or where tensors would save no memory.
     """
     options = request.search.options
     place, folder = options.sends_to
@@ -57,14 +57,14 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
 
 
 def how_to_train(plan: Plan, folder: str | None) -> list[str]:
-    """Return a sentence on what a script that trains with ``plan`` sets, if tensors wait in another ``folder``."""
+    """Return a note that tells the training script to set ``folder``, if ``plan`` sends tensors to files there."""
     if folder is None or not plan.sends:
         return []
     return [f"Set memopt_cli.offload_folder = {folder!r} in the training script: tensors wait in a file there."]
 
 
 def room_note(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
-    """Yield a sentence on the most bytes that plans may send to host memory, if ``place`` is that."""
+    """Yield a note on how many bytes plans may send, and by which limit, if ``place`` is host memory."""
     limits = {"half of what is free": trace.room_bytes, "`--host-memory`": options.host_memory}
     known = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
     if place == "host" and known:
@@ -86,7 +86,7 @@ def _check(folder: str) -> None:
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system that ``path`` is in; empty if the system does not tell."""
+    """Return the type of the file system of ``path``, by Linux's list of mounts; empty if there is no such list."""
     found = "", ""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
@@ -94,7 +94,7 @@ def _file_system(path: str) -> str:
         return ""
     for line in lines:
         _, mounted, kind, *_ = line.split(" ")
-        where = mounted.encode().decode("unicode_escape")  # a space is \040
+        where = mounted.encode().decode("unicode_escape")  # the list writes a space as \040
         if (path == where or path.startswith(where.rstrip("/") + "/")) and len(where) >= len(found[0]):
             found = where, kind
     return found[1]

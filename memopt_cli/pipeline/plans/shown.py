@@ -1,7 +1,7 @@
-"""``--pick N`` after ``--frontier``: the plans that were shown are kept beside the model, and one of them is taken.
+"""Keep the plans of ``--frontier`` in a file beside the model, and take plan N from it for ``--pick N``.
 
-A number means something only for the table that the user has seen, so plans of another model, of other inputs or of
-another step are refused, and not searched again under the same numbers.
+A number refers to the table that the user has seen.  If the model, the inputs or the step have changed since, the
+command fails rather than search again and apply another plan under the same number.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def check_frontier_target(request: OptimizeRequest) -> None:
         return
     try:
         read_frontier(path)
-    except FileNotFoundError:  # a link to nothing
+    except FileNotFoundError:  # a dangling symbolic link
         check_targets([path], force=False)
 
 
 def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
-    """Return ``request`` with the plans to pick from, and with the level, inputs and settings that it leaves out.
+    """Return ``request`` with the plans to pick from, and with their level, inputs and settings where it gives none.
 
-    Without any beside the model, or where ``--frontier`` asks for new ones, it stays as it is: they are searched for.
-    Raises :class:`UsageError` for a file that holds no frontier or lacks the plan, and for options of another search.
+    Without ``--pick``, with ``--frontier``, or if no plans are kept, return ``request`` unchanged.  Raises
+    :class:`UsageError` for a file that holds no frontier or lacks the plan, and for options of another search.
     """
     number = request.goal.pick
     if number is None or request.goal.frontier:
@@ -106,10 +106,10 @@ _FLAGS = {
 
 
 def _as_shown(asked: StepSettings, then: StepSettings) -> tuple[StepSettings, str]:
-    """Return ``asked`` with the settings ``then``, when plans were shown, in place of those that are left out.
+    """Fill in the settings that ``asked`` leaves out from ``then``, those of the shown plans, and name them in a note.
 
-    With them comes a sentence that names them, empty where nothing is taken.  Raises :class:`UsageError` where one of
-    them names code: the file may have come with the model, and only who types a command vouches for code.
+    The note is empty if no setting is filled in.  Raises :class:`UsageError` if one of them names code: the file may
+    have come with the model, and only code that the user types is trusted.
     """
     plain = StepSettings()
     left_out = [n for n in _FLAGS if getattr(asked, n) == getattr(plain, n) != getattr(then, n)]
@@ -133,7 +133,7 @@ def _typed(settings: StepSettings, names: Sequence[str]) -> str:
 
 
 def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
-    """Raise :class:`UsageError` where ``asked`` is something else than the options of the search ``then``."""
+    """Raise :class:`UsageError` where ``asked`` sets an option to another value than ``then``, the search shown."""
     plain = resolve({}).options
     for name in (f.name for f in fields(SearchOptions)):
         value, before = getattr(asked, name), getattr(then, name)
@@ -158,9 +158,9 @@ def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def check_original(request: OptimizeRequest, measured: object) -> None:
-    """Raise :class:`UsageError` where the original's step needs other bytes, ``measured``, than when plans were shown.
+    """Raise :class:`UsageError` if the original's tensor peak, ``measured`` now, differs from when plans were shown.
 
-    Code has no fingerprint: a function that builds the model or its inputs may do something else by now.
+    Hashes do not cover code: a function that builds the model or its inputs may have changed since.
     """
     assert request.shown is not None, "a plan is picked from it"
     then = [point.outcome for point in request.shown.points if point.plan.is_empty]
@@ -193,9 +193,9 @@ def _short(sha256: str | None) -> str:
 
 
 def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) -> list[Path]:
-    """Write the frontier that was ``found`` beside the model and return its path; none, but a note, if that fails.
+    """Write the frontier in ``found`` beside the model and return its path; if that fails, add a note instead.
 
-    Whoever looks at plans of a model on a disk that cannot be written to has lost nothing but time.
+    A read-only disk, say, is no reason to fail: without the file, ``--pick`` only has to search again.
     """
     path = frontier_path(request.source)
     text = frontier_json(replace(_shown(request, prepared), points=tuple(found.frontier)))

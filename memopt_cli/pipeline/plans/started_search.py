@@ -1,4 +1,4 @@
-"""The beginning of a search for plans: a step is recorded and counted, and the search gets its time limit."""
+"""Begin a search for plans: record a step of the original, count its peak by a dry run, and set the time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
 _AT_ANY_PRICE = 3
-"""The factor for that limit where any slowdown is allowed: chunks are tried then in any number."""
+"""The factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class StartedSearch:
     notes: int
     """The number of notes among the findings when the search began."""
     details: int
-    """The number of details among them then."""
+    """The number of details among the findings when the search began."""
 
     @property
     def options(self) -> SearchOptions:
@@ -49,7 +49,7 @@ class StartedSearch:
         return self.found.resolved.options
 
     def row(self, level: int, found: Priced, tried: int, started: float) -> LevelRow:
-        """Return the row of a plan that the planner ``found``, before it is measured; predicted if dry runs work."""
+        """Return the unmeasured row of a plan that the planner ``found``, with its predicted peaks if dry runs work."""
         row = LevelRow(
             level=level,
             plan=found.plan,
@@ -112,7 +112,7 @@ def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, 
 
 
 def _limit_s(request: OptimizeRequest, found: Findings, original: Measurement | Failure | None) -> float | None:
-    """Return the time limit in seconds; ``None``: none, as for a budget or the frontier without ``--search-time``."""
+    """Return the time limit in seconds; ``None`` for no limit, as for ``--budget`` without ``--search-time``."""
     said = request.search_limit_s is not None or request.goal != SearchGoal()
     if said or not isinstance(original, Measurement):
         return request.search_limit_s

@@ -89,16 +89,16 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
 
 
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
-    """Count the modules that level 1 would make segments, and inside which ``plan`` has segments instead."""
+    """Count the modules that level 1 would make segments, but whose inner modules are segments of ``plan`` instead."""
     paths = {s.path for s in plan.segments if not s.through_loss}
     selected = [m.path for m in selection.considered] if selection is not None else []
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
 
 
 def _codecs_left_out(found: Findings) -> list[str]:
-    """Say which modules do not use the codec that they ask for, and why.
+    """Return notes on modules that do not use the codec they ask for, and why.
 
-    Modules that were never candidates for a segment are named only if the user listed the modules that may be.
+    Modules that were no candidates for a segment are named only if the user listed the candidates.
     """
     segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
     codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
@@ -143,7 +143,7 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
 
 
 def _not_applied(found: Findings) -> list[str]:
-    """Name the levels whose plan was measured and turned out to be no improvement."""
+    """Name the levels above the applied one whose plan was measured and is no improvement."""
     above = (row for row in found.rows if row.level > found.applied_level)
     worse = (row for row in above if row.repeats is None and row.outcome is not None)
     return [f"level{row.level}:no_improving_candidate" for row in worse]

@@ -1,7 +1,4 @@
-"""Whether a plan is worth the time of its step: by its prediction before it is measured, then by its measurement.
-
-Nothing else decides this.  A wrong prediction (a peak of 1.2 MiB instead of 1.1) shows once the plan is measured.
-"""
+"""Decide whether a plan saves enough memory for its slowdown, first by its prediction, then by its measurement."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, 
 _LEAST_SAVING = 0.02
 """The share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
 _HARDLY_SLOWER = 1.02
+"""Slowdown up to which a plan is worth any saving at all."""
 
 
 def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
@@ -21,9 +19,9 @@ def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) 
 
 
 def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
-    """Return why the plan of ``row`` is not applied, by its measurement; ``None`` if it runs and is worth its time.
+    """Return why the measured ``row`` is not applied; ``None`` if its plan runs and is worth its time.
 
-    Where the original does not run, any plan that runs is worth its time.
+    If the original does not run, any plan that runs is worth its time.
     """
     outcome = row.outcome
     if row.plan.is_empty or outcome is None:
