@@ -1,4 +1,4 @@
-"""The batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
+"""Find the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
 _FAR = 1000
-"""Memory does not limit the batch where more than so many times the one described would fit: 360,000 sequences of a
-small recurrent network, say, where 128 are trained."""
+"""Multiple of the described batch beyond which the advice does not count memory as the limit.
+
+Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _PROBES = 2
-"""The number of batch sizes that are run for the advice, at least, where so many can be run."""
+"""The lowest number of batch sizes that are run for the advice, as far as they can be run."""
 _AIM = 0.7
-"""The share of the longest step that a run aims at.  The run is cold and its memory is recorded, while the measurement
-that predicts its time was warm: it took 1.2 to 1.5 times as long in a ResNet and a spiking VGG.  A step that is too
-long costs another run.
+"""Share of the longest step that the predicted time of a run may take.
+
+The prediction comes from a warm measurement, but the run is cold and records its memory: it took 1.2 to 1.5 times as
+long in a ResNet and a spiking VGG.  A step that is too long costs another run.
 """
 _LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
 _LONGEST_STEPS = 2.5
@@ -69,7 +71,7 @@ def _advice(
     begun: BegunAdvice | None,
     notes: list[str],
 ) -> BatchAdvice | BatchEstimate | str:
-    """Return the advice, or why there is none, in words."""
+    """Return the advice, or words on why there is none."""
     prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
@@ -124,7 +126,7 @@ def _confirmed(search: BatchSearch) -> BatchAdvice | str:
 class BegunAdvice:
     """A search for the batch that fits under a plan, with the described batch as its first run.
 
-    It may go on in another session: the answers of the first one are kept.
+    Its answers are kept, so it can be continued in another session.
     """
 
     probes: BatchProbes

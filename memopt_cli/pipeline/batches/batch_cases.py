@@ -1,4 +1,4 @@
-"""The cases of one recommendation: for each pair of a plan and sizes, the largest batch is searched."""
+"""Search the largest batch of each case of a recommendation: a plan, or none, at given sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
 _LOOPED = 0.02
-"""The share of the longest step that a model may take if it loops over its batch.  A larger batch is hardly faster then
-(a GRU cell over 850 rows: 170 samples a second, over 7,076 rows: 115), and six runs took ten minutes."""
+"""Share of ``--longest-step`` that steps may take if the model loops over its batch.
+
+A larger batch is hardly faster then, and takes long to run: a GRU cell over 850 rows trained 170 samples a second, over
+7,076 rows 115, and six runs took ten minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,20 +34,20 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """The number of copies that train fastest at the described batch; `None`: not asked for, unknown, or none fits."""
+    """The number of copies that train fastest at the described batch; `None`: not searched, or none fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether a batch, or a number of copies, was run that fits."""
+        """Whether some batch, or some number of copies, was run and fits."""
         return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
 
     def settle(self, found: ReplicaAdvice) -> None:
-        """Search the batch of the fastest number of copies in ``found``; their run counts as its first."""
+        """Fix the number of copies to the fastest in ``found``, whose run counts as the first of the batch search."""
         self.settled, self.probes.replicas = found, found.fastest
         self.search.runs[self.search.batch] = found.best
 
     def go_on_with_fewest(self) -> None:
-        """Search a smaller batch for the fewest copies, since not even they fit at the described one."""
+        """Fix the number of copies to the fewest, which do not fit at the described batch, to search a smaller one."""
         assert self.copies is not None
         ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
 
@@ -74,13 +76,13 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class CaseSearch:
-    """A search of cases, one after another, which share a number of runs."""
+    """A search of several cases, one after another, with a limit on all their runs together."""
 
     prepared: Prepared
     notes: list[str]
     limits: Limits
     most_runs: int
-    """The number of runs to find the batches that fit, in all cases together."""
+    """The highest number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
     """The numbers of copies to choose from; empty: a single model is trained."""
     run: Callable[[int], BatchProbe | Failure] | None = None
@@ -90,16 +92,16 @@ class CaseSearch:
     """The cases whose search has begun, the last first."""
 
     def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
-        """Search ``cases``, the last first; each passes on how far measured peaks are from its dry runs.
+        """Search ``cases``, the last first; each passes the ratio of measured peaks to dry runs on to the next.
 
-        The last are those of the plan and of long sequences: if runs are scarce, these are the ones to be sure of.
+        The last cases are those with the plan and with long sequences, which need their runs most if runs are scarce.
         """
         ratio = 1.0
         for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
             self.prepared.progress.stage(f"finding the batch that fits{case.text}")
             is_compiled = case.plan.compile is not None
             case.probes = BatchProbes(
-                session=(lambda: self.prepared) if is_compiled else session,  # a process of its own for each batch
+                session=(lambda: self.prepared) if is_compiled else session,  # compiled: a fresh process for each batch
                 plan=case.plan,
                 progress=self.prepared.progress,
                 dims=case.dims,
@@ -122,10 +124,10 @@ class CaseSearch:
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 
     def _restrain_loop(self, case: Case) -> None:
-        """Note it if the step loops over its batch, and run only short steps then."""
+        """Detect a step that loops over its batch; add a note, and limit its runs to short steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
-            foreseen = model.largest_within(runs.limits.budget_bytes)  # by dry runs, which the search would begin with
+            foreseen = model.largest_within(runs.limits.budget_bytes)  # costs nothing: the search needs these dry runs
             if foreseen and runs.limits.probes:
                 said = f"By dry runs, about batch {foreseen} fits{case.text}; runs confirm it."
                 self.prepared.progress.note(said)
@@ -154,7 +156,7 @@ class CaseSearch:
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _check(self, case: Case) -> None:
-        """Raise :class:`MemoptError` where no batch of ``case`` ran for another reason than memory."""
+        """Raise :class:`MemoptError` if no batch of ``case`` ran, for another reason than memory."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
         if others and not case.search.runs.measured:
@@ -180,11 +182,11 @@ class CaseSearch:
 
     @property
     def left(self) -> int:
-        """The number of runs that are left."""
+        """The number of runs that may still be made."""
         return self.most_runs - self.runs
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
-        """Let the search of ``case``, which has ended, go on by ``run``, as far as runs are left."""
+        """Continue the finished search of ``case`` by ``run``, within the runs that are left."""
         search, before = case.search, len(case.search.runs)
         search.runs.limits = replace(search.runs.limits, probes=before + self.left)
         run(search)

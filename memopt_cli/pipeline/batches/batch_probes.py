@@ -1,4 +1,4 @@
-"""The questions of a search for the largest batch to profiling subprocesses."""
+"""Run and dry-run a step at one batch after another in profiling subprocesses, for a search of the largest batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
 
 _MOST_OPERATORS = 50_000
-"""The most operators of a dry run, which take half a minute on a slow core."""
+"""The highest number of operators that a dry run may have; so many take half a minute on a slow core."""
 
 
 def check_varied(prepared: Prepared) -> None:
@@ -33,10 +33,10 @@ def check_varied(prepared: Prepared) -> None:
 
 
 def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
-    """Return why no batch but the described one may be recommended, in words; empty if others may.
+    """Return why dimension 0 of the inputs seems to be no batch, in words; empty if the batch can be varied.
 
-    Example: a model that holds the edges of one graph has nodes as rows.  It runs on more rows than the graph has
-    nodes, which is pointless, and fails on fewer, as edges then point at missing rows.  So it is tried on fewer.
+    Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
+    it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.
     """
     pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
     if not pointing:
@@ -76,33 +76,33 @@ def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class BatchProbes:
-    """Runs and dry runs of one case, a plan and sizes of the inputs, at one batch after another."""
+    """A cache of dry runs, and a source of runs, at any batch of one plan and one set of input sizes."""
 
     session: Callable[[], Session | Prepared]
     plan: Plan
     progress: Progress
     dims: dict[str, int] = field(default_factory=dict)
-    """Symbol -> size, where it differs from the described inputs."""
+    """Symbol of a dimension -> its size, where it differs from the described inputs."""
     limit_bytes: int | None = None
-    """The memory of the device to emulate, in bytes; `None`: that of this one."""
+    """The memory of the device to emulate, in bytes; `None`: the memory of this device."""
     replicas: int = 1
     """The number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch in place of a plain probe, for a caller that records more of it; `None`: plain."""
+    """A function that runs a batch for a caller that also records it; `None`: :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)
     """Batch, of more than one sample -> number of operators in its dry run."""
     inferred: dict[int, float] = field(default_factory=dict)
-    """Batch -> peak in bytes without a dry run: on the line through others, or where a dry run would take too long."""
+    """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run of its own."""
     place: str = ""
-    """The place that progress names beside a batch, such as a rank."""
+    """Words that progress shows beside a batch, such as "rank 0 of 8"."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """Return a search that starts at ``batch``, with dry runs where the model can be run without data.
 
-        They do not know a compiled step.
+        Compiled steps have no dry runs.
         """
         without_data = self.plan.compile is None and math.isfinite(self.predict(batch))
         return BatchSearch(
@@ -139,15 +139,16 @@ class BatchProbes:
             self._counted[batch] = counted
             self.inferred.pop(batch, None)
             self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
-            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less
+            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less than two
                 self.operators[batch] = counted.operators
         return self._counted[batch]
 
     @property
     def operators_per_sample(self) -> float:
-        """The number of operators that each further sample adds; 0 while that is unknown.
+        """The number of operators that each further sample adds; 0 while unknown.
 
-        It is unknown under a plan with chunks: a batch of fewer samples than there are chunks runs in fewer chunks.
+        It stays unknown under a plan with chunks: there more operators may mean more chunks, since a batch smaller than
+        the number of chunks runs in fewer of them.
         """
         if len(self.operators) < 2 or self.plan.has_chunks:
             return 0.0

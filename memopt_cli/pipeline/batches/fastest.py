@@ -1,13 +1,13 @@
-"""``memopt recommend-batch --search``: the batch and the plan that train most samples a second within the memory.
+"""Find the pair of a batch and a plan that trains most samples a second, for ``memopt recommend-batch --search``.
 
-A plan costs time for each sample, but allows a larger batch, which costs less time for each sample.  To find the best
-pair without running them all:
+A plan makes each sample slower, but lets a larger batch fit, which makes each sample faster.  To find the best pair
+without running them all:
 
-1. Runs find the original's best batch, and record its step at two batches.
-2. From these two records the step, with or without a plan, can be computed at any batch.  A planner names the fastest
-   plan at larger and larger batches.
-3. Dry runs find how large a batch each of the most promising plans takes.
-4. Runs of the best pairs decide, and the winner is verified.
+1. Run the original to find its best batch, and record its step at two batches.
+2. From these two records, compute the step at any batch, with or without a plan.  A planner proposes the fastest plan
+   at larger and larger batches.
+3. Find by dry runs the largest batch of each of the most promising plans.
+4. Run the best pairs, choose the fastest, and verify it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
 
 _RUNS = 8
-"""The number of runs at most, including those of the original."""
+"""The highest number of runs, including those of the original."""
 _OF_ORIGINAL = 4
+"""The highest number of runs of the original, unless its best batch needs one more."""
 _TELLING_BATCH = 4
 """The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
@@ -95,7 +96,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     try:
         with session:
             job.search()
-    except KeyboardInterrupt as err:  # on its way here it has ended the subprocess
+    except KeyboardInterrupt as err:  # leaving the session has ended its subprocess
         if isinstance(err, Terminated) or not job.runs.usable():
             raise
         prepared.progress.interrupted("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
@@ -115,7 +116,7 @@ class _Job:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Why no plan was tried, in words; empty if some were."""
+    """Reason why no plan was tried, in words; empty if some were."""
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
@@ -145,7 +146,7 @@ class _Job:
             self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
 
     def _run_all(self) -> None:
-        """Run the original, then the plans, then the best again.
+        """Run the original, then the plans, then the best pairs again.
 
         Raises :class:`TimeIsUp` if the time limit is reached in the runs of the original.
         """
@@ -221,7 +222,8 @@ class _Job:
         if largest:
             self.prepared.progress.stage("finding the fastest batch")
             best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
-            if best not in case.search.runs:  # which none of the runs so far was to find
+            # Rounding to a part of the global batch may give a new batch, whose run the limit did not foresee.
+            if best not in case.search.runs:
                 search.most_runs = max(search.most_runs, search.runs + 1)
             search.run_more(case, lambda found: found.also_run([best]))
             search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
@@ -345,13 +347,13 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
 
 def _room(model: PeakModel, within_bytes: int) -> float:
-    """Return the share of the memory to plan for: less than 1 if the original ran out of memory within the limit."""
+    """Return the share of the memory to plan for: below 1 if the original ran out of it though its peak should fit."""
     lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
     most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
     return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
 
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
-    """Return the measured peak over the priced one, at the original's largest batch."""
+    """Return the ratio of the measured peak to the priced one, at the original's largest batch."""
     largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

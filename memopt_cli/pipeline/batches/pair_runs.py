@@ -1,4 +1,4 @@
-"""The runs of a search for the fastest training, and the choice of its answer among them."""
+"""Rate the runs of a search for the fastest training by samples a second, and choose the best."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
 from memopt_cli.search.batch_size.runs import Limits
 
 _TIE = 0.01
-"""The share by which rates of training may differ and still count as equal: the simpler plan wins then."""
+"""Share by which two rates may differ and still count as equal; then the simpler plan wins."""
 
 _FINALISTS = 3
+"""The highest number of pairs that are run again at the end."""
 _NEAR = 0.2
-"""The share by which a rate varies from run to run on a busy machine (benchmarks/fastest.py)."""
+"""Share by which a rate may vary from run to run on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
 """The longest step, in seconds, that is run again: another run of a longer one would take minutes."""
 
@@ -64,16 +65,16 @@ class PairRuns:
         return [(plan, run.batch) for plan, run in in_time or shortest]
 
     def of_use(self, largest: int) -> int:
-        """Return the largest batch, up to ``largest``, that makes up the global batch; 0 if there is none."""
+        """Return the largest batch up to ``largest`` that may be recommended; 0 if there is none.
+
+        It is a multiple of ``--multiple-of``, and with ``--global-batch``, equal passes of it make up the global batch.
+        """
         unit, wanted = self.limits.multiple_of, self.global_batch
         rounded = largest // unit * unit
         return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
 
     def accumulation(self, batch: int) -> Accumulation | None:
-        """Return how passes of ``batch`` make a step of the optimizer.
-
-        ``None`` if it is made of one and no global batch is asked for.
-        """
+        """Return how passes of ``batch`` make up a step of the optimizer; ``None`` for one pass and no global batch."""
         if self.global_batch is None:
             return accumulated(batch, self.micro_batches)
         return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
@@ -90,13 +91,14 @@ class PairRuns:
 def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> float:
     """Return the samples per second of ``steps`` passes of ``batch`` and one update.
 
-    ``step_s`` is the time of one pass and an update.  It may be a prediction, and so less than a measured ``update_s``.
+    ``step_s`` is the time of one pass and an update.  Where it is predicted, it may be below the measured ``update_s``,
+    which is therefore capped.
     """
     return steps * batch / (steps * step_s - (steps - 1) * min(update_s, step_s))
 
 
 def ranked(pairs: list[PairRun]) -> Iterator[int]:
-    """Yield the indices of usable ``pairs``, the fastest first; of equally fast ones the simplest plan first."""
+    """Yield the indices of usable ``pairs``, fastest first; among equally fast pairs, the simplest plan first."""
     left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
     while left:
         close = (1 - _TIE) * max(left.values())
@@ -106,7 +108,7 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
 
 
 def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
-    """Return the pairs that another run could make the answer, the fastest first; none if only one could be."""
+    """Return the pairs to run again, fastest first: those so close that another run may change the winner."""
     found = [pairs[index] for index in ranked(pairs)]
     best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
     short = [pair for pair in found if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S]
@@ -120,6 +122,6 @@ def best_original(pairs: list[PairRun]) -> int | None:
 
 
 def _cost(pair: PairRun) -> tuple[int, bool, int, int]:
-    """Return how complex the plan of ``pair`` is, as a key to sort by; then its batch."""
+    """Return a sort key: the complexity of the plan of ``pair``, then its batch."""
     chunks = sum(segment.chunks for segment in pair.plan.segments)
     return len(pair.plan.segments), pair.plan.packed, chunks, pair.batch

@@ -1,4 +1,4 @@
-"""Prices of plans, in bytes and seconds, at any batch: computed from a step recorded at two batches, without runs."""
+"""Price plans at any batch: compute their peak and step time from a step recorded at two batches, without runs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Pricing:
         return self._planner(batch).least(self.options.level).plan
 
     def peak_bytes(self, plan: Plan, batch: int) -> int:
-        """Return the allocated peak, in bytes, of a ``plan`` that was found before."""
+        """Return the computed allocated peak in bytes at ``batch`` of a ``plan`` that this pricing has found."""
         return self.models.known(plan, batch).predict(plan).allocated_peak_bytes
 
     def step_s(self, plan: Plan, batch: int) -> float:
-        """Return the seconds of a step under a ``plan`` that was found before."""
+        """Return the computed seconds of a step at ``batch`` under a ``plan`` that this pricing has found."""
         return self.original_s(batch) * self.models.slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
-        """Return the seconds of the original's step at ``batch``, by its runs, or by its flops if there are none."""
+        """Return the seconds of the original's step at ``batch``, by its runs, or if it has none, by its record."""
         runs = self._telling_runs()
         if not runs:
             return self.models.known(ORIGINAL, batch).step_s
@@ -64,7 +64,7 @@ class Pricing:
         return len({run.batch for run in self._telling_runs()}) > 1
 
     def _telling_runs(self) -> list[BatchProbe]:
-        """Return the runs of the original; if they are of fewer than two batches, also those of plans.
+        """Return the runs that show the original's step time; if it ran at fewer than two batches, add those of plans.
 
         The step times of plans are divided by their predicted slowdown, as if the original had been run.
         """
@@ -83,7 +83,7 @@ class Pricing:
             probes = Probes(
                 count=lambda plan: self._counted(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
-                report=lambda text: None,  # the computation is quick, and chunks are asked about once for all batches
+                report=lambda text: None,  # too quick to need a display
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.late,
             )

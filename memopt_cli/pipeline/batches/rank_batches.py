@@ -1,4 +1,4 @@
-"""``memopt recommend-batch --ranks``: predict on how many ranks a step fits, and the largest batch of each."""
+"""Predict on how many ranks a step fits, and the largest batch of each rank, for ``recommend-batch --ranks``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
     try:
         for layout in request.layouts:
             job.rows += job.find(layout, plan)
-    except KeyboardInterrupt:  # on its way here it has ended the subprocess
+    except KeyboardInterrupt:  # leaving the session has ended its subprocess
         if not job.fitting:
             raise
         interrupted = True
@@ -129,7 +129,7 @@ class _Job:
         assert isinstance(most.outcome, NoBatchFits)
         under = " under the plan" if most.planned else ""
         ranks = counted(most.layout.ranks, "rank")
-        more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # each has all of the model there
+        more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # in ddp, each rank has the whole model
         raise NothingFitsError(
             f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limits.text} on {ranks}: "
             f"{most.outcome.reason}",
@@ -137,14 +137,17 @@ class _Job:
         )
 
     def _start(self, *, planned: bool) -> int:
-        """Return the batch to predict first: the last one found on fewer ranks, else about the described one."""
+        """Return the batch to predict first: the one found on fewer ranks, else the described one, rounded."""
         before = [row.outcome for row in self.rows if row.planned is planned]
         known = [found.batch for found in before if isinstance(found, RankBatch | NoBatchFits)]
         unit = self.limits.multiple_of
         return known[-1] if known else max(unit, self.prepared.batch // unit * unit)
 
     def _largest(self, layout: Layout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
-        """Return the largest batch that fits on both the first and the last rank of ``layout``."""
+        """Return the largest batch that fits on both the first and the last rank of ``layout``.
+
+        Each rank is searched up to the batch that the other allows, until both allow the same.
+        """
         found: dict[int, tuple[int, Counted]] = {}
         ranks, batch = ranks_asked(layout, None), None
         while late := [rank for rank in ranks if rank not in found or found[rank][0] != batch]:
@@ -185,7 +188,7 @@ class _Job:
                     if isinstance(outcome, NoBatchFits):
                         return outcome
                     batch = search.model.largest_within(limits.budget_bytes)
-                    found = probes.count(batch)  # a peak from the line through others may be a little off
+                    found = probes.count(batch)  # the search may have read its peak off a line: check it
                     if isinstance(found, Counted) and found.allocated_peak_bytes <= limits.budget_bytes:
                         return batch, found
             finally:

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch``: the largest and the fastest batch that fit, each confirmed by a run."""
+"""Find the largest and the fastest batch that fit, each confirmed by a run, for ``memopt recommend-batch``."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
 
 def _offered(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
-    """Yield how to use the plan beside the model, if ``memopt optimize`` wrote one for just this model.
+    """Yield a note on how to use the plan beside the model, if ``memopt optimize`` wrote one for exactly this model.
 
-    It is not used unasked: it may have come with the model, and whoever asks for a batch may train without it.
+    The plan is not used by default: its file may have come with the model, and the user may train without it.
     """
     location = request.source.location
     path = output_paths(location, None).plan
-    with contextlib.suppress(OSError, MemoptError):  # a file that nobody has asked for is no error
+    with contextlib.suppress(OSError, MemoptError):  # the user has not named it: no error
         header, plan = read_plan(path)
         is_its = header.sha256 == facts.sha256 and (facts.sha256 is not None or header.model == location)
         is_usable = plan.compile is None or not (request.backend or request.uncompiled)
@@ -141,13 +141,13 @@ class _Job:
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]
-    """Dimension -> size of the longest of the user's sequences, at which the batch must fit; empty without any."""
+    """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
     length_runs: int = 0
-    """The number of runs to compare lengths."""
+    """The number of runs made to compare ways to batch sequences."""
 
     def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
-        """Search each case, run the rest that the answer needs, and return the answer."""
+        """Search the batch of each case, make the further runs that the answer needs, and return the answer."""
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
@@ -166,11 +166,11 @@ class _Job:
 
     @property
     def proven(self) -> bool:
-        """Whether a batch was run that fits."""
+        """Whether some batch was run and fits."""
         return any(case.fits for case in self.search.searched)
 
     def so_far(self) -> BatchRecommendation:
-        """Return the answer by the runs before an interruption, without running anything more."""
+        """Return the answer that the runs before an interruption give, without further runs."""
         for case in self.search.searched:
             if case.copies is not None and case.copies.fitting and case.settled is None:
                 case.settle(case.copies.advice("the interruption"))
@@ -217,9 +217,9 @@ class _Job:
         )
 
     def _main(self, cases: Sequence[Case]) -> Case:
-        """Return the recommended case, one of the largest size: see :attr:`BatchRecommendation.chosen`.
+        """Return the recommended case, one at the largest size: see :attr:`BatchRecommendation.chosen`.
 
-        If no batch was run, it is one with an estimate.  If two cases are equally good, it is the one under the plan.
+        Cases with a run come before those with an estimate; of two equally good cases, the one under the plan wins.
         """
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
@@ -235,13 +235,13 @@ class _Job:
         )
 
     def _worth(self, case: Case) -> float:
-        """Return what ``case`` is rated by: samples a second, or samples in a step."""
+        """Return the rating of ``case``: samples a second for ``throughput``, else samples in a step."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         return self._chosen(case) * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
-        """Run smaller batches of the cases that may be recommended, since a smaller one may train faster."""
+        """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
         is_max = self.request.aim == "max"
         found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
@@ -255,14 +255,14 @@ class _Job:
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:
-        """Return how passes make up a step of the optimizer, and run their batch if other batches were run."""
+        """Return how many passes of which batch make a step of the optimizer, and run that batch if others were run."""
         accumulation = self._accumulation(main)
         if accumulation is not None and main.search.runs.fitting:
             self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
         return accumulation
 
     def _accumulation(self, main: Case) -> Accumulation | None:
-        """Return how passes make a step of the optimizer; ``None`` for one pass and no global batch."""
+        """Return how many passes make a step of the optimizer; ``None`` for one pass and no global batch."""
         batch, wanted = self._chosen(main), self.request.global_batch
         if wanted is None:
             return accumulated(batch, self.request.settings.micro_batches)
@@ -324,7 +324,7 @@ def norm_notes(found: Accumulation, facts: ModelFacts) -> Iterator[str]:
 
 
 def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` for inputs that have no batch to vary, or no such symbol."""
+    """Raise :class:`UsageError` for inputs whose batch cannot be varied, or whose shapes lack the range's symbol."""
     spec = prepared.subject.spec
     with_batch(spec, prepared.batch + 1)
     if dim_range is None:

@@ -1,4 +1,4 @@
-"""Cost models of a step at any batch, from records at two batches, scaled to the times of the original's runs."""
+"""Build cost models of a step at any batch from records at two batches, and scale their times to measured runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from memopt_cli.search.plan.scaled import ScaledStep, scaled
 from memopt_cli.search.plan.search_spaces import heads_of
 
 _MOST_OF_A_STEP = 0.9
-"""The largest share of a step that its update may take: the two times come from different runs and may conflict."""
+"""Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
-"""The segments of a plan that include the loss: a step with them is recorded anew."""
+"""Segments of a plan that include the loss: they change the step's operators, so it is recorded anew with them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ScaledModels:
         return model
 
     def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
-        """Return the cost model for ``plan`` at ``batch``, or why there is none."""
+        """Return the cost model for ``plan`` at ``batch``, or the failure to record its step."""
         heads = heads_of(plan)
         if (heads, batch) not in self._models:
             step = self._step(heads)
@@ -64,9 +64,9 @@ class ScaledModels:
         return self._models[heads, batch]
 
     def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
-        """Scale ``step`` to ``batch`` so that its operators together take as long as the whole step does in a run.
+        """Scale ``step`` to ``batch``, so that the times of its operators add up to the measured time of a whole step.
 
-        The time that Python takes between operators is thereby spread over them.
+        This spreads the time that Python takes between operators over the operators.
         """
         runs, timed = self.runs_of_original(), self.step.timed
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
@@ -96,9 +96,9 @@ class ScaledModels:
 
 
 def seconds_at(batch: int, runs: list[BatchProbe]) -> float:
-    """Return the seconds of a step at ``batch`` by the line through ``runs``.
+    """Return the seconds of a step at ``batch`` by a line through ``runs``: a fixed part, and a part per sample.
 
-    If that line has no fixed part and part per sample, as noise may cause, time is in proportion to the largest run.
+    If noise makes one of the parts negative, scale the time of the largest batch in proportion instead.
     """
     largest = max(runs, key=lambda run: run.batch)
     if len({run.batch for run in runs}) > 1:

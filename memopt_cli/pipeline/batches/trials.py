@@ -1,4 +1,4 @@
-"""Runs of pairs of a plan and a batch, each once and in a subprocess of its own, and records of the original."""
+"""Run pairs of a plan and a batch, each in a fresh subprocess, and record the original's step at some batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trials:
     records: dict[int, Traced] = field(default_factory=dict)
     """Batch -> record of the original's step."""
     notes: dict[int, list[str]] = field(default_factory=dict)
-    """Batch -> sentences on its record, or why there is none."""
+    """Batch -> notes on its record, or the reason why there is none."""
     count: int = 0
     """The number of runs, including those of a pair that was run before."""
 
@@ -41,18 +41,18 @@ class Trials:
         return self.found[plan, batch]
 
     def run_again(self, plan: Plan, batch: int) -> None:
-        """Run a pair that gave numbers once more, and keep the shorter time: other load only ever adds to it."""
+        """Run a pair that ran before once more, and keep the shorter time: load of the machine can only add to it."""
         before, found = self.found[plan, batch], self._run(plan, batch)
         assert isinstance(before, BatchProbe)
         if isinstance(found, BatchProbe) and found.step_s < before.step_s:
             self.found[plan, batch] = found
 
     def planned(self) -> list[tuple[Plan, BatchProbe]]:
-        """Return the runs that gave numbers, each with its plan."""
+        """Return the runs that did not fail, each with its plan."""
         return [(plan, run) for (plan, _), run in self.found.items() if isinstance(run, BatchProbe)]
 
     def of(self, plan: Plan) -> Iterator[BatchProbe]:
-        """Return the runs under ``plan`` that gave numbers."""
+        """Return the runs under ``plan`` that did not fail."""
         return (run for planned, run in self.planned() if planned == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
@@ -98,12 +98,13 @@ class Trials:
                 self.record(batch, session, None)
 
     def step(self, first: int) -> ScaledStep | str:
-        """Return the original's step at any batch, by the records at the least and the largest; or why not.
+        """Return the original's step, computable at any batch, or words on why it cannot be.
 
-        ``first``: the batch to record, together with its double, if none was run.
+        It is made from the records at the smallest and the largest batch.  ``first``: the batch to record, together
+        with its double, if there is no record yet.
         """
         step = self._step_of([*self.records], first)
-        if step is None and 1 in self.records:  # one sample may run operators of its own
+        if step is None and 1 in self.records:  # PyTorch may run other operators for a batch of one: leave it out
             step = self._step_of([batch for batch in self.records if batch > 1], first)
         return step or self._why_unknown()
 

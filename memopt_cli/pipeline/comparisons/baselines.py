@@ -1,4 +1,4 @@
-"""Two measurements of a training step against each other: may they be compared, what grew past a limit, and why."""
+"""Compare two measurements of a training step: whether they are comparable, what grew past a limit, and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memopt_cli.records import (
 )
 
 KEPT = 20
-"""How many of the largest saved tensors a baseline names."""
+"""The number of saved tensors, the largest ones, that a baseline names."""
 
 Paths = Mapping[str, str]
 """Path of a module before -> its path now, for those that have another one."""
@@ -42,11 +42,11 @@ Paths = Mapping[str, str]
 
 
 def terms(measured: Baseline) -> dict[str, str]:
-    """Return, by name, everything that must be equal for a difference to be caused by the model.
+    """Return the conditions, by name, that must be equal for a difference to be caused by the model.
 
     The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
-    own, and its tensor peak is half as large again.  The version of PyTorch is not included.  The compiler is,
-    since the tensors of compiled code are not seen: the allocated peak stands for the tensor peak there.
+    own, and its tensor peak is half as large again.  So is the compiler: the tensors of compiled code cannot be seen,
+    and its allocated peak is used as the tensor peak.  The version of PyTorch is not included.
     """
     header, conditions, compiled = measured.header, measured.conditions, measured.memory.plan.compile
     layout = None if conditions is None else conditions.layout
@@ -67,7 +67,7 @@ def terms(measured: Baseline) -> dict[str, str]:
 
 
 def surroundings(measured: Baseline) -> dict[str, str]:
-    """Return the surroundings in which two measurements may differ, and which are named where they do."""
+    """Return conditions, by name, that may differ between comparable measurements; a report names those that do."""
     header, conditions = measured.header, measured.conditions
     versions = {"torch": header.torch, "memopt": header.memopt}
     if conditions is None:
@@ -135,7 +135,7 @@ def judge(limit: Limit, change: Change, at: str = "") -> Verdict:
 
     ``at``: the length of the inputs, if they are shorter than the longest.
     """
-    # As written, not as stored in binary: 29 % of 100 bytes are 29 bytes.
+    # Exact fractions of the numbers as written: in binary, 0.29 * 100 is below 29.
     amount, before, after = (Fraction(str(number)) for number in (limit.amount, change.before, change.after))
     allowed = amount * before / 100 if limit.relative else amount
     return Verdict(limit=limit, change=change, exceeded=after - before > allowed, at=at)
@@ -177,7 +177,10 @@ def _module_changes(
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
-    """Return the tensors of ``after`` unlike any of the largest of ``before``; too small ones are not judged."""
+    """Return the saved tensors of ``after`` that have no counterpart in ``before``.
+
+    A baseline names only its :data:`KEPT` largest, so tensors too small to be among those do not count as new.
+    """
     least = before[-1].nbytes if len(before) == KEPT else 0
     known = Counter(_likeness(saved, moves) for saved in before)
     found = []
@@ -220,11 +223,11 @@ def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths)
 def find_renames(
     before: Sequence[ModuleBytes], after: Sequence[ModuleBytes]
 ) -> tuple[tuple[Rename, ...], dict[str, str]]:
-    """Find modules that are there under another path; return these, and for each module its path before and now.
+    """Find renamed parts of the model; return these renames, and a mapping of old to new paths of modules.
 
-    A module that is gone and one that is new, of the same class, parameters, buffers and output bytes, vote for the
-    rename that makes the one path the other: of what is left once the last names that both share are taken off.  The
-    renames with most votes are then carried out, on modules that changed in size as well.
+    Example: ``features.0.conv`` is gone and ``backbone.0.conv`` is new, with the same class, parameters, buffers and
+    output bytes.  Without the last names that both share, the pair votes for the rename ``features`` -> ``backbone``.
+    The renames with most votes are applied first, also to modules that have changed in size.
     """
     old, new = ({m.path: m for m in modules} for modules in (before, after))
     gone = {path: module for path, module in old.items() if path not in new}
@@ -247,13 +250,13 @@ def find_renames(
 
 
 class _Paths:
-    """Paths of modules, of which those below another one are found without a look at all."""
+    """A sorted list of module paths, in which those below a module are found by bisection."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._sorted = sorted(paths)
 
     def below(self, stem: str) -> Sequence[str]:
-        """Return the path ``stem``, if there is one, and all that begin with it."""
+        """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
         if not stem:
             return self._sorted
         own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
@@ -261,7 +264,7 @@ class _Paths:
 
 
 def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
-    """Yield the paths that a rename would change, each with its new one; told from the side that has fewer."""
+    """Yield the paths that a rename would change, each with its new path; iterate over the shorter side, for speed."""
     sources, targets = gone.below(before), come.below(after)
     if len(sources) <= len(targets):
         for path in sources:
@@ -274,7 +277,7 @@ def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tupl
 
 
 def _votes(gone: Iterable[ModuleBytes], come: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
-    """Return the beginnings of the paths, before and now, by votes, most first."""
+    """Return candidate renames, as pairs of an old and a new beginning of paths, those with most votes first."""
     alike: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side, modules in enumerate((gone, come)):
         for module in modules:
@@ -289,7 +292,10 @@ def _signature(module: ModuleBytes) -> object:
 
 
 def _stems(before: str, after: str) -> tuple[str, str]:
-    """Return the beginnings that differ: ``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``."""
+    """Return both paths without the last names that they share.
+
+    Example: ``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``.
+    """
     old, new = before.split("."), after.split(".")
     while old and new and old[-1] == new[-1]:
         old.pop()

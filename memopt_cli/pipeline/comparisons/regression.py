@@ -1,4 +1,8 @@
-"""``memopt baseline``, ``check`` and ``compare``: what a step needs, written down, and held against it later."""
+"""Run ``memopt baseline``, ``check`` and ``compare``: write down what a step needs, and compare it with a later one.
+
+A baseline is data that may have come with the model, so ``check`` runs no code and reads no other file that only the
+baseline names: the user must give those again.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
 
 
 def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
-    """Record a model that is ready, for a target that was looked at."""
+    """Measure the step of a ``prepared`` model and write its baseline, whose path was checked before."""
     step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         measured = Baseline(
@@ -82,7 +86,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
 
 
 def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, StepSettings]:
-    """Return the baseline of ``request``, the request with what that leaves to it, and the settings of the step.
+    """Return the baseline of ``request``, the request completed from it, and the settings of the step.
 
     Raises :class:`BaselineError` and :class:`UnsafeFileError`.
     """
@@ -93,7 +97,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
         )
     _refuse_reach(request, before, before.conditions)
     settings = _settings(request, before.conditions.settings)
-    layout = request.layout or before.conditions.layout  # that of the baseline, if it is code, was refused
+    layout = request.layout or before.conditions.layout  # a baseline's layout that is code was refused
     spec = _spec(request.spec, before.header.spec)
     return before, replace(request, layout=layout, spec=spec), settings
 
@@ -125,9 +129,9 @@ def compare_files(before: str, after: str) -> Comparison:
 
 
 def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
-    """Refuse a baseline, which is data that may have come with the model, if it would run code or read files elsewhere.
+    """Refuse a baseline that would run code or read files outside of its folder, unless the user names them again.
 
-    What it ran, or read elsewhere, is used again where the user says so.
+    A baseline is data that may have come with the model.
     """
     spec, missing = before.header.spec, {}
     described = request.spec is not None and request.spec.has_inputs
@@ -165,14 +169,14 @@ def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
         before,
         device=request.device or _same_device(before.device),
         precision=request.precision or before.precision,
-        loss=request.loss,  # code: that of the baseline was refused
+        loss=request.loss,  # code, never taken from the baseline
         optimizer=request.optimizer or before.optimizer,
         seed=before.seed if request.seed is None else request.seed,
     )
 
 
 def _same_device(device: str) -> str:
-    """Return a device of the same kind as ``device``, if there is one."""
+    """Return the kind of ``device``, ``cpu`` or ``cuda``.  Raises :class:`BaselineError` if there is none here."""
     kind = device.partition(":")[0]
     if kind == "cuda" and resolve_device("auto") == "cpu":
         raise BaselineError(
@@ -184,7 +188,7 @@ def _same_device(device: str) -> str:
 
 
 def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
-    """Return the inputs of the baseline, unless others are given; dimensions alone resize those of the baseline."""
+    """Return the inputs ``given`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
     if given and given.has_inputs:
         return given
     sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
@@ -192,7 +196,7 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
-    """Refuse a model that shares neither its class nor its file with the baseline's; either alone may change."""
+    """Refuse a model of another class and another file name than the baseline's; one of the two may change."""
     location, class_name = request.source.location, prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
@@ -236,7 +240,7 @@ def _plan(path: str | None, prepared: Prepared) -> Plan:
 
 
 def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
-    """Return the dimension of a plan by length with the largest size of each range that the inputs go beyond."""
+    """Return the largest size of each range of a plan by length that is shorter than the inputs, with its dimension."""
     if plan.by is None:
         return []
     longest = spec.dims.get(plan.by.dim, 0)
@@ -260,7 +264,7 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The step of a model under a plan: measured, or of one rank of a layout predicted."""
+    """A step of a model under a plan, which is measured, or predicted for one rank of a layout."""
 
     prepared: Prepared
     plan: Plan
@@ -268,9 +272,9 @@ class _Step:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
-        """Yield a session in which the step is measured; of ranks, the one that needs most, and its prediction."""
+        """Yield a session in which to measure the step; with ranks, that of the largest rank, and its prediction."""
         if self.layout is None:
-            with self.prepared.session("small batch") as session:  # the original may not fit where the plan does
+            with self.prepared.session("small batch") as session:  # a full step of the original may not fit
                 yield session, None
             return
         predicted = predicted_ranks(self.prepared, self.layout, self.plan)
@@ -278,7 +282,7 @@ class _Step:
             yield session, max(ranks, key=lambda rank: rank.tensor_peak_bytes)
 
     def shorter(self, lengths: Iterable[tuple[str, int]]) -> tuple[ShorterStep, ...]:
-        """Measure the step at other sizes of its dimensions."""
+        """Measure the step at each of ``lengths``, pairs of a dimension and its size."""
         found = []
         for dim, size in lengths:
             sized = replace(self, prepared=self.prepared.sized(dim, size))
@@ -289,7 +293,7 @@ class _Step:
         return tuple(found)
 
     def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
-        """Measure the memory of the step in a session of its own."""
+        """Measure and record the step in ``session``; with a ``rank``, record it and take the bytes predicted."""
         peaks: Measurement | StepTrace
         trace: StepTrace | None
         if rank is None:
@@ -326,7 +330,7 @@ class _Step:
 
 
 def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
-    """Return the bytes that each module itself holds when operator ``op`` has run."""
+    """Return the bytes that each module holds, without its children's, after operator ``op`` has run."""
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for storage in trace.storages:
         if is_alive(storage, op):

@@ -1,4 +1,8 @@
-"""``memopt recommend-batch --strategy``: memory of a step by its time steps, for each way to learn sequences."""
+"""Tabulate the memory of a training step over the length of its sequences, for ``recommend-batch --strategy``.
+
+The strategies are backpropagation through time (bptt), the same under a plan, and online rules, which keep eligibility
+traces in place of activations.  Bptt grows with the number of time steps; online rules should not.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +44,21 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.policy import resolve
 
 _SEARCHED_LEVEL = 3
-"""Level of the plan that is searched where none is given."""
+"""Level of the search for a plan, where the user gives none."""
 
 _LEAST_COMPARED = 8
-"""Time steps whose gradients are compared, if the range has them: of a single step nothing is carried over."""
+"""The lowest number of time steps at which gradients are compared, within the range.
+
+A single step carries no state over, so every rule would seem exact."""
 
 Probe = Callable[[int], BatchProbe | Failure]
-"""Number of time steps -> the allocated peak and the time of a sequence."""
+"""A function that runs a sequence of a number of time steps, and returns its allocated peak and its time."""
 
 
 def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
-    """Measure each strategy at both ends of the range, as far as they fit; between them, and beyond, estimate.
+    """Measure each strategy at a few lengths of the range, as far as they fit, and estimate the others by a line.
 
-    A strategy that cannot be run says why.  Raises :class:`MemoptError`.
+    The curve of a strategy that cannot be run says why.  Raises :class:`MemoptError`.
     """
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
@@ -165,7 +171,7 @@ class _Job:
         )
 
     def _run(self, probe: Probe) -> dict[int, BatchProbe | Failure]:
-        """Run sequences of the two smallest sizes, and of the largest that a line through them says can be run."""
+        """Run sequences of the two smallest sizes, and of the largest that by a line through these can be run."""
         sizes = self.steps.sizes()
         runs: dict[int, BatchProbe | Failure] = {}
         for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
@@ -179,10 +185,10 @@ class _Job:
         return runs
 
     def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
-        """Return whether a sequence of ``steps`` can be run.
+        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured`` so far.
 
-        After a single run, the peak is taken to grow in proportion.  A second run, from which the growth is known, may
-        exceed the user's limit, but not what this machine can run.
+        After a single run, the peak is assumed to grow in proportion.  That exaggerates, and the second run is needed
+        for a line, so it may exceed the user's limit, but not the memory of this machine.
         """
         line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
         if line is None:
@@ -206,13 +212,13 @@ def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
 
 
 def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
-    """Intercept and slope of the peaks; ``None``: one alone does not tell."""
+    """Fit a line to the peaks; return its intercept and slope in bytes, or ``None`` for a single run."""
     points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
     return fit_line(points) if len(points) > 1 else None
 
 
 def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None) -> StrategyPoint | None:
-    """Return the point that was measured, or else an estimate, if there is a line."""
+    """Return the measured point at ``steps``, else an estimate on the ``line``; ``None`` without either."""
     if run is not None:
         peak_bytes, step_s = run.allocated_peak_bytes, run.step_s
         return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=True, step_s=step_s)

@@ -1,4 +1,8 @@
-"""``memopt explain``: who holds what when memory runs out, and the changes with which the step fits."""
+"""Find which tensors hold the memory when it runs out, and try changes that make the step fit, for ``memopt explain``.
+
+It starts from an error in a log, a snapshot of PyTorch's allocator, a model, or several of these.  With a model, a step
+is recorded to find the first instant at which more is allocated than there is memory; the changes are then run.
+"""
 
 from __future__ import annotations
 
@@ -55,28 +59,30 @@ from memopt_cli.text.documents import quoted_path, read_end
 from memopt_cli.text.units import exact_bytes, format_bytes
 
 _SHARE: Final = 0.9
-"""Share of the device's free memory, where nobody says how much there is."""
+"""Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
 _MOST_LOG_BYTES: Final = 16 << 20
-"""Bytes that are read from the end of a log, where the last failure is."""
+"""The highest number of bytes read from the end of a log, where the last failure is."""
 _BY_ERROR: Final = "what tensors held and what was free, by the error"
 _MORE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one), and what would fit is tried."
 )
 _KEPT: Final = 200
-"""Holders of a kind, at most."""
+"""The highest number of modules, or of lines of code, that are listed as holders of memory."""
 _LEVEL: Final = 4
+"""Level of the search for a plan: the highest, as the step must fit by any means."""
 _SEARCH_S: Final = 30.0
 """Time limit of the search for a plan, in seconds."""
 _LONGEST_STEP_S: Final = 60.0
+"""Longest step that the search for micro-batches runs, in seconds."""
 _ROOMY: Final = 0.8
-"""Share of the memory here that a step, by a dry run, may take to be run."""
+"""Share of this machine's memory up to which a step, by its predicted peak, is run to record it."""
 _LONGEST_LOOK_S: Final = 20.0
-"""A step that is run for its workspaces alone may take so long: without it the answer is nearly the same."""
+"""Time limit, in seconds, of a step that is run for its kernel workspaces alone: they hardly change the answer."""
 
 
 def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
-    """Read what there is of the error, find the instant at which memory runs out, and try what would fit.
+    """Read the error or snapshot, if given, find the instant at which memory runs out, and try changes that fit.
 
     Raises :class:`MemoptError`.
     """
@@ -92,11 +98,12 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         limits = limits_of(
             _SHARE if request.memory is None else request.memory, prepared.subject.settings.device, _LONGEST_STEP_S
         )
-        told = _told_limit(error, snapshot) if request.memory is None else None
-        found = _explained(request, prepared, *(told or (limits.budget_bytes, limits.name)))
+        reported = _reported_limit(error, snapshot) if request.memory is None else None
+        found = _explained(request, prepared, *(reported or (limits.budget_bytes, limits.name)))
         if asked and found.instant is None:
             found = replace(found, counted_as=_counted_as(prepared))
-            if request.memory is None and told is None:  # memory ran out, so there was less than is here
+            # The step fits into the memory here, but it ran out of memory elsewhere: that limit is not known.
+            if request.memory is None and reported is None:
                 found = replace(found, limit_bytes=0, limit="")
     elif snapshot is not None:
         found = _of_snapshot(snapshot)
@@ -141,7 +148,7 @@ def _of_error(error: OutOfMemoryText) -> Explanation:
 
 
 def _counted_as(prepared: Prepared) -> str:
-    """Return how the step was counted, where a run of it ended in an error that the count does not explain."""
+    """Return words on how the step was counted, for a step that fits here though a run of it ran out of memory."""
     settings = prepared.subject.settings
     given = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
     missing = [] if prepared.facts.format == STEP else [flag for flag, is_given in given.items() if not is_given]
@@ -152,7 +159,7 @@ def _counted_as(prepared: Prepared) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------------------------------- errors and snapshots
 
 
 def _error_of(path: str) -> OutOfMemoryText:
@@ -184,8 +191,8 @@ def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
         return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
-def _told_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
-    """Return the memory limit in bytes by the error or the snapshot, and which of the two; ``None`` by neither."""
+def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
+    """Return the memory limit in bytes that the error or the snapshot gives, and its source; ``None`` for neither."""
     if error is not None and error.available_bytes:
         return error.available_bytes, _BY_ERROR
     if snapshot is not None and snapshot.asked_bytes:
@@ -193,14 +200,15 @@ def _told_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -
     return None
 
 
-# ---------------------------------------------------------------------------------------------- where it ends
+# ---------------------------------------------------------------------------------------------- the recorded step
 
 
 def _recorded(prepared: Prepared) -> tuple[StepTrace, list[str]]:
-    """Record the step, and return notes on the record.
+    """Record the step, and return the record and notes on it.
 
-    Without data, a few samples aside: it may be what does not fit.  If this machine has the memory, the step itself is
-    run: kernels take other workspace for a few samples, some run other operators.
+    The step may be the one that does not fit, so it is recorded without data, with the workspaces of a few samples.  If
+    this machine has the memory, the full step is run and recorded as well: with more samples, kernels take other
+    workspaces, and some models run other operators.
     """
     notes: list[str] = []
     with prepared.session("small batch") as session:
@@ -231,7 +239,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
         limit=limit,
         needed_bytes=needed.allocated_bytes,
         instant=instant,
-        line=trace.ops[where.op].line if where.op >= 0 else "",  # in backward, that of its forward is not known
+        line=trace.ops[where.op].line if where.op >= 0 else "",  # empty in backward too
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made, lambda s: s.module),
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
@@ -244,7 +252,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
 def _stays(trace: StepTrace, *, in_backward: bool) -> int:
     """Return the bytes that no change lowers: those alive before the step, and the gradients that it leaves.
 
-    An optimizer ``in_backward`` would need no more than one gradient at a time, and a micro-batch less of the inputs.
+    Inputs do not count, since micro-batches split them, nor do gradients if an optimizer ``in_backward`` frees them.
     """
     left = [s for s in trace.storages if s.died is None and (s.born < 0 or s.kind == "gradients")]
     may_go = ("inputs", "gradients") if in_backward else ("inputs",)
@@ -262,7 +270,7 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
 # ---------------------------------------------------------------------------------------------- what would fit
 
 
-def _told(plan: Plan) -> str:
+def _in_words(plan: Plan) -> str:
     in_backward, plan = plan.in_backward, plan.longest
     count = len(plan.segments)
     parts = (
@@ -274,7 +282,7 @@ def _told(plan: Plan) -> str:
 
 
 class _Trial:
-    """Changes that are tried, each by a run at full size."""
+    """A trial of the changes that may make a step fit, each by a run at full size."""
 
     def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
         self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
@@ -282,9 +290,9 @@ class _Trial:
         self.notes: list[str] = []
 
     def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
-        """Find what fits, fastest first and what rounds last; two changes together where none fits alone.
+        """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
 
-        ``stays_bytes``: what is there whatever is done.
+        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: see :func:`_stays`.
         """
         if stays_bytes >= self._limit_bytes:
             taken = format_bytes(stays_bytes)
@@ -311,9 +319,9 @@ class _Trial:
             self.refused.append(f"{name}: {error.message}.")
 
     def _plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
-        """Find the fastest plan within the limit, with an optimizer in backward where that helps.
+        """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
 
-        With ``sends``, plans may send tensors away, and one that recomputes alone is no further suggestion.
+        With ``sends``, plans may send tensors to another place; a plan that does not is left to the call without it.
         """
         place = "disk" if self._prepared.subject.settings.device == "cpu" else "host"
         goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
@@ -324,7 +332,7 @@ class _Trial:
         measured = row.outcome
         assert isinstance(measured, Measurement), "it is within the budget"
         rounds = found.verification is not None and not found.verification.is_to_the_bit
-        text = _told(found.plan) + ", equal within rounding" * rounds
+        text = _in_words(found.plan) + ", equal within rounding" * rounds
         flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
         if found.plan.in_backward:
             flags.append("--optimizer-in-backward")
@@ -345,9 +353,9 @@ class _Trial:
     def _search(
         self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
     ) -> Findings:
-        """Search a plan, which may ``offload`` tensors.
+        """Search a plan, which may send tensors to the place ``offload``.
 
-        Raises :class:`NothingFitsError` if it does not compute the same.
+        Raises :class:`NothingFitsError` if its results differ from the original's.
         """
         known = prepared.notes
         prepared = without_own_checkpoints(prepared, measures=False)
@@ -377,10 +385,13 @@ class _Trial:
         """Yield micro-batches under the plan with the lowest peak."""
         self._require_one_pass()
         plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
-        yield from self._accumulated(plan, f"{_told(plan)} and ")
+        yield from self._accumulated(plan, f"{_in_words(plan)} and ")
 
     def _accumulated(self, plan: Plan, also: str) -> Iterator[Suggestion]:
-        """Yield micro-batches whose gradients are added up."""
+        """Yield micro-batches that fit under ``plan``, whose accumulated gradients replace those of the whole batch.
+
+        ``also``: words that name the plan in front of them.
+        """
         self._require_one_pass()
         prepared = self._accumulating()
         subject = prepared.subject
@@ -399,7 +410,7 @@ class _Trial:
         runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
         made = found.accumulation
         run = next((run for run in runs if made is not None and run.batch == made.batch), None)
-        if run is None or made is None or run.batch >= self._prepared.batch:  # the step as it is
+        if run is None or made is None or run.batch >= self._prepared.batch:  # not split at all
             return
         self.notes += norm_notes(made, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
@@ -441,7 +452,7 @@ class _Trial:
         )
 
     def _with(self, settings: StepSettings) -> Prepared:
-        """Return the model in another step."""
+        """Return the model with a step of other ``settings``."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _accumulating(self) -> Prepared:
@@ -457,12 +468,12 @@ class _Trial:
             raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
-        """Refuse a step that takes its samples, and chooses its precision, by itself.  Raises :class:`UsageError`."""
+        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
         if self._prepared.facts.format == STEP:
             raise UsageError("change a step of your own in its code")
 
     def _recommends(self, *, planned: bool) -> str:
-        """Return the command that finds the micro-batches; under a plan, after the one that writes it."""
+        """Return the command that finds the micro-batches; if ``planned``, after the command that writes the plan."""
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
             return self._typed("recommend-batch", flags)
@@ -471,6 +482,6 @@ class _Trial:
         return f"{found} && {self._typed('recommend-batch', f'{flags} --plan {quoted_path(str(plan))}')}"
 
     def _typed(self, command: str, *flags: str) -> str:
-        """Return a command of memopt on the step at hand; empty ``flags`` are left out."""
+        """Return the line that runs a ``command`` of memopt on this step; empty ``flags`` are left out."""
         location = quoted_path(self._prepared.subject.source.location)
         return " ".join((f"memopt {command} {location}", *self._request.flags, *filter(None, flags)))

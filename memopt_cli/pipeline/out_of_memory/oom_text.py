@@ -1,4 +1,8 @@
-"""PyTorch's messages of memory that ran out, read from a log or a traceback."""
+"""Read PyTorch's out-of-memory messages, with their numbers, from a log or a traceback.
+
+Example: "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.10 GiB is free."  The wording differs
+by backend and by version of PyTorch, hence several patterns for a number.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ _APPLES: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
 _UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLES}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
-    re.compile(rf"[Tt]ried to allocate {_AMOUNT}"),  # of CUDA and others
-    re.compile(r"you tried to allocate (\d+) (bytes)"),  # of the CPU
+    re.compile(rf"[Tt]ried to allocate {_AMOUNT}"),  # CUDA and others
+    re.compile(r"you tried to allocate (\d+) (bytes)"),  # the CPU
 )
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
@@ -25,22 +29,22 @@ _ALLOCATED: Final = (
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
 _MOST: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
 _OTHERS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
-"""Numbers that the message of Apple's GPUs gives in place of what is free."""
+"""Patterns of Apple's GPUs, whose message gives no free bytes: these are the maximum less all allocations."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
 _LINE: Final = 1000
-"""Characters, at most, of the message before and after what was asked for."""
+"""The highest number of characters that belong to the message before, and from, "tried to allocate"."""
 _MOST_BYTES: Final = 2**63
-"""No device has as many."""
+"""Limit from which on a number of bytes is taken for garbage and read as 0."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
 _FRAME_LINES: Final = 8
-"""At most, of a frame of a traceback: its code and its carets among them."""
+"""The highest number of lines that a frame of a traceback takes, with its code and carets."""
 _TRACEBACK: Final = 1 << 20
-"""Characters, at most."""
+"""The highest number of characters before the message that are searched for its traceback."""
 _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3")
 
 
 def read_oom(text: str) -> OutOfMemoryText | None:
-    """Read the last such message of ``text``; ``None`` if there is none."""
+    """Read the last out-of-memory message in ``text``; ``None`` if there is none."""
     found = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
     if not found:
         return None
@@ -67,13 +71,16 @@ def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int:
 def _bytes(found: re.Match[str]) -> int:
     try:
         amount = float(found[1]) * _UNITS[found[2]]
-    except ValueError:  # 1.2.3
+    except ValueError:  # the pattern also matches 1.2.3
         return 0
     return int(amount) if amount < _MOST_BYTES else 0
 
 
 def _innermost(text: str) -> str:
-    """Return the traceback that ends ``text``; empty if none does: an earlier one is of another error."""
+    """Return the innermost line of the user's code in the traceback that ends ``text``, as ``file:line``.
+
+    Empty if no traceback reaches the end: an earlier one belongs to another error.
+    """
     frames: list[str] = []
     end = len(text)
     for found in reversed([*_FRAME.finditer(text)]):

@@ -415,9 +415,7 @@ class _Job:
         self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
         self.found.notes += left_out(self.found.selection.refused)
         failures = search.planner.dry_runs.failures
-        for failed, failure in [*failures.items()][
-            :1
-        ]:  # one is enough, at the front: dry runs come before anything is dropped
+        for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
             self.found.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.found.dropped]
