@@ -1,4 +1,9 @@
-"""``memopt verify``: two trainings of one model, whoever arranged them, held against each other."""
+"""Compare two ways to train one model, step by step, for ``memopt verify``.
+
+Both sides take the same steps from the same seed, and everything that the steps leave is compared: outputs, gradients,
+buffers, state and parameters.  Differences that may be rounding are judged in float64, where sums in another order
+agree to nine digits.  Where the sides differ, the step is repeated and watched to find the module and the likely cause.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,10 @@ _TOLERANCE: Final = 1e-9
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
-    """Take the same steps of both, and compare all that they leave.  Raises :class:`MemoptError`."""
+    """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave.
+
+    Raises :class:`MemoptError`.
+    """
     started = time.monotonic()
     opening = Opening(
         source=replace(request.reference, keeps_compiled=True),
@@ -61,14 +69,14 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
 
 
 Known = dict[tuple[FollowJob, int], Followed | Failure]
-"""Steps of a reference, and how often they were asked for before -> the answer, for comparisons with others."""
+"""Cache of a reference's steps, for comparisons with several candidates: job and number of its repetition -> answer."""
 
 
 def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, known: Known | None = None) -> Equivalence:
-    """Compare two models that are ready.
+    """Compare the trainings of two prepared models over a number of ``steps``.
 
-    ``known``: what earlier comparisons with the same ``reference`` have shown of it, to which this one adds.  Raises
-    :class:`StepError` if they are not of one model, and :class:`MemoptError` if the reference cannot be run.
+    ``known``: a cache of the reference's steps, shared with other comparisons.  Raises :class:`StepError` if the two
+    are not the same model, and :class:`MemoptError` if the reference cannot be run.
     """
     sides = _Sides(reference, candidate, {} if known is None else known)
     sides.progress.stage("following the reference")
@@ -110,20 +118,21 @@ def _trained(found: Followed | Failure) -> Followed:
 
 
 class _Sides:
-    """The reference and the candidate, asked in subprocesses of their own."""
+    """The reference and the candidate, each of which takes its steps in fresh subprocesses."""
 
     def __init__(self, reference: Prepared, candidate: Prepared, known: Known) -> None:
         self._reference, self._candidate = reference, candidate
         self._known, self._asked = known, Counter[FollowJob]()
         self.progress = reference.progress
         self.unsteady: Set[str] = frozenset()
-        """Numbers that two runs of the reference leave otherwise."""
+        """Names of numbers and generators that differ between two runs of the reference."""
         self.precision = reference.subject.settings.precision
 
     def first(self, steps: int) -> tuple[FollowJob, Followed]:
-        """Take the steps, with hidden state detached between them only where the reference cannot be trained without.
+        """Take the reference's first ``steps``; return the job that worked, for the candidate to repeat, and the steps.
 
-        Raises :class:`MemoptError` if it cannot be trained at all.
+        Hidden state is detached between steps only if the reference cannot be trained otherwise.  Raises
+        :class:`MemoptError` if it cannot be trained at all.
         """
         job = FollowJob(steps=steps)
         found = self._ask(self._reference, job)
@@ -141,7 +150,7 @@ class _Sides:
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
     def cause_of_failure(self, job: FollowJob, failed: Followed) -> Cause | None:
-        """Return why the last of the candidate's steps failed: both sides take it once more and are watched."""
+        """Return why the last step in ``failed`` failed, by watching both sides as they take it once more."""
         self.progress.stage("looking for the cause")
         count = len(failed.steps)
         watched = replace(job, steps=count, watched=count - 1)
@@ -152,7 +161,7 @@ class _Sides:
         return of_failure(pair, is_first=count == 1)
 
     def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
-        """Take the steps of each, with the tensors of both under equal names."""
+        """Take the steps of both sides; return them with equal names for equal tensors, or the failure of one."""
         one = self._ask(self._reference, job)
         other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
         if isinstance(one, Followed) and isinstance(other, Followed):
@@ -162,7 +171,7 @@ class _Sides:
         return other
 
     def budgeted(self, job: FollowJob) -> tuple[Followed, Followed] | None:
-        """Take the steps of the candidate without PyTorch's memory budget, and as it is; ``None`` if one fails."""
+        """Take the candidate's steps without PyTorch's memory budget, and with it; ``None`` if either fails."""
         found = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
         one, other = (side if isinstance(side, Followed) and not side.failed else None for side in found)
         return None if one is None or other is None else (one, other)
@@ -175,7 +184,7 @@ class _Sides:
         job = replace(job, plan=prepared.carried)
         if prepared is self._candidate:
             return prepared.ask(job)
-        at = job, self._asked[job]  # the second time tells whether it repeats
+        at = job, self._asked[job]  # the second run shows whether the reference is repeatable
         self._asked[job] += 1
         if at not in self._known:
             self._known[at] = prepared.ask(job)
@@ -184,16 +193,16 @@ class _Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judge:
-    """Compares the results of both sides, and asks for further runs where they do not decide."""
+    """A judge of the results of both sides, which makes further runs where these results do not decide."""
 
     sides: _Sides
     job: FollowJob
     once: Followed
-    """Values that the reference left."""
+    """The reference's steps."""
     again: Followed
-    """Values that another run of the reference left."""
+    """The reference's steps in a second run."""
     other: Followed
-    """Values that the candidate left."""
+    """The candidate's steps."""
 
     def compared(self, blank: Equivalence) -> Equivalence:
         """Compare the steps, the hooks and the modes, and return the verdict."""
@@ -221,7 +230,7 @@ class _Judge:
         return self._explained(self.job, found, apart, noise)
 
     def _judged_by_rounding(self, found: Equivalence) -> Equivalence:
-        """Judge numbers that differ, in float64: there sums in another order agree to nine digits, and nothing else."""
+        """Judge in float64 whether a difference is rounding: only sums in another order agree to nine digits there."""
         epsilon = EPSILONS.get(self.sides.precision, 0.0)
         least = half_of_digits(self.once, epsilon)
         both: tuple[Followed, Followed] | Failure = self.once, self.other
@@ -243,7 +252,7 @@ class _Judge:
         return replace(cast, alike="up to rounding", notes=(*found.notes, *self._far(least)))
 
     def _far(self, least: float) -> tuple[str, ...]:
-        """Return a note where rounding has more of an effect than it commonly has."""
+        """Return a note if rounding alone makes the first step differ in more than half of the digits."""
         apart = first_step_apart(self.once, self.other)
         if apart <= least:
             return ()
@@ -253,7 +262,7 @@ class _Judge:
         )
 
     def _judged_by_half(self, found: Equivalence, allowed: float, why: str) -> Equivalence:
-        """Judge by whether half of the digits agree, where float64 does not decide."""
+        """Judge by whether half of the digits agree, since float64 does not decide; ``why`` says the reason."""
         noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
         apart = first_gap(self.once, self.other, allowed)
         if apart is None:
@@ -292,8 +301,9 @@ class _Judge:
     def _drawn_when_compiled(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
         """Return how random numbers explain the gaps of a compiled candidate; ``None`` if they do not.
 
-        It is followed again with those that it would draw without: then it agrees, or forward alone does.  Where its
-        backward recomputes with others, whoever is told that it draws others would dismiss wrong gradients.
+        The candidate is run again with the random numbers of the uncompiled model.  If it agrees then, the cause is
+        harmless.  If only forward agrees, backward recomputes with other numbers, and the gradients are wrong: the two
+        must not be confused, lest users dismiss wrong gradients as other random numbers.
         """
         alike = self.sides.both(replace(job, compiled="drawing alike"))
         if not isinstance(alike, tuple) or not (alike[0].draws or alike[1].draws):
@@ -309,9 +319,9 @@ class _Judge:
         return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
 
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
-        """Tell whether a compiled candidate, whose ``gaps`` go with other random numbers, has wrong gradients as well.
+        """Tell whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
 
-        Its random numbers are operators that PyTorch recomputes within a memory budget; those of eager mode are kept.
+        Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
         """
         own = None if _is_backward_alone(gaps) else self.sides.budgeted(job)
         apart = None if own is None else first_gap(*own, self._allowed(own, tolerance))
@@ -324,7 +334,7 @@ class _Judge:
         return max(tolerance, half_of_digits(both[0], 0.0))
 
     def _in_their_modes(self, found: Equivalence) -> Equivalence:
-        """Return ``found``; or, if only one has modules in eval mode, compare in the modes that both came in."""
+        """Return ``found``, or if the sides came with different modules in eval mode, a comparison in these modes."""
         noted = replace(found, notes=(*found.notes, *_modes(self.once, self.other)))
         if not found.passed or set(self.once.evaluating) == set(self.other.evaluating):
             return noted
@@ -339,9 +349,9 @@ class _Judge:
 
 
 def _noise(once: Followed, again: Followed) -> float:
-    """Return twice the distance of two runs of the reference, as atomic sums on a GPU leave it.
+    """Return the noise of the reference: twice the largest gap between two of its runs, as from atomic sums on a GPU.
 
-    Raises :class:`StepError` where it is larger than such sums explain: nothing could be said of such a model.
+    Raises :class:`StepError` if the gap is larger than such sums explain, since no comparison would mean anything.
     """
     apart = first_gap(once, again, half_of_digits(once, 0.0))
     if apart is not None:
@@ -353,7 +363,7 @@ def _noise(once: Followed, again: Followed) -> float:
 
 
 def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
-    """Return a note on modules that came in eval mode in one of the two, or may cause a difference in both."""
+    """Return a note on modules that were given in eval mode, in one of the two models or in parts of both."""
     ours, theirs = set(reference.evaluating), set(candidate.evaluating)
     different = sorted(ours ^ theirs)
     if different:
@@ -370,7 +380,7 @@ def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
 def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return how other random numbers explain the gaps of a candidate that is not compiled; ``None`` if they do not.
 
-    Forward draws others where the outputs differ.  Where they agree and gradients do not, it is backward that does.
+    If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
     """
     if any(gap.name.startswith("output") for gap in gaps):
         return Cause(text=RANDOM)
@@ -378,13 +388,13 @@ def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
 
 
 def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
-    """Return whether outputs agree, and gradients that both have do not."""
+    """Return whether the outputs agree, but not all gradients that both sides have."""
     has_gradient = any(gap.name.startswith("gradient") and not gap.missing for gap in gaps)
     return has_gradient and not any(gap.name.startswith("output") for gap in gaps)
 
 
 def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap]) -> Cause | None:
-    """Return the first parameter whose gradient the candidate lacks, as it wants none there, if outputs agree."""
+    """Return the first parameter that is frozen only in the candidate, as the cause, if the outputs agree."""
     if any(gap.name.startswith("output") for gap in gaps):
         return None
     alone = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}

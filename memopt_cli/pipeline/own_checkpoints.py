@@ -1,4 +1,4 @@
-"""Models that checkpoint by themselves: plans are searched with that turned off, and compared with it."""
+"""Turn off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds, format_
 def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
     """Return the model with its own checkpointing off, if it has any that an attribute turns off.
 
-    The name of an attribute proves nothing, so a step without data shows whether the model checkpoints.  A note says
-    so, and if ``measures``, what the step takes with checkpointing on.
+    The name of an attribute proves nothing, so a step is recorded without data to see whether the model checkpoints.  A
+    note tells the user, with the peak and time of the step with checkpointing on if ``measures``.
     """
     source, switches = prepared.subject.source, prepared.facts.checkpoint_switches
     if not switches or not source.own_checkpoints:

@@ -1,4 +1,7 @@
-"""Predictions of what one rank of many needs, each in a subprocess, since process groups are global."""
+"""Predict the memory of single ranks of many, each in a subprocess of its own.
+
+PyTorch's process group is global, so one process can imitate one rank only.
+"""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ class Prepared:
     subject: Subject
     facts: ModelFacts
     notes: tuple[str, ...]
-    """Sentences for the user on how the model was loaded and which inputs its step gets."""
+    """Notes for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """A function that opens a session in this process; `None`: sessions are subprocesses."""
+    """A function that opens a session in this process, for a model in memory; `None`: sessions are subprocesses."""
     carried: Plan = ORIGINAL
     """The plan that the file carries; the loaded model is without it."""
     timeout_s: float = 600.0
@@ -104,7 +104,7 @@ class Prepared:
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
 
-        So neither the code of a step nor the time to compile it depends on what was compiled before.
+        An empty cache makes compiled code and compile times independent of what was compiled before.
         """
         folder = Folder()
         folders.callback(folder.remove)
@@ -139,10 +139,12 @@ def opening_of(
 ) -> Opening:
     """Return how the model of ``request`` is opened, for a step of ``settings`` here or of a device elsewhere.
 
-    For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  Only a few samples run for a
-    card, and where the step is ``fake``; nothing does, and parameters are never allocated, for a layout, and where code
-    builds the model of a fake step.  Raises :class:`UsageError` where a GPU is named beside a card or a layout, for
-    ranks of a model that has parameters already, and for a ``backend`` that compiles it where no compiler can start.
+    For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  For a card, and if ``fake``,
+    only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and
+    parameters are never allocated.
+
+    Raises :class:`UsageError` for a GPU beside a card or a layout, for ranks of a model that has parameters already,
+    and for a ``backend`` that must start a compiler in a sandbox.
     """
     location, device = request.source.location, settings.device
     is_gpu, is_code = device.startswith("cuda"), is_factory(location)
@@ -188,21 +190,21 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
 def remembered_inputs(location: str) -> InputSpec | None:
     """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
 
-    They are in the plan, the summary or the frontier that ``memopt optimize`` wrote.  Such a file may have come with
-    the model: its inputs are read as strictly as those of a plan that is applied, and name no code and no other file.
-    One that cannot be read, or is of a model of another name, is of no use and no error: nobody has asked for it.
+    The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
+    model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or is about a
+    model of another name, is skipped without an error, since the user has not named it.
     """
     paths, own = output_paths(location, None), Path(location)
     name = own.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
-    there: list[tuple[float, FileHeader, Path]] = []
+    dated: list[tuple[float, FileHeader, Path]] = []
     its = (own.parent / f"{own.stem}.{end}" for end in ("plan.yaml", "summary.json"))
     for path in (paths.plan, paths.summary, paths.frontier, *its):
         with contextlib.suppress(OSError, ValueError, MemoptError):
             written = path.stat().st_mtime
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_header(path)
-            there.append((written, header, path))
-    for _, header, path in sorted(there, key=lambda found: -found[0]):
+            dated.append((written, header, path))
+    for _, header, path in sorted(dated, key=lambda entry: -entry[0]):
         if Path(header.model).absolute().name in names and (found := typed_inputs(header, path)):
             return found
     return None
@@ -274,7 +276,8 @@ def open_model(
     with Session(Subject(source=source, data=data), timeout_s) as session:
         found = session.ask(job)
     if isinstance(found, ModelFacts):
-        if not source.trust.pickle:  # whose path may have the current folder
+        # Import libraries that later subprocesses need, once; a pickle's import path may have the current folder.
+        if not source.trust.pickle:
             processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source), timeout_s)
         if source.typed_trust != Trust() and found.sha256 is not None:
             remember_trust(source.location, found.sha256, source.typed_trust)
@@ -293,8 +296,8 @@ def open_model(
 def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
     """Return a function that writes the model of ``source`` with ``plan`` to an open file.
 
-    A fresh subprocess loads the model, installs the plan and sends the bytes.  Since a hostile model may have taken
-    that subprocess over, a second one, which never loads either file, compares what was written with the source.
+    A fresh subprocess loads the model, installs the plan and sends the bytes.  A hostile model may have taken that
+    subprocess over, so a second one, which loads neither file, compares the written file with the source.
     """
 
     def save(file: BinaryIO) -> None:
@@ -313,14 +316,14 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
 
 
 def turned_off(prepared: Prepared) -> tuple[str, ...]:
-    """Return the names of the attributes that are off where the model is prepared without its own checkpointing."""
+    """Return the names of the attributes that turn the model's own checkpointing off; empty if that is on."""
     is_off = not prepared.subject.source.own_checkpoints
     names = (switch.rpartition(".")[2] for switch in prepared.facts.checkpoint_switches)
     return tuple(dict.fromkeys(names)) if is_off else ()
 
 
 def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
-    """Warn that the usual reader of ``model_format`` cannot read the optimized model at ``path``; empty if it can."""
+    """Return a note if the usual reader of ``model_format`` cannot read the optimized model at ``path``."""
     reader = _READERS.get(model_format)
     if reader is None:
         return ()
@@ -330,7 +333,7 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
 _STARTING_PROGRAMS: Final = ("inductor",)
 """Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
 _MOST_LIBRARIES: Final = 50
-"""Modules of libraries that a subprocess may ask for, at most: one that a model has taken over could name them all."""
+"""The highest number of libraries that a subprocess may ask to import: a hostile model could name very many."""
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
 """Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
@@ -355,7 +358,7 @@ def header_of(subject: Subject, sha256: str | None) -> FileHeader:
 
 
 def inputs_note(spec: InputSpec) -> str:
-    """Describe the inputs in ``spec`` and where they come from, so that a guess shows as one."""
+    """Describe the inputs in ``spec`` and their source, so that the user sees where memopt has guessed."""
     inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
     batch = "; dimension 0 is taken as the batch" if spec.tensors and BATCH not in spec.dims else ""

@@ -1,4 +1,4 @@
-"""The questions of a search to a profiling subprocess: each is asked once, and none after the time limit."""
+"""Send the jobs of a search to a profiling subprocess, each once, and none after the time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt_cli.text.units import counted, format_bytes
 Answer = TypeVar("Answer")
 
 _MORE = 0.2
-"""The share of the time limit that a search gets on top, at least, where a plan turns out too slow."""
+"""Share of the time limit that a search has left, at least, after a plan turns out too slow."""
 
 
 class SearchProbes:
@@ -29,7 +29,7 @@ class SearchProbes:
         self._limit_s = limit_s
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self.over = ""
-        """Why some jobs were not tried; empty if all were."""
+        """Reason why some jobs were not tried; empty if all were."""
         self._ended = False
         self._answers: dict[Job[object], object] = {}
 
@@ -40,7 +40,7 @@ class SearchProbes:
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
 
     def prolong(self) -> None:
-        """Leave the search at least a part of its time limit to look for another plan, unless it was ended."""
+        """Extend the time limit, so that at least a share :data:`_MORE` of it is left to search another plan."""
         if self._limit_s is not None:
             self._ends = max(self._ends, time.monotonic() + _MORE * self._limit_s)
 
@@ -98,9 +98,10 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 def planner_probes(
     probes: SearchProbes, original: Counted, progress: Progress, *, fake: bool, allow_inexact: bool
 ) -> Probes:
-    """Return the questions that a planner may ask, which show its progress.
+    """Return the functions by which a planner tries plans; they also show its progress.
 
-    ``fake``: on tensors without data.  ``allow_inexact``: allow chunks that only change batch statistics.
+    ``fake``: whether to count on tensors without data.  ``allow_inexact``: whether to allow chunks that change batch
+    statistics, and nothing else.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
@@ -130,7 +131,7 @@ class _Reporter:
         self._tried = 0
 
     def report(self, text: str) -> None:
-        """Show ``text``, what is tried next."""
+        """Show ``text``, which says what is tried next."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def counted(self, plan: Plan, found: Counted | Failure | NotTried) -> Counted | Failure | NotTried:

@@ -1,4 +1,4 @@
-"""A profiling subprocess for several jobs, replaced by a fresh one whenever a job ends it."""
+"""Keep one profiling subprocess for several jobs, and start a fresh one whenever a job has ended it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sessions(contextlib.ExitStack):
         return self._current
 
     def smaller(self) -> Session:
-        """Return a fresh session; from now on all run steps of only a few samples."""
+        """Return a fresh session; from now on, all sessions run steps of a few samples only."""
         self._data = "small batch"
         self.close()
         return self._next()

@@ -1,4 +1,4 @@
-"""The terms in which two steps are the same, and those in which they differ."""
+"""Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt_cli.records import Difference, InputSpec, StepSettings
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:
-    """Return by name the ``settings`` that decide what a step computes, but for its device and seed."""
+    """Return the ``settings`` that decide what a step computes, except device and seed, as texts by name."""
     return {
         "precision": settings.precision,
         "optimizer": settings.optimizer or "none",
@@ -21,7 +21,7 @@ def step_terms(settings: StepSettings) -> dict[str, str]:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Return the names that both have, with different texts."""
+    """Return the terms that both sides have, with different texts."""
     return tuple(
         Difference(name=name, before=text, after=after[name])
         for name, text in before.items()

@@ -1,8 +1,8 @@
-"""The verification of a plan: its step against the original's, at full size or at the largest that can be run.
+"""Verify a plan: compare its step with the original's, at full size or at the largest size that can be run.
 
-A comparison in full keeps all tensors of both steps, which may not fit, and takes several steps.  So the measured steps
-of both leave fingerprints, a few numbers for each tensor, which are compared at full size; a full comparison then
-follows on fewer samples.  Only where the fingerprints differ is the full comparison made at full size.
+A full comparison keeps all tensors of both steps, which may not fit, and takes several steps.  So the measured steps
+leave fingerprints, a few numbers for each tensor, which are compared at full size, and a full comparison follows on
+fewer samples.  Only if the fingerprints differ is the full comparison made at full size.
 """
 
 from __future__ import annotations
@@ -33,20 +33,17 @@ from memopt_cli.records import (
 )
 
 _STEPS = 3
-"""The number of steps, of the original and with the plan together, that a comparison in full takes."""
+"""The number of steps, of the original and of the plan together, that a full comparison takes."""
 _QUICK_S = 1.0
-"""The longest that these steps may take, in seconds; where a step takes longer, fewer samples are compared."""
+"""Time in seconds that the steps of a full comparison should take; for a longer step, fewer samples are compared."""
 _CONSECUTIVE = 3
 """The number of consecutive compiled steps that are compared."""
 _FEW = 2
-"""The batch at which a plan is verified where no step at full size is to be run."""
+"""The batch at which a plan is verified where the step does not run at full size, as with ``--for``."""
 
 
 def verified(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
-    """Verify ``plan`` at full size where the original ``fits``, else at the largest half, quarter … that does.
-
-    The further steps are left out where they, and not the first one, end the subprocess.
-    """
+    """Verify ``plan`` at full size if the original ``fits``, else at the largest half, quarter … of the batch."""
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
         prepared.progress.stage(f"verifying at batch {size}")
@@ -65,11 +62,12 @@ def verified_compiled(
     reference: Prepared | None = None,
     known: Known | None = None,
 ) -> Verification | Failure:
-    """Compare consecutive compiled steps under ``plan`` with those compiled without segments and memory budget.
+    """Compare compiled steps under ``plan`` with steps compiled without segments and memory budget.
 
-    ``found``: the verification of its segments without a compiler, which is returned with this check added.  Both
-    models are compiled, for a compiler sums in another order, and draws other random numbers.  ``reference``: the model
-    as prepared for the other one, ``None`` for ``prepared``; ``known``: what is known of its steps.
+    Both sides are compiled, since a compiler sums in another order and draws other random numbers than eager mode.
+    ``found``: the verification of the segments without a compiler, which is returned with this check added.
+    ``reference``: the model as prepared for the side without segments, ``None`` for ``prepared``.  ``known``: a cache
+    of the reference's steps.
     """
     assert plan.compile is not None, "else there is nothing to compare"
     backend, plain = plan.compile.backend, Plan(compile=replace(plan.compile, activation_memory_budget=None))
@@ -83,7 +81,7 @@ def verified_compiled(
         return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
     check = FurtherCheck(name=f"compiled by {backend}", batch=told.batch, compared=told.compared)
     found = replace(found, further=(*found.further, check))
-    # A model that is broken into other graphs draws other random numbers in forward, and agrees with the same ones.
+    # Segments may break the model into other graphs, which draw other random numbers in forward: that is no fault.
     is_drawn = told.cause is not None and told.cause.text == RANDOM_COMPILED
     if told.passed or (is_drawn and plan.compile.activation_memory_budget is None):
         return found
@@ -119,11 +117,11 @@ class MeasuredSteps:
 
 
 def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
-    """Verify ``plan`` by the fingerprints of its ``measured`` steps at full size, and in full on fewer samples.
+    """Verify ``plan`` by the fingerprints of its ``measured`` steps at full size, and fully on fewer samples.
 
-    Chunks change the order of sums, so their fingerprints may differ as much as those of the original do when its
-    parameters are rounded.  Where they differ by more, or the model cannot run that step, the comparison in full is
-    made at full size: see :func:`verified`.
+    Chunks change the order of sums, so their fingerprints may differ as much as the original's do when its parameters
+    are rounded.  If they differ by more, or the model cannot run with rounded parameters, the full comparison is made
+    at full size: see :func:`verified`.
     """
     check = agreement(measured, plan, prepared)
     if check is None and not plan.has_chunks:
@@ -145,7 +143,7 @@ def verified_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredS
 
 
 def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
-    """Return why a plan whose verification ``found`` this fails; ``None`` if it passes."""
+    """Return why a plan fails, given the outcome ``found`` of its verification; ``None`` if it passes."""
     if isinstance(found, Verification):
         return None if found.passed else Differs(verification=found)
     return NotRun(failure=found, in_verification=True)
@@ -154,7 +152,7 @@ def fault_in(found: Verification | Failure) -> Differs | NotRun | None:
 def agreement(
     measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
 ) -> FingerprintCheck | None:
-    """Return the check of the ``measured`` fingerprints: to the bit, or with chunks in norm; ``None`` if they differ.
+    """Compare the ``measured`` fingerprints, to the bit, or in norm for a plan with chunks; ``None`` if they differ.
 
     ``rounded``: the fingerprint of a step of the original with rounded parameters.
     """
@@ -178,7 +176,7 @@ def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failu
 
 
 def _says_nothing(found: Verification | Failure) -> bool:
-    """Tell whether chunks that may run at full size did not run at the smaller size, so that it proves nothing."""
+    """Tell whether a smaller size proves nothing, as chunks that may run at full size did not run at it."""
     return isinstance(found, Verification) and found.whole and not found.full_size
 
 
@@ -187,7 +185,7 @@ def _verified_at(
 ) -> Verification | Failure:
     """Verify ``plan`` at ``sizes`` in ``session``, or in a fresh one if there is none or it dies.
 
-    If the further steps are what ends the subprocess, they are reported as skipped.
+    If only the further steps end the subprocess, the first step decides, and the further ones are reported as skipped.
     """
     job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
     found = (session or prepared).ask(job)

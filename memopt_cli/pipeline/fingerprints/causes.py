@@ -1,4 +1,8 @@
-"""The likely cause of a difference between two trainings, by what was seen of one step of each."""
+"""Find the likely cause of a difference between two trainings, from one watched step of each.
+
+The explanations are tried in order, the most specific first, and the first that fits is the answer.  Most compare the
+calls of modules: a call in forward with the same call of the other side, or with its repetition in a recomputation.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from memopt_cli.pipeline.fingerprints.gaps import gaps_between
 from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap, TensorPrint
 
 _NO_GRADIENTS = "None of the inputs have requires_grad=True"
-"""PyTorch's warning, of a reentrant checkpoint."""
+"""Text of PyTorch's warning for a reentrant checkpoint without an input that requires a gradient."""
 _CHECKPOINT, _SELECTIVE, _AGAIN = "CheckpointError", "not found in storage", "backward through the graph a second time"
-"""In PyTorch's errors: of a checkpoint, of a selective one, and of autograd."""
+"""Parts of PyTorch's errors: of a checkpoint, of a selective checkpoint, and of autograd."""
 
 REENTRANT = (
     "no input of a reentrant checkpoint requires a gradient, or only one in a dict or a list, which it does not "
@@ -77,7 +81,7 @@ class Pair:
     candidate: StepPrint
     gaps: Sequence[TensorGap]
     tolerance: float
-    """Relative; zero: a bit that differs counts."""
+    """Relative difference up to which tensors count as equal; 0: any bit that differs counts."""
 
 
 def cause_of(pair: Pair) -> Cause | None:
@@ -96,9 +100,9 @@ def cause_of(pair: Pair) -> Cause | None:
 
 
 def of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
-    """Return the first that explains why the candidate's step of ``pair`` failed, and the reference's did not.
+    """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if none does.
 
-    ``is_first``: no step came before.  ``None`` where nothing explains it.
+    ``is_first``: whether it is the first step of the training.
     """
     explanations = (
         _reentrant_alone,
@@ -117,7 +121,7 @@ def _reentrant_alone(pair: Pair) -> Cause | None:
 
 
 def _another_way(pair: Pair) -> Cause | None:
-    """Return the module that a recomputation alone calls, as the cause."""
+    """Return the cause if a recomputation calls a module that forward did not call."""
     calls = pair.candidate.calls
     before = {call.path for call in calls if not call.recomputed}
     both = list(_recomputations(calls))
@@ -130,8 +134,8 @@ def _another_way(pair: Pair) -> Cause | None:
 
 
 def _raised_again(pair: Pair) -> Cause | None:
-    """Return the innermost call of a recomputation that an exception has just left, as the cause."""
-    if _CHECKPOINT in pair.candidate.failed:  # which the checkpoint raises, having ended calls where it had enough
+    """Return the cause if an exception has just left a call in a recomputation, with the innermost such call."""
+    if _CHECKPOINT in pair.candidate.failed:  # a checkpoint itself ends calls early when it has enough
         return None
     left: CallPrint | None = None
     for call in reversed(pair.candidate.calls):
@@ -143,7 +147,7 @@ def _raised_again(pair: Pair) -> Cause | None:
 
 
 def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
-    """Return the cause where backward has gone through a graph already."""
+    """Return the cause if backward has gone through the same graph twice."""
     if _AGAIN not in pair.candidate.failed:
         return None
     if pair.candidate.nested_backward:
@@ -152,20 +156,20 @@ def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _of_checkpoint(pair: Pair) -> Cause | None:
-    """Return the cause by PyTorch's words alone, for a function in a checkpoint that calls no modules."""
+    """Return the cause by PyTorch's error alone, for a checkpointed function that calls no modules."""
     is_told = _CHECKPOINT in pair.candidate.failed or _SELECTIVE in pair.candidate.failed
     return Cause(text=OTHER_TENSORS) if is_told else None
 
 
 def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
-    """Return the cause that the names in ``gaps`` show: something is missing, or only the update differs."""
+    """Return the cause that the names in ``gaps`` show: a gradient is missing, or only parameters differ."""
     if all(gap.name.startswith("parameter") for gap in gaps):
         return Cause(text=UPDATE)
     return _without_gradient(gaps, MISSING)
 
 
 def _without_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
-    """Return the first module of which the candidate lacks a gradient."""
+    """Return ``text`` as the cause at the first module of which the candidate lacks a gradient; ``None`` if none."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
     return Cause(module=_owner(missing.name), text=text) if missing is not None else None
 
@@ -184,10 +188,10 @@ def _warns_of_reentrant(step: StepPrint) -> bool:
 
 
 def _recomputed_otherwise(pair: Pair) -> Cause | None:
-    """Return the first call in backward, as they end, that gives or is given something else than in forward.
+    """Return the cause if a call in a recomputation has another input or output than in forward; take the first to end.
 
-    What a call is given otherwise comes from the innermost one around it that is given the same; where there is none,
-    from outside of the checkpoint.
+    If its input differs, the fault lies in the innermost call around it whose own input is the same as in forward, or
+    outside of the checkpoint if there is none.
     """
     alike: list[CallPrint] = []
     others: list[CallPrint] = []
@@ -211,7 +215,7 @@ def _recomputed_otherwise(pair: Pair) -> Cause | None:
 
 
 def _around(call: CallPrint, others: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return the ``others`` that ``call`` was made in, by their paths, the outermost first; itself, if it is there."""
+    """Return those of ``others``, by their paths, inside which ``call`` was made, or which are it; outermost first."""
     around = (other for other in others if other is call or _is_below(call.path, other.path))
     return sorted(around, key=lambda other: len(other.path))
 
@@ -221,7 +225,7 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _cut_short(pair: Pair) -> Cause | None:
-    """Find a module that draws, and whose recomputation ended inside it."""
+    """Return the cause if a recomputation ended inside a module before its random numbers were drawn."""
     calls = pair.candidate.calls
     for forward, again in _recomputations(calls):
         if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in calls):
@@ -230,7 +234,7 @@ def _cut_short(pair: Pair) -> Cause | None:
 
 
 def _changed_twice(pair: Pair) -> Cause | None:
-    """Return the call that backward repeats, and whose buffer or other attribute moved twice."""
+    """Return the cause if only the candidate recomputes a module whose buffer or other attribute differs."""
     before = {call.path for call in pair.reference.calls if call.recomputed}
     recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in before]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
@@ -241,7 +245,7 @@ def _changed_twice(pair: Pair) -> Cause | None:
 
 
 def _first_call(pair: Pair) -> Cause | None:
-    """Find the first call in forward whose output differs though its input does not."""
+    """Return the cause at the first call in forward whose output differs between the sides, but not its input."""
     ours = dict(_numbered(c for c in pair.reference.calls if not c.recomputed))
     for key, theirs in _numbered(c for c in pair.candidate.calls if not c.recomputed):
         call = ours.get(key)
@@ -254,7 +258,7 @@ def _first_call(pair: Pair) -> Cause | None:
 
 
 def _kept_otherwise(pair: Pair) -> Cause | None:
-    """Return the module that gives the same, and leaves something else in a buffer or an attribute."""
+    """Return the cause if the first gap is a buffer or attribute of a module, at the innermost such module."""
     first = pair.gaps[0].name if pair.gaps else ""
     kind, _, name = first.partition(" ")
     if kind not in ("buffer", "state"):
@@ -272,7 +276,7 @@ def _otherwise(ours: CallPrint, theirs: CallPrint) -> str:
 
 
 def _chosen_otherwise(pair: Pair) -> Cause | None:
-    """Find a choice among values that agree, which does not agree itself."""
+    """Return the cause if an operator such as a sort chooses differently among values that agree."""
     classes = {call.path: call.class_name for call in pair.candidate.calls}
     for one, other in _choices(pair):
         if one.chosen.bits != other.chosen.bits and not _differ(
@@ -284,11 +288,11 @@ def _chosen_otherwise(pair: Pair) -> Cause | None:
 
 
 _NEARLY = 1e-5
-"""Relative distance of values that are taken for the same, where float32 was compared to the bit."""
+"""Relative distance up to which values count as tied, where float32 was compared to the bit."""
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
-    """Yield equal choices in both forwards, and in forward and recomputation of the candidate."""
+    """Yield corresponding choices of both forwards, and of forward and recomputation of the candidate."""
     theirs = [choice for choice in pair.candidate.choices if not choice.recomputed]
     ours = [choice for choice in pair.reference.choices if not choice.recomputed]
     yield from zip(ours, theirs, strict=False)
@@ -299,7 +303,7 @@ def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
 
 
 def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, CallPrint]]:
-    """Yield calls in forward with their repetition in backward; of several that of equal input, if any."""
+    """Yield each call in a recomputation after its call in forward: one with the same input, if there is one."""
     forward: dict[str, list[CallPrint]] = {}
     for call in calls:
         if not call.recomputed:
@@ -310,7 +314,7 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
 
 
 def _numbered(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:
-    """Yield ``calls``, each with the module's path and the number of the call."""
+    """Yield ``calls``, each after a key: the module's path, and how often the module was called so far."""
     counts: Counter[str] = Counter()
     for call in calls:
         counts[call.path] += 1

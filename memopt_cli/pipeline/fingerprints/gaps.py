@@ -1,4 +1,4 @@
-"""How far two trainings are apart, step by step, by what each step left."""
+"""Compare two trainings tensor by tensor, by the fingerprints that each step left, and list the gaps between them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Rename = Callable[[str], str]
 _Named = Mapping[str, TensorPrint]
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Prefixes that torch.compile, the wrapper of checkpoints and FSDP add to the names of what they wrap."""
+"""Prefixes that torch.compile, PyTorch's checkpoint wrapper and FSDP add to names in the modules that they wrap."""
 _REPLICATED = "module."
-"""Prefix that DataParallel adds in front; a model may have a child of that name."""
+"""Prefix that DataParallel adds to all names; a model may also have a child of that name."""
 _KINDS = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
-"""Beginnings of names, in the order in which a step forms what they name."""
+"""Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class Apart:
     """The first step in which two trainings differ."""
 
     step: int
-    """Its index."""
+    """Index of the step, from 0."""
     gaps: tuple[TensorGap, ...]
-    """In the order in which a step forms them; the largest of a kind in front."""
+    """The gaps in the order in which a step makes the tensors; the largest of a kind first."""
 
     @property
     def is_rounding(self) -> bool:
-        """Nothing is missing, or of another kind, or a whole number: sums in another order would leave such gaps."""
+        """Whether sums in another order may cause all gaps: no tensor is missing, of another kind, or of integers."""
         return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
@@ -54,7 +54,7 @@ def largest_gap(reference: Followed, other: Followed) -> float:
 
 
 def is_in_double(found: Followed) -> bool:
-    """Return whether all tensors in ``found`` are in float64 already: no other dtype tells more."""
+    """Return whether all tensors in ``found`` are in float64 already, so that no dtype compares more precisely."""
     tensors = (tensor for step in found.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
 
@@ -69,16 +69,16 @@ def is_nowhere_finite(tensor: TensorPrint) -> bool:
 
 
 def first_step_apart(reference: Followed, other: Followed) -> float:
-    """Return the largest gap in the first step before its update, in which parameters are equal still.
+    """Return the largest gap in the first step before its update, while parameters are still equal.
 
-    After the update it would say nothing: Adam turns gradients of pure rounding into steps of a full learning rate.
+    The update may blow gaps up: Adam turns gradients of pure rounding into steps of a full learning rate.
     """
     gaps = gaps_between(reference.steps[0].effects, other.steps[0].effects)
     return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
 
 
 def half_of_digits(found: Followed, epsilon: float) -> float:
-    """Return the relative difference of floating tensors whose digits agree by half; ``epsilon`` is autocast's."""
+    """Return the relative difference up to which half of the digits agree; ``epsilon``: that of autocast's dtype."""
     digits = (tensor.epsilon for step in found.steps for tensor in step.effects if tensor.epsilon)
     return math.sqrt(max((epsilon, *digits)))
 
@@ -96,7 +96,7 @@ def gaps_between(
             continue
         apart = relative(a, b, ROUNDING_SHARE * (largest if name.startswith("gradient") else 1.0))
         if apart > tolerance or not tolerance:
-            has_rounding = a is not None and a.epsilon  # whole numbers have none
+            has_rounding = a is not None and a.epsilon  # integers have none
             found.append(TensorGap(name=name, apart=apart if has_rounding else math.inf, missing=_missing(a, b)))
     return tuple(sorted(found, key=_rank))
 
@@ -116,9 +116,9 @@ def _rank(gap: TensorGap) -> tuple[int, float, str]:
 
 
 def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, Followed]:
-    """Return both without the prefixes that wrappers add to names.
+    """Return both trainings without the prefixes that wrappers add to names.
 
-    Raises :class:`StepError` where they do not have the same parameters, with the same values.
+    Raises :class:`StepError` if they do not start with the same parameters, of the same values.
     """
     one, another = (_named(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
     if _parameters(one) != _parameters(another):
@@ -158,7 +158,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
 
 
 def unsteady(once: Followed, again: Followed) -> frozenset[str]:
-    """Return the numbers and generators of one model that two runs leave otherwise, such as a time of day."""
+    """Return the names of numbers and generators that differ between two runs of one model, such as a time of day."""
     pairs = (
         ({held.name: held.bits for held in side.others} for side in steps)
         for steps in zip(once.steps, again.steps, strict=True)
@@ -169,9 +169,9 @@ def unsteady(once: Followed, again: Followed) -> frozenset[str]:
 
 
 def with_others(one: Followed, other: Followed, without: Set[str]) -> tuple[Followed, Followed]:
-    """Return both with the numbers and generators that each step leaves, if both have them and not in ``without``.
+    """Add the numbers and generators that both models have, but for those named in ``without``, to their steps.
 
-    State that the candidate, ``other``, keeps besides is its own affair.
+    State that only the candidate, ``other``, keeps is ignored.
     """
     shared = (set(one.others) & set(other.others)) - without
     pairs = [_step_with_others(*steps, shared, without) for steps in zip(one.steps, other.steps, strict=True)]
@@ -191,9 +191,12 @@ def _step_with_others(
 
 
 def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
-    """Return the tensors that have moved in at least one of the two, and all numbers of the outputs."""
-    where_it_was = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
-    moved = (tensor for name, tensor in {**where_it_was, **held}.items() if name in shared)
+    """Return the ``shared`` tensors that moved on at least one side, and all numbers of the outputs.
+
+    A tensor that moved only on the other side, ``beside``, gets a placeholder, so that the two differ.
+    """
+    unmoved = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
+    moved = (tensor for name, tensor in {**unmoved, **held}.items() if name in shared)
     return (*moved, *(number for name, number in held.items() if name.startswith("output")))
 
 

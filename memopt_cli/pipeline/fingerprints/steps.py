@@ -1,4 +1,4 @@
-"""The distance of two steps by their fingerprints, which :mod:`memopt_cli.verification.fingerprint` makes.
+"""Estimate the distance of two steps by their fingerprints, which :mod:`memopt_cli.verification.fingerprint` makes.
 
 A fingerprint holds, for each tensor, a hash of its bits, its norm, and a few random projections.  The distance of two
 tensors is estimated by that of their projections, so neither has to be kept.
@@ -14,17 +14,20 @@ from memopt_cli.records import Fingerprint, FingerprintCheck, TensorPrint
 EPSILONS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 """``--precision`` -> the epsilon of autocast's dtype, which limits the digits of results stored as float32."""
 _TIMES_ROUNDED = 10.0
-"""A plan may change a tensor by up to 10 times what rounding every parameter changes.  A ReLU or a spike that flips
-changes a gradient by more than its digits: in a ResNet-50, by 0.04 to 3 % over five draws.  With a layer in chunks,
-gradients differed by half of that in the median, by 1.6 to 4.4 times that at most, and by 24 times in one draw.  Where
-a plan is above the limit, it is compared in full at full size.
+"""Limit on the change of a tensor by a plan, as a multiple of the change by rounding every parameter.
+
+Rounding may flip a ReLU or a spike, which changes a gradient by more than its last digits: in a ResNet-50, by 0.04 to
+3 % over five draws.  With a layer in chunks, gradients differed by half of that in the median, by 1.6 to 4.4 times that
+at most, and by 24 times in one draw.  A plan above the limit is compared fully at full size.
 """
 _MOST = 0.1
-"""The cap of that limit.  A rounding that changes a tensor by this much is not used at all: it has tipped a choice, as
-where a threshold or a length is a parameter, and the order of sums does not tip those.
+"""Upper bound of that limit, as a relative change.
+
+Rounding that changes a tensor by this much is not used at all: it has tipped a choice that the order of sums would not,
+as where a threshold or a length is a parameter.
 """
 ROUNDING_SHARE = 1e-3
-"""A gradient whose elements are smaller than this share of the largest gradient's may be nothing but rounding."""
+"""Share of the largest gradient's elements below which the elements of a gradient may be nothing but rounding."""
 
 
 def compared(
@@ -37,11 +40,11 @@ def compared(
     epsilon: float = 0.0,
     rounded: Fingerprint | None = None,
 ) -> tuple[FingerprintCheck, bool]:
-    """Return the check of two fingerprints of steps at these sizes, and whether they agree.
+    """Compare the fingerprints of two steps; return the check, and whether they agree.
 
-    ``exact``: nothing may differ.  Otherwise floating tensors must agree in half of the digits of their dtype, or of a
-    dtype with ``epsilon`` if that has fewer.  Where ``rounded``, the fingerprint of the original with rounded
-    parameters, differs by more than that, the plan may too.
+    ``exact``: whether they must agree to the bit.  Otherwise floating tensors must agree in half of the digits of their
+    dtype, or of a dtype with ``epsilon`` if that has fewer.  ``rounded``: the fingerprint of the original with rounded
+    parameters; where it differs by more, the plan may as well.
     """
     reference, others, moved = (
         {found.name: found for found in side.tensors} if side is not None else {}
@@ -109,7 +112,7 @@ def relative(one: TensorPrint | None, other: TensorPrint | None, least: float) -
         return math.inf
     scale = max(one.norm, least * math.sqrt(one.elements))
     gaps = [a - b for a, b in zip(one.projections, other.projections, strict=True)]
-    if not gaps or not 0 < scale < math.inf:  # its square is too large for a number
+    if not gaps or not 0 < scale < math.inf:  # the norm is 0, or its square overflows
         return math.inf
     apart = math.hypot(*gaps) / math.sqrt(len(gaps)) / scale
     return apart if apart == apart else math.inf  # NaN: one of them is not finite

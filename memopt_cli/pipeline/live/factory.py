@@ -1,4 +1,7 @@
-"""Functions that build a model, in place of its file: handed to subprocesses by name, or run here without data."""
+"""Prepare a model from the function that builds it, for predictions by the Python API.
+
+Subprocesses import the function by name; if they cannot, it runs in this process, on tensors without data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that every rank of a group holds: one rank searches, all have its plan."""
+"""Optimize a model that every rank of a process group holds: the first rank searches, and all apply its plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from memopt_cli.training.apply import apply_plan, plan_of, put_back, taken_off
 Found = TypeVar("Found")
 
 _LIMIT: Final = timedelta(days=7)
-"""Other ranks wait as long as the search takes, which has limits of its own."""
+"""Time limit of collectives, in effect none: other ranks wait for the search, which has limits of its own."""
 
 
 def on_every_rank(
     model: nn.Module, group: Any, optimize: Callable[[], Found], plan_in: Callable[[Found], Plan | None]
 ) -> Found:
-    """Return what ``optimize`` finds, which puts the plan on ``model``; without a ``group``, this process does it.
+    """Return the result of ``optimize``, a function that puts a plan on ``model``; without a ``group``, just call it.
 
-    In a group, which is a ``torch.distributed.ProcessGroup``, the first rank does it, all others put ``plan_in`` what
-    it found on their models, and all make sure that they have the same.  Raises on all ranks what fails on one, and
-    :class:`UsageError` where their models differ; every model is then as it was.
+    In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in its
+    result, the other ranks put that on their models, and all check that they have the same.  An error on one rank is
+    raised on all, and :class:`UsageError` if their models differ; every model is then as it was.
     """
     if group is None:
         return optimize()
@@ -44,7 +44,7 @@ def _replace(model: nn.Module, plan: Plan) -> None:
 
 
 def _sharded(group: object) -> tuple[Any, Any]:
-    """Return the group with its module.  Raises :class:`OptionError` for what is no group."""
+    """Check ``group``, and import the functions that handle it.  Raises :class:`OptionError` if it is no group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

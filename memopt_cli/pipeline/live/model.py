@@ -1,4 +1,8 @@
-"""A model in memory in place of a file: handed to profiling subprocesses, or profiled here where that cannot be."""
+"""Prepare a model in memory, in place of a file, for the Python API.
+
+The model goes to profiling subprocesses through a temporary file.  If a subprocess could not load it, for example
+because its class is defined in a function, it is profiled in this process, and a note says why.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ def prepared_model(
 
 
 def left_out_note(model: nn.Module) -> list[str]:
-    """Return what is said of a wrapper around ``model``, and of parts of it that are compiled."""
+    """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
     name, within = type(model).__name__, unwrapped(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if within is not model else ()), *compiled_notes(within)]
@@ -88,7 +92,7 @@ def also_prepared_model(
 ) -> Iterator[Prepared]:
     """Prepare one of several models inside :func:`once`.
 
-    ``obstacle``: why no subprocess is to be given it.
+    ``obstacle``: why the model must be profiled in this process; empty to find out.
     """
     build = functools.partial(detached_copy, model)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
@@ -108,7 +112,7 @@ def also_prepared_model(
 
 
 def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
-    """Return those of ``functions`` that are not found by their references, by these."""
+    """Return reference -> function, for those of ``functions`` that cannot be found by their reference."""
     return {used.reference: used.function for used in functions if used.function is not None}
 
 
@@ -119,7 +123,7 @@ def prepared_here(
     obstacle: str,
     functions: Sequence[UserFunction] = (),
 ) -> Prepared:
-    """Prepare what ``build`` makes; where an ``obstacle`` keeps subprocesses from it, sessions are of this process."""
+    """Prepare the model that ``build`` makes; if an ``obstacle`` keeps subprocesses from it, for this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
     here = functools.partial(LocalSession, build=build, functions=called_here(functions))
     return Prepared(
@@ -131,13 +135,14 @@ def prepared_here(
 
 
 class _Called(Exception):
-    """The model is about to run, and its inputs are known."""
+    """Signal that ends a forward as soon as its inputs are known."""
 
 
 def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
-    """Return the first arguments of the model when ``example_forward`` runs on a copy of it, which then ends.
+    """Return the arguments of the first call of the model in ``example_forward``, which runs on a copy up to there.
 
-    Raises :class:`OptionError` if it does not call the model, or with more than names or positions can tell.
+    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names beside others
+    that are given by name.
     """
     copied = detached_copy(model)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -171,7 +176,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def detached_copy(model: nn.Module) -> nn.Module:
-    """Copy ``model`` without a plan, without gradients, and without what earlier steps left on its modules.
+    """Copy ``model`` without its plan, its gradients, and hidden state that earlier steps left on its modules.
 
     Raises :class:`StepError` if the model cannot be copied.
     """
@@ -199,9 +204,10 @@ def _before_sharding(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Refuse, inside the block, to optimize the model of a module again while that module is imported.
+    """Refuse calls of memopt, inside the block, by a Python module that is being imported.
 
-    That is in every subprocess, or in this process for the loss that it holds; without end.
+    Such a call, at the top level of the user's script, would recur without end: memopt's subprocesses import the script
+    to load its classes, and this process may import it for the loss that it defines.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     is_subprocess = spec is not None and spec.name == "memopt_cli.measure.server"
@@ -243,8 +249,8 @@ def _require_batch(inputs: Arguments) -> None:
 def described(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
-    Whole numbers are drawn from the range of those that are there.  Raises :class:`OptionError` for an argument that is
-    no tensor.
+    Integers will be drawn from the range of the given ones.  Raises :class:`OptionError` for an argument that is no
+    tensor.
     """
     _require_batch(inputs)
     named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
@@ -281,13 +287,13 @@ def _copied(leaf: Any, device: str) -> Any:
     return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
-# ---------------------------------------------------------------------------------------------- can a child read it
+# ---------------------------------------------------------------------------------------------- to a subprocess
 
 
 def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Save the model: why a subprocess cannot read it, empty if it can; and the running script if it defines classes.
+    """Save the model; return why a subprocess cannot load it, empty if it can, and the script that defines its classes.
 
-    It can where all that its file refers to can be imported elsewhere.
+    A subprocess can load it if it can import every name that the file refers to.
     """
     try:
         torch.save(model, path)
@@ -301,7 +307,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     return "", (str(main_script()),) if needs_script else ()
 
 
-# ---------------------------------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------------------------------- results
 
 
 def taken_off_note(carried: Plan) -> list[str]:
@@ -312,9 +318,9 @@ def taken_off_note(carried: Plan) -> list[str]:
 def found_and_proven(
     request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
 ) -> Findings:
-    """Return what ``find`` finds, :func:`~memopt_cli.pipeline.plans.optimization.find` by default.
+    """Return the findings of ``find``, by default :func:`~memopt_cli.pipeline.plans.optimization.find`.
 
-    Raises :class:`VerificationError` for a plan that does not compute the same.
+    Raises :class:`VerificationError` for a plan whose results differ from the original's.
     """
     found = find(request, prepared)
     if found.verification is not None and not found.verification.passed:
@@ -323,12 +329,12 @@ def found_and_proven(
 
 
 def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
-    """Say that ``plan``, which was not measured, fails verification."""
+    """Return a record of ``plan`` as dropped, without a measured peak, since it ``failed`` verification."""
     return Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
 
 
 def difference_error(dropped: Dropped) -> VerificationError:
-    """Make the error that is raised where the plan ``dropped`` does not compute the same."""
+    """Return the error to raise where the results of the plan in ``dropped`` differ from the original's."""
     return VerificationError(
         f"the optimized model differs from the original: found {dropped.found}, but {dropped.why.because}",
         hint=f"The model is as it was. {dropped.why.remedy}",

@@ -1,4 +1,7 @@
-"""A step in memory in place of a file: what makes it is named to profiling subprocesses, or called here."""
+"""Prepare a step of the user's own for the Python API, from the function that makes it.
+
+Profiling subprocesses import the function by name; if they cannot, it is called in this process.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from memopt_cli.training.user_step import Step, StepModels
 
 @contextlib.contextmanager
 def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
-    """Prepare, inside :func:`once`, a step to be profiled.
+    """Prepare, inside :func:`once`, the step that ``make`` makes, to be profiled.
 
-    It is made for that, and none that there is already is taken.
-
-    A function that a subprocess could not import is called in this process, and a note says why.
+    A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
+    in this process, and a note says why.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
     """
     name = getattr(make, "__qualname__", type(make).__name__)

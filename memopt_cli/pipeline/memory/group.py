@@ -1,4 +1,4 @@
-"""``memopt measure``: this process is one rank of a real group, and measures a step together with the others."""
+"""Measure a step together with the other ranks of a real process group, for ``memopt measure``, as one of them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from memopt_cli.text.writing import content, write_all
 
 
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
-    """Measure a step on every rank, as every rank knows it; the first predicts it besides, and writes the report.
+    """Measure a step on every rank, and return the measurements of all; the first rank also predicts and reports them.
 
-    Raises :class:`MemoptError`, on all ranks where one fails before it waits for others; :class:`RankLostError` where
-    another is gone.
+    Raises :class:`MemoptError`, on all ranks if one fails before it waits for others, and :class:`RankLostError` if
+    another rank is gone.
     """
     started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
@@ -66,9 +66,10 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
 
 
 def _device(request: MeasureRequest) -> str:
-    """Return the device of this rank.
+    """Return the device of this rank, for CUDA by its local rank.
 
-    Raises :class:`UsageError` for one that all ranks would share, and for one that there is not.
+    Raises :class:`UsageError` for a model that is no function, and for a device that all ranks would share or that does
+    not exist.
     """
     if not is_factory(request.source.location):
         raise UsageError(
@@ -90,7 +91,7 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
     with Session(subject, request.timeout_s) as session:
         found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
     if not isinstance(found, InGroup):
-        this = f"rank {request.rank} of {request.layout.ranks}: "  # a step that failed says so itself
+        this = f"rank {request.rank} of {request.layout.ranks}: "  # a failed step names its rank itself
         raise_failure(found, "" if isinstance(found, StepFailed) else this)
     if isinstance(found.outcome, RankLost):
         raise RankLostError(found.outcome.reason, hint=found.outcome.hint)

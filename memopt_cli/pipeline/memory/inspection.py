@@ -1,4 +1,4 @@
-"""``memopt inspect``: what is in a model file."""
+"""Describe the contents of a model file without running anything in it, for ``memopt inspect``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memopt profile``: one step recorded, and measured if it may be run; nothing is changed or written."""
+"""Record one step, and measure it if it may be run, to show where its memory and time go, for ``memopt profile``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from memopt_cli.search.estimation import estimate, timed
 from memopt_cli.text.units import format_bytes
 
 _TRUSTED_ERROR = 0.01
-"""A record on tensors without data that is further off, relative to the measured tensor peak, is not believed."""
+"""Largest relative error of the tensor peak of a dry run, by the measured one, up to which dry runs are trusted."""
 
 
 def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:
@@ -60,7 +60,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
 
 
 def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, plan: Plan) -> StepProfile:
-    """Profile the first of the asked-for ranks that is the largest."""
+    """Profile the largest of the requested ranks; of equally large ones, the first."""
     notes = list(prepared.notes)
     predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
     with predicted as (session, ranks):
@@ -70,10 +70,10 @@ def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, 
 
 
 def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) -> StepProfile:
-    """Profile a model that is ready, on one device: measured if ``request`` runs the step, else estimated.
+    """Profile the step of a ``prepared`` model on one device: measured if ``request`` runs it, else estimated.
 
-    A plan that compiles the model is profiled without that, and measured with it besides.  Raises :class:`StepError`
-    for a step of the user's own that is to be compiled, which it is not from outside.
+    A compiled step is profiled without the compiler, and also measured with it.  Raises :class:`StepError` for a step
+    of the user's own that should be compiled: only its own code can do that.
     """
     how = plan.compile if request.backend is None else CompilePlan(backend=request.backend)
     plan, card = plan.eager, request.card
@@ -114,7 +114,7 @@ def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep 
 
 
 def broken_notes(found: Measured) -> tuple[str, ...]:
-    """Say why the compiled model of a measurement is not one graph; nothing where it is."""
+    """Return a note on why the compiled model of a measurement is not one graph; empty if it is."""
     if not found.broken:
         return ()
     return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {found.broken}.",)
@@ -139,15 +139,16 @@ def record_step(
     sessions: Sessions | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
-    """Record the step; allow dry runs only if they tell the truth, which a measurement would show.
+    """Record the step under ``plan``, and check dry runs: their tensor peak must match the ``measured`` one.
 
-    If they do not, a note says so and what follows from it.  ``sessions``: whose ``session`` is replaced by one for a
-    few samples where the plan fits and the original, of which kernel workspace is recorded, does not.
+    If it does not, the step is recorded on real tensors, and a note gives both peaks and the ``consequence``.
+    ``sessions``: the owner of ``session``, which switches to small batches if recording at full size fails though the
+    plan fits: kernel workspaces are recorded by a full step of the original, which may not fit.
     """
     job = TraceJob(plan=plan, fake=True)
     traced = session.ask(job)
     fits = isinstance(measured, Measurement)
-    if sessions is not None and fits and (isinstance(traced, OutOfMemory) or session.ended):  # by a full step on data
+    if sessions is not None and fits and (isinstance(traced, OutOfMemory) or session.ended):
         session = sessions.smaller()
         traced = session.ask(job)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
@@ -201,9 +202,9 @@ def _profile(
 
 
 def no_longer_than(measured: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
-    """Return ``trace`` with the seconds of its operators scaled down to those of the ``measured`` step, if more.
+    """Scale the times of operators in ``trace`` down, if they add up to more than the ``measured`` step.
 
-    Operators are timed one by one, in one step: on a busy machine that takes longer than the shortest of many steps.
+    Operators are timed one by one in a single step, which on a busy machine takes longer than the fastest of many.
     """
     total = sum(op.seconds for op in trace.ops)
     if not isinstance(measured, Measurement) or total <= measured.step_s:

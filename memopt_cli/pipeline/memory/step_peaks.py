@@ -1,4 +1,4 @@
-"""Where a recorded step takes most, and what is alive then."""
+"""Find the peaks of a recorded step, the tensors alive at an instant, and the tensors kept for backward."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...
 
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
-    """Return the first instant at which most is alive, workspaces included."""
+    """Return the first instant of the allocated peak: most bytes alive, with the workspace of the running operator."""
     levels = _levels(trace, live)
     return instant_at(trace, levels, levels.index(max(levels)))
 
 
 def first_beyond(trace: StepTrace, live: tuple[int, ...], limit_bytes: int) -> Instant | None:
-    """Return the first instant at which more than a limit is alive, workspaces included; ``None`` if there is none."""
+    """Return the first instant with more than ``limit_bytes`` alive, workspaces included; ``None`` if there is none."""
     levels = _levels(trace, live)
     return next((instant_at(trace, levels, i) for i, level in enumerate(levels) if level > limit_bytes), None)
 
 
 def _levels(trace: StepTrace, live: tuple[int, ...]) -> list[int]:
-    """Return the bytes alive before the first operator, and while each runs."""
+    """Return the bytes alive before the first operator, and while each operator runs, workspaces included."""
     return [live[0], *(live[i + 1] + op.workspace_bytes for i, op in enumerate(trace.ops))]
 
 
 def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
-    """Return the instant before the first operator, or while one runs; ``levels``: the bytes of each."""
+    """Return the instant at ``index`` of ``levels``, bytes before the first operator (0) and at operator index - 1."""
     if index == 0:
         return Instant(allocated_bytes=levels[0], op=-1, name="", phase="forward", module="")
     op = trace.ops[index - 1]
@@ -69,8 +69,8 @@ def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
 def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
     """Return the tensors that autograd, or ``plan`` in its place, keeps for backward besides parameters, largest first.
 
-    Autograd tells what it saves.  Segments hold their inputs and packing holds what it has packed without telling
-    autograd: theirs are the other tensors of forward that are there until backward, the model's outputs left out.
+    Autograd reports the tensors that it saves.  Inputs of segments and packed tensors are held without autograd: they
+    are the other tensors of forward that are alive until backward, except the model's outputs.
     """
     kept = [_saved(trace, s) for s in trace.storages if s.saved_by]
     if not plan.is_empty:
@@ -99,7 +99,7 @@ def _kept_by(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
     """Yield the tensors that segments or packing keep, and autograd does not."""
     segments = {segment.path for segment in plan.segments}
     holders: dict[int, list[str]] = defaultdict(list)
-    left: set[int] = set()  # by segments, for others to keep
+    left: set[int] = set()  # outputs of segments: a later call may keep them, not the segment
     for call in trace.calls:
         if call.path in segments:
             left.update(call.outputs)
