@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from memopt_cli.files.contents import plan_yaml
 from memopt_cli.records import SCHEMA_VERSION, TYPED, FileHeader, InputSpec, Plan, TensorSpec
+from memopt_cli.records.plan_file import plan_yaml
 
 Memopt = Callable[..., Any]
 

@@ -346,7 +346,7 @@ def test_the_command_lets_the_optimizer_run_in_backward_where_the_plan_does(
     row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
-    monkeypatch.setattr(trial, "_search", lambda *_, **__: SimpleNamespace(plan=plan, rows=[row]))
+    monkeypatch.setattr(trial, "_search", lambda *_, **__: SimpleNamespace(plan=plan, rows=[row], verification=None))
     (said,) = trial._plan()
     assert said.command.endswith(" --level 4 --budget 1MiB" + " --optimizer-in-backward" * plan.in_backward)
 

@@ -47,7 +47,7 @@ def script(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def check(*flags: str) -> int:
-    return main(["check", "train.py:build", "-q", *flags])
+    return main(["check", "train.py:build", *flags])
 
 
 def test_a_step_that_did_not_change_passes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
