@@ -122,7 +122,7 @@ class GoalSearch:
                 proven = self.in_backward.proven(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
-                # It fits but fails verification: go on for the same target without the optimizer in backward.
+                # It fits, but is too slow or fails verification: go on without the optimizer in backward.
                 self.in_backward.refuse(row.plan, proven)
                 continue
             if found.plan.in_backward and not isinstance(outcome, Measurement | OutOfMemory):
