@@ -198,8 +198,9 @@ def remembered_inputs(location: str) -> InputSpec | None:
     name = own.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
     dated: list[tuple[float, FileHeader, Path]] = []
-    its = (own.parent / f"{own.stem}.{end}" for end in ("plan.yaml", "summary.json"))
-    for path in (paths.plan, paths.summary, paths.frontier, *its):
+    # The files beside an optimized model lie under its own name.
+    own_files = (own.parent / f"{own.stem}.{end}" for end in ("plan.yaml", "summary.json"))
+    for path in (paths.plan, paths.summary, paths.frontier, *own_files):
         with contextlib.suppress(OSError, ValueError, MemoptError):
             written = path.stat().st_mtime
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_header(path)

@@ -88,6 +88,7 @@ def gaps_between(
 ) -> tuple[TensorGap, ...]:
     """Return the tensors that differ by more than ``tolerance``."""
     one, another = ({tensor.name: tensor for tensor in side} for side in (reference, other))
+    # Gradients far smaller than the largest may be pure rounding: their gaps are taken relative to a share of that.
     largest = max((typical(tensor) for name, tensor in one.items() if name.startswith("gradient")), default=0.0)
     found = []
     for name in one.keys() | another.keys():

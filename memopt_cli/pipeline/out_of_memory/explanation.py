@@ -308,7 +308,7 @@ class _Trial:
             *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
             *self._attempted("Autocast to bfloat16", self._autocast),
         ]
-        if not found and self._prepared.batch > 1:
+        if not found and self._prepared.batch > 1:  # no single change fits
             found = [*self._attempted("A plan and micro-batches", self._both)]
         return tuple(sorted(found, key=lambda said: (said.change == "autocast", said.seconds)))
 

@@ -43,7 +43,7 @@ class Climb:
     measure_all: bool
     applied: LevelRow | None = None
     """The row of the highest level whose plan is worth its time as measured; `None` until there are rows."""
-    _asked: float = math.inf
+    _most_predicted: float = math.inf
     """The highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
@@ -55,12 +55,12 @@ class Climb:
         rows = [self.search.original, *self._predicted()]
         for at in range(len(rows) - 1, 0, -1):
             rows[at] = self._applicable(rows[at])
-            if isinstance(rows[at].outcome, Measurement) and self._judged(rows[at]) is None:
+            if isinstance(rows[at].outcome, Measurement) and self._why_dropped(rows[at]) is None:
                 self.applied = self._lowest(rows, at)
                 break
         else:
-            rows = self._none_applied(rows)
-        believed = [row if row.outcome is not None else self._believed(row) for row in rows[1:]]
+            rows = self._with_originals(rows)
+        believed = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
         if not self.measure_all:
             return believed
         return [row if row.outcome is not None else self.measured(row) for row in believed]
@@ -68,7 +68,7 @@ class Climb:
     def may_go_lower(self) -> bool:
         """Tell whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most = min(1 + _MARGIN * (self._limit - 1), self._asked)
+        most = min(1 + _MARGIN * (self._limit - 1), self._most_predicted)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
         return self.search.planner.may_go_lower(plan, self.search.options.level, most)
 
@@ -84,7 +84,7 @@ class Climb:
             if below is None:
                 break
             rows[below] = self._fast_enough(rows[below])
-            if self._judged(rows[below]) is not None or _peak(rows[below]) > _peak(rows[at]):
+            if self._why_dropped(rows[below]) is not None or _peak(rows[below]) > _peak(rows[at]):
                 break
             for n in range(below + 1, highest + 1):
                 row = replace(rows[below], repeats=rows[below].level, level=rows[n].level)
@@ -92,19 +92,19 @@ class Climb:
             at = below
         return rows[highest]
 
-    def _believed(self, row: LevelRow) -> LevelRow:
+    def _with_believable_plan(self, row: LevelRow) -> LevelRow:
         """Return the unmeasured ``row``, or one with a faster plan where measurements suggest that its own is too slow.
 
         Where the highest level keeps the original, so do the levels below it.
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._unchanged(row)
-        if (row.predicted_slowdown or 1.0) <= self._asked:
+        if (row.predicted_slowdown or 1.0) <= self._most_predicted:
             return row
-        found = self.search.planner.dry_runs.smallest(row.level, self._asked)
+        found = self.search.planner.dry_runs.smallest(row.level, self._most_predicted)
         return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
-    def _none_applied(self, rows: list[LevelRow]) -> list[LevelRow]:
+    def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:
         """Return ``rows`` with the original in place of each measured plan, as none of them is worth its time."""
         unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
@@ -119,7 +119,7 @@ class Climb:
         if dropped is None:
             return self._fast_enough(row)
         self.search.found.drop(dropped)
-        self._asked = 1.0
+        self._most_predicted = 1.0
         return self._unchanged(row)
 
     def _unchanged(self, row: LevelRow) -> LevelRow:
@@ -133,6 +133,7 @@ class Climb:
         return replace(row, outcome=self.measurements.measure(row.plan))
 
     def _predicted(self) -> Iterator[LevelRow]:
+        """Search the levels in turn, and yield their rows, not measured yet."""
         planner, options, below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
@@ -176,13 +177,13 @@ class Climb:
         original_bytes = self.search.first.allocated_peak_bytes
         return unworthy(row.plan, known.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
-    def _judged(self, row: LevelRow) -> Dropped | None:
+    def _why_dropped(self, row: LevelRow) -> Dropped | None:
         return judged(row, self._original, self._limit)
 
     def _fast_enough(self, row: LevelRow) -> LevelRow:
         """Measure ``row``; while its step takes too long, replace its plan by one that is predicted to be faster.
 
-        Return the first row that is fast enough, or the original's if the last try is too slow as well.
+        Return the first row that is fast enough, or the original's if no plan is.
 
         Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
         allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
@@ -191,7 +192,7 @@ class Climb:
         planner = self.search.planner
         for share in (*_SHARES, None):
             row = self.measurements.confirm(self.measured(row), self._limit)
-            dropped = self._judged(row)
+            dropped = self._why_dropped(row)
             if dropped is not None:
                 self.search.found.drop(dropped)
             if dropped is None or not isinstance(dropped.why, TooSlow):
@@ -199,6 +200,7 @@ class Climb:
             if share is None:
                 break
             predicted = row.predicted_slowdown or self._limit
+            # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
             asked = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
             started, tried = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
@@ -207,13 +209,13 @@ class Climb:
             if found.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
                 asked = math.nextafter(predicted, 0)
                 found = planner.best(row.level, asked)
-            self._asked = asked
+            self._most_predicted = asked
             if found.slowdown >= predicted:
                 break
             tried = row.dry_runs + len(planner.dry_runs) - tried
             faster = self.search.row(row.level, found, tried, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
-        self._asked = 1.0
+        self._most_predicted = 1.0
         return self._unchanged(row)
 
     def _expected(self, row: LevelRow) -> Span | None:

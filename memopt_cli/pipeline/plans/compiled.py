@@ -121,6 +121,7 @@ class CompiledSearch(ABC):
             self._try_candidates()
 
     def _try_candidates(self) -> None:
+        """Measure each candidate, and add its row before the next one is chosen by it."""
         reference = self._with_cache()
         for plan in self._candidates():
             self._rows.append(self._tried(plan, reference))

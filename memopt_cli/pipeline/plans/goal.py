@@ -122,6 +122,7 @@ class GoalSearch:
                 proven = self.in_backward.proven(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
+                # It fits, but is too slow or fails verification: go on without the optimizer in backward.
                 self.in_backward.refuse(row.plan, proven)
                 continue
             if found.plan.in_backward and not isinstance(outcome, Measurement | OutOfMemory):
@@ -134,7 +135,7 @@ class GoalSearch:
             if isinstance(outcome, Measurement):
                 over = outcome.allocated_peak_bytes - budget_bytes
                 measured.append(outcome.allocated_peak_bytes)
-            target = min(target, found.peak_bytes) - max(1, over)
+            target = min(target, found.peak_bytes) - max(1, over)  # at least 1, or the same plan would be found again
         if tried and tried[-1] <= budget_bytes and not measured:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but memory runs out here, "

@@ -70,7 +70,7 @@ class Kept:
 
     def _ended_by(self) -> MemoptError | None:
         try:
-            self._go_on()
+            self._run_stages()
         except KeyboardInterrupt as err:
             if isinstance(err, Terminated):
                 raise
@@ -82,7 +82,7 @@ class Kept:
             return Interrupted(f"interrupted; {found} of what had been tried")
         return None
 
-    def _go_on(self) -> None:
+    def _run_stages(self) -> None:
         """Run the stages, the most valuable first."""
         request, found = self.request, self.found
         if found.frontier and request.shown is None and not request.dry_run:
@@ -116,7 +116,7 @@ class Kept:
         """Write the plan and the summary; if the plan is empty, write the summary alone and leave an earlier plan."""
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
-            self._step_aside()
+            self._choose_free_names()
         header, found = file_header(self.prepared), self.found
         if found.plan.is_empty:
             found.notes += left_alone(self.paths.plan)
@@ -154,7 +154,7 @@ class Kept:
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 
-    def _step_aside(self) -> None:
+    def _choose_free_names(self) -> None:
         """Choose other names if files have appeared since the search began, so that none is replaced."""
         paths = self.paths.free()
         if paths != self.paths:

@@ -144,14 +144,14 @@ class _Job:
                     check_original(self.request, original.outcome)
                     return self._picked(self.request.shown, original)
                 search = start_search(self.request, self.found, sessions, original)
-                rows = [search.original, *self._seek(search)]
+                rows = [search.original, *self._search_plans(search)]
                 if search.traced.has_dry_runs:
-                    self._foresee(rows, sessions)
+                    self._begin_advice(rows, sessions)
         except KeyboardInterrupt as err:  # leaving the sessions has ended their subprocess
             is_second = self.found.interrupted
             if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
                 raise
-            rows = [search.original, *self._seek_again(search)]
+            rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
@@ -166,7 +166,7 @@ class _Job:
         self.found.frontier = [self._as_timed(point, row) for point in shown.points]
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
-    def _foresee(self, rows: list[LevelRow], sessions: Sessions) -> None:
+    def _begin_advice(self, rows: list[LevelRow], sessions: Sessions) -> None:
         """Begin the search for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
 
         It begins in ``sessions``, those of the plan search, which have recorded the step already: another recording
@@ -197,9 +197,10 @@ class _Job:
             )
             self.found.interrupted = True
 
-    def _seek(self, search: StartedSearch) -> list[LevelRow]:
+    def _search_plans(self, search: StartedSearch) -> list[LevelRow]:
+        """Search level by level, or for a budget or the frontier; if nothing fits, add what would help to the hint."""
         if not self.found.by_goal:
-            return self._climb(search)
+            return self._search_levels(search)
         try:
             return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
@@ -215,7 +216,7 @@ class _Job:
             command = " ".join((f"memopt explain {location}", *self.request.flags, f"--memory {memory}"))
             yield f"Who holds what when, and which other changes fit: {command}"
 
-    def _seek_again(self, search: StartedSearch) -> list[LevelRow]:
+    def _rows_so_far(self, search: StartedSearch) -> list[LevelRow]:
         """Answer an interrupted ``search`` from what it has tried so far, without trying anything more.
 
         Raises :class:`KeyboardInterrupt` if it had found no plan.
@@ -233,7 +234,7 @@ class _Job:
         del self.found.notes[search.notes :]
         del self.found.details[search.details :]
         try:
-            rows = self._seek(search)
+            rows = self._search_plans(search)
         except NothingFitsError as err:
             raise KeyboardInterrupt(err.message) from err
         if not self.found.by_goal and applied_row([search.original, *rows], self.applied).plan.is_empty:
@@ -273,10 +274,10 @@ class _Job:
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
-        self._say_over(search, lambda: shows or (rows[-1].predicted_slowdown or math.inf) > 1 + _FEW)
+        self._say_time_is_over(search, lambda: shows or (rows[-1].predicted_slowdown or math.inf) > 1 + _FEW)
         return rows
 
-    def _say_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
+    def _say_time_is_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
         """Say that the time of ``search`` was over: in a note if a longer search ``may_improve`` the answer.
 
         Otherwise it is a mere detail, since users took the note for a failure.
@@ -337,7 +338,7 @@ class _Job:
         ]
         return sorted(points, key=_by_time)
 
-    def _climb(self, search: StartedSearch) -> list[LevelRow]:
+    def _search_levels(self, search: StartedSearch) -> list[LevelRow]:
         """Search level by level, and return a row for every level from 1 on."""
         climb = Climb(
             search=search,
@@ -347,7 +348,7 @@ class _Job:
         rows = climb.rows()
         self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
         self._choose(search, applied_row([search.original, *rows], self.applied).plan)
-        self._say_over(search, climb.may_go_lower)
+        self._say_time_is_over(search, climb.may_go_lower)
         return rows
 
     def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
