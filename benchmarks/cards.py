@@ -33,7 +33,7 @@ HEADER = ["step", "allocated", "estimated", "off", "reserved", "estimated", "off
 
 
 def memopt(*words: str) -> dict[str, Any]:
-    """The report of a command."""
+    """Return the JSON report of a command."""
     command = [sys.executable, "-m", "memopt_cli", *words, "--allow-package", "sample_models", "--json", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

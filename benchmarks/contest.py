@@ -26,14 +26,14 @@ from memopt_cli.trace import resident_bytes
 from memopt_cli.training.step import Step, place, seed_everything
 
 HEAT = 5
-"""Processes that stand beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG, its heap included."""
+"""Most contestants that run beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG."""
 Prepare = Callable[[Step], nn.Module]
-"""Makes of the step's model the one that is run; a function that pickles."""
+"""Function that turns the model of a step into the one that is run; it must pickle, to reach the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A contestant's peak in bytes, and how long it took to prepare and to take its first step."""
+    """Peak of a contestant in bytes, and the seconds that it took to prepare and for its first step."""
 
     peak_bytes: int
     prepared_s: float
@@ -41,23 +41,23 @@ class Ready:
 
 @dataclass
 class Contestant:
-    """One way, its process and its steps."""
+    """One way to take the step, its process, and the times of its steps."""
 
     name: str
     subject: Subject
     prepare: Prepare
     search_s: float | None = None
-    """Time it took to find; ``None``: that to prepare it."""
+    """Seconds that it took to find this way; ``None``: the seconds to prepare it."""
     measuring_s: float = 0.0
-    """Of that, time in which steps of memopt's plans, and of the original, were measured."""
+    """Seconds of the search in which steps of memopt's plans, and of the original, were measured."""
     times_s: list[float] = field(default_factory=list)
     beside_s: list[float] = field(default_factory=list)
-    """The steps of the first contestant in the same rounds; of the first, none."""
+    """Step times of the first contestant in the same rounds; empty for the first itself."""
     _process: BaseProcess | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def ratio(self) -> float:
-        """Median of its steps to the first's in the same round; the first stands beside itself."""
+        """Median ratio of a step to the first contestant's in the same round; 1 for the first itself."""
         pairs = zip(self.times_s, self.beside_s or self.times_s, strict=True)
         return statistics.median(own / first for own, first in pairs)
 
@@ -81,19 +81,19 @@ class Contestant:
         return ""
 
     def take_step(self) -> None:
-        """One more."""
+        """Take and time one more step."""
         self._pipe.send(True)
         self.times_s.append(self._pipe.recv())
 
     def stop(self) -> None:
-        """End its process."""
+        """End the contestant's process."""
         assert self._process is not None
         self._process.kill()
         self._process.join()
 
 
 def make_step(subject: Subject) -> Step:
-    """The step of a subject in this process."""
+    """Return a step of the model of ``subject``, loaded in this process."""
     model = place(load_model(subject.source).module, subject.settings)
     args, kwargs = make_inputs(subject.spec, seed=subject.settings.seed, device=subject.settings.device, dtype=None)
     loss = user_function(subject.settings.loss, "--loss") if subject.settings.loss else None
@@ -101,7 +101,7 @@ def make_step(subject: Subject) -> Step:
 
 
 def take(step: Step) -> None:
-    """Forward and backward; gradients are ``None`` before and after."""
+    """Run forward and backward; gradients are ``None`` before and after."""
     seed_everything(step.settings.seed)
     step.backward(step.forward())
     step.model.zero_grad(set_to_none=True)
@@ -147,12 +147,12 @@ def _started(one: Contestant, threads: int) -> str:
 
 
 def left_out(failed: Sequence[str]) -> str:
-    """A paragraph for each that could not take part."""
+    """Return a paragraph for each contestant that could not take part."""
     return "".join(f"\n\nLeft out: {reason}" for reason in failed)
 
 
 def contest_table(found: Sequence[Contestant]) -> str:
-    """Peaks, median steps, and the median ratio of a step to the first's in the same round."""
+    """Return a table of peaks, median steps, and median ratios to the first contestant's step in the same round."""
     first = found[0]
     rows = [
         [

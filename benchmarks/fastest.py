@@ -84,7 +84,7 @@ VIT = "benchmarks/out_of_memory.py:vit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, its inputs (``None``: beside its file), and the paths of its blocks."""
+    """Model, its inputs (``None``: those beside its file), and the paths of its blocks."""
 
     model: str
     blocks: tuple[str, ...]
@@ -123,7 +123,7 @@ class Sweep:
     """The batch that each plan is run with first."""
 
     def rates(self, plans: list[Plan]) -> dict[Pair, float]:
-        """Samples a second of those that fit."""
+        """Return the samples per second of each plan at each batch that fits."""
         found: dict[Pair, float] = {}
         for plan in plans:
             largest = self.largest(plan)
@@ -237,7 +237,7 @@ def _words(pair: Pair) -> str:
 
 
 def main() -> int:
-    """Every case; 1 if an answer is not as wanted."""
+    """Run every case; return 1 if an answer is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--optimizer", default="adamw")

@@ -67,7 +67,7 @@ class Case:
 
     @property
     def is_right(self) -> bool:
-        """It fits, and 5 % more does not."""
+        """Whether the batch fits, and one that is 5 % larger does not."""
         return self.peak_bytes <= self.limit_bytes < self.more_bytes
 
     def cells(self) -> list[str]:
@@ -90,7 +90,7 @@ class Case:
 
 
 def run(model: str, optimizer: str) -> Case:
-    """Ask, then train what is advised, and more."""
+    """Ask memopt for advice, then train with the advised batch, and with a larger one."""
     limit, global_batch = CASES[model]
     limit_bytes = parse_bytes(limit)
     request = BatchRequest(
@@ -128,7 +128,7 @@ def _alone(model: str, optimizer: str, batch: int, micro_batches: int) -> int:
 
 
 def trained_peak_bytes(model: str, optimizer: str, batch: int, micro_batches: int) -> int:
-    """The most bytes at any instant of the training."""
+    """Return the most bytes at any instant of the training."""
     sys.path.insert(0, str(SAMPLES.parent))
     net = importlib.import_module(f"sample_models.{model}").build().train()
     spec = with_batch(read_spec_file(_file(model).with_suffix(".inputs.yaml")), batch)
@@ -163,7 +163,7 @@ def main() -> int:
 
 
 def report(case: Case, optimizer: str) -> None:
-    """To stdout and RESULTS.md."""
+    """Print the results, and write them to RESULTS.md."""
     print(" | ".join(case.cells()), flush=True)
     command = f"python benchmarks/global_batch.py --models {case.model} --optimizer {optimizer}"
     title = f"recommend-batch --global-batch: {case.model}, {optimizer}"

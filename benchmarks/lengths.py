@@ -66,7 +66,7 @@ def skewed(steps: int) -> list[int]:
 
 
 def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
-    """What ``memopt optimize`` finds."""
+    """Return the summary of ``memopt optimize`` for a range of lengths."""
     share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else parse_bytes(budget)
     tensors = tuple(parse_tensor(f"{name}:BxS@int64=0..8000") for name in ("input_ids", "targets"))
     request = OptimizeRequest(
@@ -91,7 +91,7 @@ def inputs_of(length: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def take(model: nn.Module, length: int, batch: int) -> None:
-    """Forward, backward and an update."""
+    """Run forward, backward and an update."""
     model(*inputs_of(length, batch)).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,7 +101,7 @@ def take(model: nn.Module, length: int, batch: int) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the seconds that ``run`` takes."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

@@ -56,7 +56,7 @@ _SIZED = (
     f"{_OPINFO}.definitions.linalg",
     f"{_OPINFO}.definitions.special",
 )
-"""Modules that make the inputs, whose sizes are their globals."""
+"""Modules of PyTorch's tests that make the inputs, with the sizes as global variables."""
 _SIZES = ("XS", "S", "M", "L")
 
 
@@ -310,7 +310,7 @@ def report(found: dict[str, Compared | str]) -> str:
 
 
 def main() -> None:
-    """Compare, one operator after another, and report."""
+    """Compare the operators one after another, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*")
     chosen = parser.parse_args().operators

@@ -65,7 +65,7 @@ def opened(location: str, spec: InputSpec, settings: StepSettings) -> Prepared:
 
 
 def spec_of(name: str) -> InputSpec:
-    """What the model is fed."""
+    """Return the inputs of the model's step."""
     if name == SPIKINGJELLY:
         from benchmarks.spikingjelly_vgg import SPEC
 
@@ -89,7 +89,7 @@ class Bench:
     probes: Probes
     original: Counted
     recorded_s: float
-    """Time that loading and recording took."""
+    """Seconds that loading and recording took."""
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
 
     def planner(self, place: PlaceName = "device") -> Planner:
@@ -97,7 +97,7 @@ class Bench:
         return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL), place=place)
 
     def priced(self, plan: Plan) -> Priced | None:
-        """A plan dry-run; ``None`` if it cannot run."""
+        """Return the dry run of a plan; ``None`` if the plan cannot run."""
         counted = self.probes.count(plan)
         if not isinstance(counted, Counted):
             return None
@@ -105,7 +105,7 @@ class Bench:
         return Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
-        """One step in a process of its own; every plan once."""
+        """Measure one step under ``plan`` in a process of its own, unless that plan was measured before."""
         if plan not in self.measured:
             with self.prepared.session() as session:
                 found = session.ask(MeasureJob(plan=plan, steps=1, warm_up=False))
@@ -113,7 +113,7 @@ class Bench:
         return self.measured[plan]
 
     def measured_peak(self, plan: Plan) -> int:
-        """The allocated peak in bytes of such a step."""
+        """Return the allocated peak of the step under a plan, in bytes."""
         found = self.measure(plan)
         if not isinstance(found, Measurement):
             raise SystemExit(f"{self.name}: a plan could not be measured: {found}")
@@ -172,14 +172,14 @@ class LongSearch:
             self._try(plan)
 
     def run(self, seconds: float) -> list[Priced]:
-        """Every plan that was dry-run."""
+        """Search for ``seconds``, and return every plan of which a dry run was made."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._step()
         return list(self.found.values())
 
     def first(self, count: int) -> list[Priced]:
-        """The first plans that are not the original: those it started from, then what it made of them."""
+        """Return the first plans that are not the original: those it started from, then what it made of them."""
         while len(self.found) <= count:
             self._step()
         return list(self.found.values())[1 : count + 1]

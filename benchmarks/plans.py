@@ -77,14 +77,14 @@ BLOCKS = {
     "char_rnn": "LSTM",
     SPIKINGJELLY: "Block",
 }
-"""What a user would checkpoint by hand."""
+"""Classes that a user would checkpoint by hand, by model."""
 COMPILE_BUDGETS = (0.5, 0.2, 0.0)
 SHARES = (0.8, 0.6, 0.44)
-"""Of the original's peak: memopt's budgets."""
+"""Budgets for memopt, as shares of the original's peak."""
 KEPT = Path("build/budgets")
-"""Where the plans of the case budgets are kept."""
+"""Folder for the plans that the case ``budgets`` finds."""
 TURN_S = 0.2
-"""A turn of a plan: as many of its steps as take so long."""
+"""Seconds of a plan's turn, which has as many steps as fit."""
 FIVE, TEN = 5, 10
 LAYERS = (64, 256, 1024)
 
@@ -117,19 +117,19 @@ def compiled(step: Step, budget: float) -> nn.Module:
 
 
 def planned(step: Step, plan: Plan) -> nn.Module:
-    """A plan of memopt's."""
+    """Apply a plan of memopt's."""
     return apply_plan(step.model, plan)
 
 
 def spikingjelly(step: Step, level: int) -> nn.Module:
-    """What SpikingJelly's search makes of the model."""
+    """Return the model that SpikingJelly's search makes."""
     from benchmarks.spikingjelly_vgg import search
 
     return search(step, level)
 
 
 def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contestant]:
-    """The ways to take a model's step."""
+    """Yield the ways to take the step of the model ``name``."""
     subject = prepared(name).subject
     one = functools.partial(Contestant, subject=subject)
     yield one("as it is", prepare=as_it_is)
@@ -179,7 +179,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
-    """A section for every model, written anew after every heat."""
+    """Write a section for every model, again after every heat."""
     for name in names:
         ways = contestants(name, options.level, compilers=options.compile)
         for ran, failed in contest(ways, options.rounds, options.threads):
@@ -349,7 +349,7 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def _times(step: Step, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
-    """Median seconds of a step under each plan, taken in turns."""
+    """Return the median seconds of a step under each plan, taken in turns."""
     times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     for turn in range(rounds + 1):
         for plan, taken in times.items():
@@ -447,7 +447,7 @@ CASES: dict[str, Callable[[Sequence[str], argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    """Run the cases."""
+    """Run the cases that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *BLOCKS], metavar="MODEL")
     parser.add_argument("--case", choices=CASES, help="all of them, one after another, if none is named")

@@ -37,17 +37,17 @@ _SMALL_BATCH = 2
 _MOST_SEGMENTS = 4
 _CHUNKS = (2, 3, 4, 8)
 _WORST = 10
-"""Plans that are shown."""
+"""Number of plans that are shown, those predicted worst."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One plan of one model."""
+    """Prediction and dry run of one plan of one model."""
 
     model: str
     plan: Plan
     counted_bytes: int
-    """The peak of its dry run."""
+    """Peak of the plan's dry run, in bytes."""
     error: float
     """Of the prediction, relative to that."""
 
@@ -124,7 +124,7 @@ def predicted(name: str, step: Step, small: Step, plans: int, seed: int) -> Iter
 
 
 def told(plan: Plan) -> str:
-    """A plan in one line."""
+    """Return a plan in one line."""
     return "; ".join(map(_told, plan.segments))
 
 

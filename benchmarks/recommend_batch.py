@@ -63,12 +63,12 @@ class Case:
 
     @property
     def is_right(self) -> bool:
-        """It fits, and 5 % more does not."""
+        """Whether the batch fits, and one that is 5 % larger does not."""
         return self.recommended <= self.largest < self.recommended + max(1, math.ceil(0.05 * self.recommended))
 
     @property
     def is_good(self) -> bool:
-        """Right, from at most six runs, in at most a third of the finder's time."""
+        """Whether the answer is right, from at most six runs and in at most a third of the finder's time."""
         return self.is_right and self.probes <= 6 and 3 * self.seconds <= self.finder_seconds
 
     def cells(self) -> list[str]:
@@ -106,7 +106,7 @@ def cpu_seconds() -> float:
 
 
 def run(model: str, limit_bytes: int) -> Case:
-    """Both on one case, one after the other."""
+    """Run memopt and the finder on one case, one after the other."""
     source = ModelSource(
         location=str(SAMPLES / "build" / f"{model}.pt"), trust=Trust(code_paths=(str(SAMPLES.parent),))
     )
@@ -149,7 +149,7 @@ def main() -> int:
 
 
 def report(case: Case) -> None:
-    """To stdout and RESULTS.md."""
+    """Print the results, and write them to RESULTS.md."""
     limit, verdict = exact_bytes(case.limit_bytes), "" if case.is_good else "  NOT as wanted"
     print(f"{case.model} {limit}: {' | '.join(case.cells())}{verdict}", flush=True)
     wanted = "right, from at most 6 runs, in at most a third of the finder's time"

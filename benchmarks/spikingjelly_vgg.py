@@ -71,7 +71,7 @@ def build() -> nn.Module:
 
 
 def total(output: Tensor) -> Tensor:
-    """The loss."""
+    """Return the loss of the outputs: their sum."""
     return output.sum()
 
 

@@ -26,7 +26,7 @@ from memopt_cli.runtime.places import schedule
 Judge = Callable[[Case], Outcome]
 
 _PROGRESS = 1000
-"""Cases between two lines that count how the cases so far have ended."""
+"""Number of cases between two lines of progress, which count how the cases so far have ended."""
 
 
 def main() -> None:

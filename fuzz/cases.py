@@ -18,15 +18,15 @@ from memopt_cli.records import PlaceName, Plan, SegmentPlan, from_data
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What fails, and is not drawn."""
+    """Names of blocks and events that are known to fail together, and are therefore not drawn."""
 
     names: frozenset[str]
-    """Blocks and parts of a scenario that fail together, with one of ``others`` where there are any."""
+    """Blocks and parts of a scenario that fail together, or only with one of ``others``, if that is not empty."""
     why: str
     others: frozenset[str] = frozenset()
 
     def applies(self, names: set[str]) -> bool:
-        """Whether a case with these names is one."""
+        """Return whether a case with these ``names`` is known to fail."""
         return self.names <= names and (not self.others or not self.others.isdisjoint(names))
 
 
@@ -46,9 +46,9 @@ _NOT_REPEATED: Final = frozenset(
     | {"reweighted", "parameter made"}
     | OUTSIDE.keys()
 )
-"""What PyTorch's checkpoint does not put back for a recomputation."""
+"""Blocks with state that PyTorch's own checkpoint does not restore for a recomputation."""
 _MODES: Final = frozenset({"eval between", "train between"})
-"""PyTorch's checkpoint runs again in the mode of backward."""
+"""Events that change the mode before backward: PyTorch's own checkpoint recomputes in the new mode."""
 
 KNOWN: Final = (
     Known(frozenset({"penalized", "thaw between"}), "packed, what was frozen when it was saved has no gradient"),
@@ -79,16 +79,16 @@ KNOWN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one run compares."""
+    """Everything that one run needs: a model, a plan and a training."""
 
     seed: int = 0
-    """Of weights and inputs."""
+    """Seed of the weights and the inputs."""
     blocks: tuple[Block, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
-    """On the whole model, or on several of its blocks."""
+    """Segments on the whole model or on runs of blocks; those inside a block are in ``blocks``."""
     packed: bool = False
     place: PlaceName = "device"
-    """Where what is saved outside of segments waits."""
+    """Place where tensors saved outside of segments wait for backward."""
     scenario: Scenario = PLAIN
     steps: int = 3
 
@@ -99,14 +99,15 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """To the bit; chunks change the order of sums, and a mode that keeps outputs some of PyTorch's kernels."""
+        """Whether results must be equal to the bit: chunks change the order of sums, and kept outputs some kernels."""
         return all(segment.chunks == 1 and not segment.keep for segment in self.plan.segments)
 
     @property
     def is_comparable(self) -> bool:
-        """What is not exact is compared in double precision, where there are numbers, and not all of them the same.
+        """Whether results can be compared: those of an inexact plan need double precision and ordinary inputs.
 
-        Adam makes steps of rounding.
+        Adam is left out, since it divides a gradient by its own size: a gradient that is mere rounding moves a
+        parameter as far as a large one.
         """
         scenario = self.scenario
         is_sound = scenario.inputs not in _DEGENERATE and scenario.update != "adam" and "autocast" not in _names(self)
@@ -114,17 +115,17 @@ class Case:
 
 
 _DEGENERATE: Final = ("not a number", "negative zero")
-"""Forms of a batch of which rounding alone tells which value is the largest."""
+"""Forms of a batch full of equal values or NaN, where rounding decides which value is the largest."""
 
 
 def build(case: Case) -> Network:
-    """The model, in the case's dtype, always with the same weights."""
+    """Build the model of ``case`` in its dtype; its seed gives the same weights each time."""
     torch.manual_seed(case.seed)
     return Network(case.blocks).to(getattr(torch, case.scenario.dtype))
 
 
 def drawn_case(seed: int, index: int) -> Case:
-    """The case of that number."""
+    """Draw the case number ``index`` of ``seed``, none that is known to fail."""
     draws = random.Random(f"training {seed} {index}")
     while True:
         case = _drawn(draws)
@@ -141,7 +142,7 @@ def _is_known(case: Case) -> bool:
 
 
 def _planned(draws: random.Random, case: Case) -> Case:
-    """The case with a plan, in double precision if that is not exact."""
+    """Return ``case`` with a random plan; in double precision if the plan is not exact."""
     model = build(case)
     segments, blocks = drawn_around(draws, case.blocks, model), drawn_segments(draws, case.blocks, model)
     case = replace(case, segments=segments, blocks=blocks)
@@ -175,12 +176,12 @@ _DTYPES: Final = ("float32", "float32", "float32", "float64", "bfloat16")
 
 
 def to_text(case: Case) -> str:
-    """What differs from the defaults, for a command line."""
+    """Return ``case`` as JSON for a command line, without fields that have their defaults."""
     return json.dumps(_said(case), separators=(",", ":"))
 
 
 def from_text(text: str) -> Case:
-    """The inverse of :func:`to_text`."""
+    """Return the case that :func:`to_text` wrote."""
     return from_data(Case, json.loads(text))
 
 

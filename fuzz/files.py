@@ -160,7 +160,7 @@ def _broken_archive(data: bytes, draws: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: sound ones, how one is broken, and what reads it."""
+    """Kind of file: sound examples, a way to break one, and the function that reads it."""
 
     sound: Callable[[], list[bytes]]
     broken: Callable[[bytes, random.Random], bytes]
@@ -531,7 +531,7 @@ def _be_child(name: str, seed: int, indices: range, sender: int) -> None:
 
 
 def _read(name: str) -> str:
-    """Why a file was neither read nor refused; empty if it was."""
+    """Return why a file was neither read nor refused; empty if it was."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -548,12 +548,12 @@ def _read(name: str) -> str:
 
 
 def _used() -> int:
-    """Bytes of address space of this process."""
+    """Return the bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which formats, and how many files."""
+    """Declare the arguments: which formats, and how many files."""
     parser.add_argument("formats", nargs="*", default=[], choices=[*FORMATS, []], help="all, if none is named")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -561,7 +561,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Every format that is named, or all; returns the number of failures."""
+    """Run every format that is named, or all, and return the number of failures."""
     failed = 0
     for name in given.formats or FORMATS:
         found = failures(name, given.seed, given.count, Path("fuzz-failures"))

@@ -18,20 +18,20 @@ WIDTH: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of block."""
+    """Kind of block that a random model may contain."""
 
     make: Callable[..., nn.Module]
-    """Of nothing, or of the blocks that it holds."""
+    """Function that makes the block, from the blocks inside it if it holds any."""
     axes: tuple[int, ...] = ()
     """Dimensions along which its inputs do not mix: it may run in chunks."""
     holds: bool = False
-    """Others lie in it."""
+    """Whether the block contains other blocks."""
     gathers: bool = False
-    """Its batch statistics have to be gathered from chunks."""
+    """Whether its batch statistics must be gathered from all chunks."""
     hands_on: bool = False
-    """A call starts from where the one before ended."""
+    """Whether a call starts from the state in which the previous call ended."""
     repeats: bool = False
-    """It calls what it holds several times, each time on the whole of its input."""
+    """Whether the block calls its inner blocks several times, each time on its whole input."""
 
 
 class Turned(nn.Module):

@@ -24,14 +24,14 @@ _DEEPEST: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A part of a model, and what a plan does to it."""
+    """Part of a model, and the segments that a plan puts on it."""
 
     kind: str
-    """A key of :data:`KINDS`."""
+    """Key of :data:`KINDS`."""
     inner: tuple[Block, ...] = ()
-    """The blocks that it holds."""
+    """Blocks inside this one."""
     segments: tuple[SegmentPlan, ...] = ()
-    """Their paths begin at the block."""
+    """Segments of the plan in this block, with paths relative to the block."""
 
 
 class Network(nn.Module):
@@ -70,7 +70,7 @@ def _drawn(draws: random.Random, kind: str, depth: int) -> Block:
 
 
 def placed(blocks: Sequence[Block], prefix: str = "blocks.") -> Iterator[tuple[str, Block]]:
-    """Every block and its path."""
+    """Yield every block with its path in the model."""
     for index, block in enumerate(blocks):
         yield f"{prefix}{index}", block
         yield from placed(block.inner, f"{prefix}{index}.inner.")

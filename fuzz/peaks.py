@@ -26,12 +26,12 @@ LEFT_OUT: Final[dict[str, str]] = {
     "threaded": "neither the counter nor the profiler sees what other threads allocate",
     "trying": "PyTorch logs the error of a dry run, and whoever keeps that holds tensors",
 }
-"""Blocks whose peaks are not compared -> why."""
+"""Kind of block whose peaks are not compared -> the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Of one step, in bytes."""
+    """Peaks of one step, in bytes."""
 
     predicted_bytes: int
     counted_bytes: int
@@ -39,13 +39,13 @@ class Peaks:
 
     @property
     def agree(self) -> bool:
-        """The prediction is what is counted, and that is no more than is allocated: kernels may take workspace."""
+        """Whether the predicted peak equals the counted one, and the allocated peak (with workspace) is no lower."""
         far = abs(self.predicted_bytes - self.counted_bytes) > _TOLERANCE * self.counted_bytes
         return not far and self.counted_bytes <= (1 + _TOLERANCE) * self.allocated_bytes
 
 
 def peaks(case: Case) -> Peaks:
-    """Of the model with its plan, whose codecs are left out: what they hold depends on the data.
+    """Return the peaks of the model under its plan, without codecs: what they hold depends on the data.
 
     Raises what the model raises, in a dry run too.
     """
@@ -62,7 +62,7 @@ def peaks(case: Case) -> Peaks:
 
 
 def outcome(case: Case) -> Outcome:
-    """Whether the peaks of a case agree."""
+    """Compare the peaks of ``case``: predicted, counted and allocated."""
     if left_out := next((b.kind for _, b in placed(case.blocks) if b.kind in LEFT_OUT), ""):
         return Outcome("refused", f"{left_out}: {LEFT_OUT[left_out]}")
     with warnings.catch_warnings():

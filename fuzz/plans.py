@@ -17,7 +17,7 @@ from memopt_cli.runtime import find_part
 
 _COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
 _SENT: Final = 0.3
-"""Share of what is stored that is sent away."""
+"""Probability that a drawn plan or segment sends what it stores away from the device."""
 _KEPT: Final = (
     *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
     *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),
@@ -26,7 +26,7 @@ _KEPT: Final = (
 
 
 def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool, place: PlaceName) -> Plan:
-    """What is said of the whole model and of its blocks, as one plan."""
+    """Return one plan of the segments on the whole model and those in its blocks."""
     within = (replace(s, path=_joined(path, s.path)) for path, block in placed(blocks) for s in block.segments)
     return Plan(segments=(*segments, *within), packed=packed, place=place)
 
@@ -68,7 +68,7 @@ def _segment(draws: random.Random, path: str, settings: dict[str, Any]) -> Segme
 
 
 def drawn_place(draws: random.Random) -> PlaceName:
-    """A file, for some; the device for most."""
+    """Draw a place: the disk for some, the device for most."""
     return "disk" if draws.random() < _SENT else "device"
 
 
@@ -88,14 +88,14 @@ def _chunks(draws: random.Random, block: Block) -> dict[str, Any]:
 
 
 def _axes(block: Block) -> set[int]:
-    """Dimensions along which nothing in the block mixes."""
+    """Return the dimensions along which nothing in the block mixes, so that chunks are possible."""
     kinds = [KINDS[b.kind] for _, b in placed([block])]
     mixes = any(kind.repeats for kind in kinds) and any(kind.hands_on for kind in kinds)
     return set() if mixes else set.intersection(*(set(kind.axes) for kind in kinds))
 
 
 def drawn_around(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[SegmentPlan, ...]:
-    """Segments on the whole model, on all of its blocks, or on a run of them."""
+    """Draw segments on the whole model, on all of its blocks, or on a run of blocks."""
     last = len(blocks) - 1
     run = f"blocks.{draws.randrange(last)}-{last}" if last else "blocks"
     paths = {"": 0.15, "blocks": 0.15, run: 0.15}

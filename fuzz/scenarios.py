@@ -26,7 +26,7 @@ Forward = Callable[[Tensor], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The training around a model.  Each field names an entry of the table with its name, but for the plain one."""
+    """The training around a model: each field names an entry of the table of that name, by default the plain one."""
 
     dtype: str = "float32"
     inputs: str = "normal"
@@ -95,18 +95,18 @@ def _in_thread(model: nn.Module, x: Tensor) -> Any:
 
 
 def _with_others(model: nn.Module, x: Tensor) -> Any:
-    """With parameters computed from the model's own."""
+    """Call the model with parameters computed from its own."""
     return functional_call(model, {name: p * 0.9 for name, p in model.named_parameters()}, (x,))
 
 
 def _with_a_twin(model: nn.Module, x: Tensor) -> Any:
-    """Beside another model of the same parameters."""
+    """Call the model and a second one that shares its parameters."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     return [model(x), twin(x.sin())]
 
 
 def _perturbed(model: nn.Module, x: Tensor) -> Any:
-    """A second time under a disturbance that is taken back before backward."""
+    """Call the model on a shifted input without gradients, then as usual."""
     with torch.no_grad():
         model(x.detach() + 0.1)
     return model(x)
@@ -180,11 +180,11 @@ def _deterministic() -> Iterator[None]:
 
 
 class Interrupted(Exception):
-    """Stands for what goes wrong in the middle of a forward."""
+    """Error that a test hook raises in the middle of a forward, as running out of memory would."""
 
 
 def _fail_within(model: nn.Module, x: Tensor) -> None:
-    """A forward that is broken off behind the middle of the model."""
+    """Run a forward that fails about halfway through the model."""
     leaves = [m for m in model.modules() if not any(m.children())]
 
     def interrupt(*_: Any) -> None:
@@ -200,7 +200,7 @@ def _fail_within(model: nn.Module, x: Tensor) -> None:
 
 
 def _forget(model: nn.Module, x: Tensor) -> None:
-    """A forward whose output nobody wants."""
+    """Run a forward whose output is dropped, without backward."""
     model(x.detach().clone())
 
 
@@ -237,7 +237,7 @@ def _change_inputs(model: nn.Module, x: Tensor) -> None:
 
 
 def _drop_buffers(model: nn.Module, x: Tensor) -> None:
-    """Running statistics begin anew."""
+    """Reset the running statistics of batch norms, in place."""
     for module in model.modules():
         if hasattr(module, "reset_running_stats"):
             module.reset_running_stats()
@@ -313,7 +313,7 @@ def _one_by_one(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
 
 
 def _penalized(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
-    """A penalty on the gradients, which is differentiated again."""
+    """Add a penalty on the gradients, which is differentiated again."""
     total = sum((root * cotangent).sum() for root, cotangent in zip(roots, cotangents, strict=True))
     gradients = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in gradients if g is not None and g.requires_grad)
@@ -321,7 +321,7 @@ def _penalized(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
 
 
 def _asked_for(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
-    """As ``autograd.grad`` gives them, in two parts."""
+    """Compute gradients by ``autograd.grad``, in two parts."""
     for some in (leaves[::2], leaves[1::2]):
         if some:
             found = torch.autograd.grad(roots, some, cotangents, retain_graph=True, allow_unused=True)
@@ -335,7 +335,7 @@ def _in_another_thread(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
 
 
 def _scaled(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
-    """By a factor that is taken out again, as a GradScaler does."""
+    """Scale the loss, and divide the gradients by the same factor, as a GradScaler does."""
     torch.autograd.backward(roots, [cotangent * 1024 for cotangent in cotangents])
     for leaf in leaves:
         if leaf.grad is not None:
@@ -343,7 +343,7 @@ def _scaled(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
 
 
 def _broken_off(roots: Roots, cotangents: Roots, leaves: Roots) -> None:
-    """Once with an exception on the way, then as it should be."""
+    """Run backward once with an exception on the way, then again without it."""
 
     def interrupt(gradient: Tensor) -> Tensor:
         raise Interrupted
@@ -417,7 +417,7 @@ UPDATES: Final[dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | 
 
 
 def drawn_scenario(draws: random.Random, dtype: str) -> Scenario:
-    """Most steps are plain in most ways."""
+    """Draw a scenario in which most things are plain."""
 
     def one(table: Sequence[str], share: float) -> str:
         return draws.choice(table) if draws.random() < share else table[0]

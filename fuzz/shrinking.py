@@ -12,7 +12,7 @@ from memopt_cli.records import SegmentPlan
 
 
 def shrunk(case: Case, still_fails: Callable[[Case], bool]) -> Case:
-    """The smallest case that is found by leaving out one thing after another."""
+    """Return the smallest failing case that is found by leaving out one thing after another."""
     pending = _smaller(case)
     while (smaller := next(pending, None)) is not None:
         if smaller.is_comparable and still_fails(smaller):
@@ -21,7 +21,7 @@ def shrunk(case: Case, still_fails: Callable[[Case], bool]) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Each case with one thing less, the largest things first."""
+    """Yield ``case`` with one thing left out, the largest things first."""
     for blocks in _fewer(case.blocks):
         yield replace(case, blocks=blocks)
     for segments in _fewer_segments(case.segments):

@@ -29,24 +29,24 @@ Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended."""
+    """Result of a case, and a sentence that explains it."""
 
     kind: Kind
     reason: str = ""
 
     @property
     def is_failure(self) -> bool:
-        """The planned model does something else than the plain one, or ends where that goes on, without a reason."""
+        """Whether the planned model trains differently, or fails without a reason where the plain one does not."""
         return self.kind in ("differs", "fails")
 
     def is_like(self, other: Outcome) -> bool:
-        """Whether the same went wrong; an error is known by how it begins."""
+        """Return whether ``other`` is the same failure; errors are the same if their first 60 characters are."""
         return self.kind == other.kind and (self.kind != "fails" or self.reason[:60] == other.reason[:60])
 
 
 @dataclass
 class Trained:
-    """What a training left behind, as far as it came."""
+    """Tensors, other values and warnings that a training left behind, up to the error that ended it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Trained:
 
 
 def outcome(case: Case) -> Outcome:
-    """Run a case."""
+    """Train the model of ``case`` with and without its plan, and compare what the two leave behind."""
     plain = _trained(case, lambda model: model)
     if plain.error is not None:
         return Outcome("plain fails", told(plain.error))
@@ -72,7 +72,7 @@ def outcome(case: Case) -> Outcome:
 
 
 def _is_rounding(case: Case, plain: Trained, planned: Trained) -> bool:
-    """Whether a plan that is not exact changes no more than other last digits of the parameters do."""
+    """Return whether an inexact plan changes the training no more than nudging the parameters by rounding does."""
     if case.is_exact or plain.others != planned.others:
         return False
     by_plan = difference(plain.tensors, planned.tensors).relative
@@ -81,7 +81,7 @@ def _is_rounding(case: Case, plain: Trained, planned: Trained) -> bool:
 
 
 def _nudged(model: nn.Module, seed: int) -> nn.Module:
-    """The model with other last digits, which leave no two values tied that were."""
+    """Change the last digits of the parameters of ``model`` at random, so that equal values are no longer equal."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for p in model.parameters():
         p.data.mul_(1 + _NUDGE * torch.randint(-1, 2, p.shape, generator=generator).double())
@@ -89,7 +89,7 @@ def _nudged(model: nn.Module, seed: int) -> nn.Module:
 
 
 def _difference(plain: Trained, planned: Trained, *, exact: bool) -> str:
-    """The first thing that is not the same; empty if everything is."""
+    """Return the first difference between the two trainings, as text; empty if there is none."""
     for name in plain.others.keys() | planned.others.keys():
         one, other = plain.others.get(name), planned.others.get(name)
         if one != other:
@@ -195,7 +195,7 @@ def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Te
 
 
 def _note(trained: Trained, name: str, value: Any) -> None:
-    """Write down copies of tensors, and other values as text."""
+    """Record copies of tensors, and other values as text."""
     match value:
         case Tensor():
             copy = value.detach().clone().to_dense()  # of what is not a number the sign tells who was added to whom

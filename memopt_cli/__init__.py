@@ -1,8 +1,9 @@
 """memopt: train the same model in a fraction of the memory.
 
-The public names are loaded when they are first used, so that ``import memopt_cli.runtime`` (what an optimized model
-needs) and ``memopt --help`` stay light.  What few scripts need is in modules of its own, loaded in the same way:
-``batching``, ``model_batching``, ``online``, ``ranks``, ``runtime``, ``spikingjelly`` and ``errors``.
+The public names are loaded when they are first used, so that ``import memopt_cli.runtime``, which is all that an
+optimized model needs, and ``memopt --help`` import little.  Names that few scripts need are in modules that load in
+the same way: ``batching``, ``errors``, ``model_batching``, ``online``, ``ranks``, ``records``, ``runtime`` and
+``spikingjelly``.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ _MODULES = ("batching", "errors", "model_batching", "online", "ranks", "records"
 __all__ = [name for name in _PUBLIC if name != "__version__"]
 
 on_unsafe = "warn"
-"""Reaction of a segment whose forward cannot be repeated, or whose recomputation gives something else: ``warn`` and run
-plainly from then on; or ``raise``."""
+"""Reaction to a segment whose forward cannot be repeated, or whose recomputation gives other values: ``warn``, and run
+the segment without recomputation from then on; or ``raise``."""
 
 offload_folder: str | None = None
-"""Folder in which a plan's tensors wait that are sent to the disk; ``None`` for that of temporary files."""
+"""Folder for the tensors that a plan sends to the disk; ``None``: the system's folder of temporary files."""
 
 
 def __dir__() -> list[str]:

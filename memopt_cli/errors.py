@@ -1,4 +1,4 @@
-"""Everything memopt raises on purpose.
+"""The exceptions that memopt raises on purpose, and how text is made safe to print in them.
 
 ::
 
@@ -36,8 +36,8 @@ from typing import Final
 class MemoptError(Exception):
     """Base of all expected failures.
 
-    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.  Some of these
-    values are a file's: whoever catches the error may print it.
+    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.  Values may come
+    from an untrusted file, so both are made printable here: no caller has to escape them before printing.
     """
 
     exit_code = 3
@@ -50,7 +50,7 @@ class MemoptError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
     def reword(self, words: Callable[[str], str]) -> None:
-        """Say it in other words."""
+        """Replace ``message`` and ``hint`` by what ``words`` returns for them, such as the spelling of Python."""
         self.message, self.hint = words(self.message), words(self.hint)
         self.args = (self.message,)
 
@@ -89,11 +89,11 @@ class UnsafeFileError(FileError):
 
     exit_code = 4
     trusted_with = ""
-    """Flags with which the user had the same file loaded before; empty if none are known."""
+    """Flags with which the user loaded the same file before; empty if none are known."""
 
 
 class PlanError(FileError):
-    """A plan names a module that is missing, or asks for what cannot be installed there."""
+    """A plan names a module that is missing, or a segment that cannot be installed on it."""
 
 
 class StepError(MemoptError):
@@ -109,15 +109,15 @@ class RankLostError(MeasurementError):
 
 
 class ChangedFileError(MemoptError):
-    """A file of the model that is read again has become another: what follows would be of a mixture."""
+    """A file of the model changed between two reads: going on would mix results of two models."""
 
 
 class MemoryBudgetError(MemoptError):
-    """Something would take more memory than it may, and nothing smaller can be tried."""
+    """The smallest thing that can be tried, such as one copy of a tensor, takes more memory than is allowed."""
 
 
 class NothingFitsError(MemoryBudgetError):
-    """Not even the least that a command may propose fits the budget it was given."""
+    """The smallest batch or plan that a command may propose does not fit its budget."""
 
     exit_code = 6
 
@@ -145,13 +145,13 @@ class Interrupted(MemoptError):
 
 
 class Terminated(KeyboardInterrupt):
-    """Another process asked this one to end: unlike after Ctrl-C, nothing more is to be begun."""
+    """Another process asked this one to end: unlike after Ctrl-C, not even the best plan so far is finished."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return ``error`` as one line: its type, and the beginning of its text, which may quote a whole file.
+    """Return ``error`` as one line: its type, and the first line of its text, cut to :data:`_LONGEST_LINE` characters.
 
-    A line that ends with a colon announces the next: ``backend='tvm' raised:`` says nothing by itself.
+    A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.
     """
     said = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
@@ -162,22 +162,23 @@ def first_line(error: BaseException) -> str:
 
 
 _LONGEST_LINE = 2000
+"""Most characters that a line quotes: an error's text may hold a whole file."""
 
 
 def printable(text: str) -> str:
-    """Spell out what a terminal would obey in ``text``, such as escape sequences."""
+    """Return ``text`` with control characters escaped, which a terminal would obey: ``\\x1b[2J`` clears the screen."""
     if text.isprintable():
         return text
     return text.translate(_SPELLED)
 
 
 def printable_lines(text: str) -> str:
-    """Make each line of ``text`` printable by itself."""
+    """Return ``text`` with every line printable; line breaks stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 class _Spelled:
-    """A table for :meth:`str.translate`, which keeps no list of the characters: one of a whole file takes gigabytes."""
+    """Table for :meth:`str.translate` that computes each entry: a dict of the characters of a file takes gigabytes."""
 
     def __getitem__(self, code: int) -> str:
         character = chr(code)
@@ -188,13 +189,13 @@ _SPELLED: Final = _Spelled()
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """Quote ``value``, of a file, for a message: its ``repr``, or the beginning of that."""
+    """Return the ``repr`` of ``value``, from a file, cut to ``most`` characters for a message."""
     text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def for_message(given: object) -> str:
-    """Quote ``given`` if it is a value that people type; else name its kind."""
+    """Return ``given`` quoted for a message if people can type it, such as text or a number; else its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     return shortened(given) if isinstance(given, str | bytes | int | float | None) else f"a {type(given).__name__}"

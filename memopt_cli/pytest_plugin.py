@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 _MARKER = "limit_train_memory"
 _COUNTED = "train_memory"
-"""Property of a test, which reports and JUnit files have: a model's class, and the tensor peak of its step."""
+"""Name of a test property, which JUnit files also have: a model's class, and the tensor peak of its step."""
 _HOLDERS = 5
-"""Modules that a failure names."""
+"""Most modules that a failure names, those that hold most memory."""
 
 
 class TrainMemory:
-    """Takes training steps of models and counts what they need; one that needs more than the limit fails the test."""
+    """Counts the memory of training steps, and fails the test if a step needs more than the limit."""
 
     def __init__(self, limit_bytes: int | None, properties: list[tuple[str, object]] | None = None) -> None:
-        """Count against ``limit_bytes``, if there is a limit, and add what is counted to a test's ``properties``."""
+        """Count against ``limit_bytes`` (``None``: no limit), and add each peak to a test's ``properties``."""
         self._limit_bytes = limit_bytes
         self._properties = [] if properties is None else properties
         self.steps = 0
-        """How many were counted."""
+        """Number of steps that were counted."""
 
     @said_in_python()
     def __call__(
@@ -53,11 +53,11 @@ class TrainMemory:
         optimizer: str = "none",
         seed: int = 0,
     ) -> Counted:
-        """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and who holds it.
+        """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and which modules hold it.
 
-        ``loss`` is called with the output; without it a scalar output or an entry ``loss`` is the loss, else backward
-        starts from a random cotangent.  ``optimizer``: whose state counts, from the second step on, as ``--optimizer``
-        names it.  The model stays where, in the mode and in the state it is; its gradients are ``None`` afterwards.
+        ``loss`` is called with the output.  Without it, the loss is a scalar output or an entry ``loss``; failing that,
+        backward starts from a random gradient of the output.  ``optimizer``: one whose state counts, named as for
+        ``--optimizer``.  The model keeps its device, mode and state; its gradients are ``None`` afterwards.
         """
         from memopt_cli.measure.local import undisturbed
         from memopt_cli.runtime.state import StartingState
@@ -77,7 +77,8 @@ class TrainMemory:
         start = StartingState(model)
         with undisturbed():
             begin(step, start)
-            step.checked()  # the optimizer's state exists from here on
+            # Adam and others make their state in their first update: a second step is counted, which has the state.
+            step.checked()
             step.update()
             begin(step, start)
             counted = count(step)
@@ -112,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker, so that ``--strict-markers`` accepts it."""
     config.addinivalue_line(
         "markers",
         f'{_MARKER}(size): fail if a training step measured with the fixture train_memory needs more, as in "120 MiB"',
@@ -121,7 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Fail a marked test that counts no step: a limit on nothing would hold for ever."""
+    """Fail a marked test that counts no step: its limit could never be exceeded."""
     result = yield
     marker = pyfuncitem.get_closest_marker(_MARKER)
     if marker is not None:
@@ -151,7 +152,7 @@ def _device(model: nn.Module) -> str:
 
 
 def _complaint(model: nn.Module, counted: Counted, limit: int) -> str:
-    """Describe the peak in ``counted``, its parts, and the modules that hold most."""
+    """Return the failure message: the peak in ``counted``, its categories, and the modules that hold most."""
     peak = counted.tensor_peak_bytes
     over = f"{format_bytes(peak - limit)} more than its limit of {format_bytes(limit)}"
     parts = {kind.removesuffix("_bytes"): size for kind, size in to_data(counted.breakdown).items() if size}

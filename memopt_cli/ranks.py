@@ -1,5 +1,8 @@
-"""One rank of many, predicted in this process: what ``--ranks`` does for ``memopt profile``, ``optimize`` and
-``recommend-batch``, for models and ways to spread them that are Python functions."""
+"""Predict one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
+
+The model is a function that builds it, and ``parallelize`` is the function of a training script that spreads it over a
+``DeviceMesh``.  Both run in one process, on tensors without data, as one rank of a group that does not exist.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,9 @@ from memopt_cli.text.spelling import said_in_python
 __all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 
 Build = str | Callable[[], nn.Module]
-"""Function that builds the model, or text as for the command line: ``package.module:callable``."""
+"""Function that builds the model, or its name as on the command line: ``package.module:callable``."""
 Parallelize = str | Callable[[nn.Module, Any], nn.Module]
-"""A function of a model and a ``DeviceMesh``; or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
+"""Function of a model and a ``DeviceMesh``, or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
 
 
 @said_in_python()
@@ -84,28 +87,29 @@ def predict_rank(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> RankPrediction:
-    """Predict the tensor peak of one rank of many: no other rank exists, and no tensor has data.
+    """Predict the tensor peak of one rank of many, without other ranks and on tensors without data.
 
     Parameters
     ----------
     build:
-        Builds the model, whole, without arguments; parameters that it makes are never allocated.
+        Builds the whole model, without arguments; the parameters that it makes are never allocated.
     inputs, dims:
-        Of one rank's step, as for :func:`memopt_cli.optimize`.
+        The inputs of one rank's step, as for :func:`memopt_cli.optimize`.
     parallelize:
         ``shard(model, mesh) -> model`` of the training script, ``"fsdp"`` (``fully_shard`` of repeated blocks and of
         the rest) or ``"ddp"``.
     rank:
-        From 0.  Parameters that do not divide evenly give some ranks more than others.
+        The rank to predict, from 0.  Parameters that do not divide evenly give some ranks more than others.
     mesh:
-        Name of each axis -> its length, the outermost first; -1: as long as the others leave.  ``None``:
-        ``{"dp": ranks}``.
+        Name of each axis -> its length, the outermost first; one may be -1, the number of ranks divided by the others.
+        ``None``: ``{"dp": ranks}``.
     plan:
-        One to run the step under, or the path of its file; it is applied before ``parallelize``.
+        A plan to run the step under, or the path of its file; it is applied before ``parallelize``.
 
-    A subprocess does it; functions that it could not import run in this one, which must then have no process group.
-    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` for what cannot be predicted,
-    :class:`UsageError` for a function that spreads nothing, and other errors of :mod:`memopt_cli.errors`.
+    The prediction runs in a subprocess, unless that could not import one of the functions: then it runs in this
+    process, which must not have a process group.  Other arguments are those of :func:`memopt_cli.optimize`.  Raises
+    :class:`StepError` for a step that cannot be predicted, :class:`UsageError` for a ``parallelize`` that spreads
+    nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
     limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else the_plan(plan)
@@ -141,10 +145,11 @@ def recommend_ranks(
 ) -> RanksRecommended:
     """Predict on how many ranks a step fits, and the largest batch of each, as ``memopt recommend-batch --ranks``.
 
-    ``ranks``: one number, or the first and the last, between which each is twice the one before.  ``memory``: of the
-    device of a rank, in bytes or as ``"80GiB"``; with ``for_device``, a card, it may be a share of that.  ``plan``: one
-    to predict for beside the model as it is.  Other arguments and errors are those of :func:`predict_rank`;
-    :class:`NothingFitsError` if the smallest batch fits on none.
+    ``ranks``: one number, or the first and the last of several, each twice the one before: ``(8, 64)`` tries 8, 16, 32
+    and 64.  ``memory``: the memory limit of each rank, in bytes or as ``"80GiB"``; with ``for_device`` also a share of
+    that card's memory.  ``plan``: a plan to predict for as well, beside the model without one.  Other arguments and
+    errors are those of :func:`predict_rank`; raises :class:`NothingFitsError` if the smallest batch fits on no number
+    of ranks.
     """
     spreader = _function("parallelize", parallelize, "function")
     limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
@@ -190,13 +195,15 @@ def plan_rank(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
-    """Search the plan for one rank of many on predictions, as ``memopt optimize --ranks --plan-only``.
+    """Search a plan for one rank of many by predictions, as ``memopt optimize --ranks --plan-only``.
 
-    It is verified on the model as a whole, in one process and with a few samples; not if ``unverified``, for a model
-    that this machine does not hold.
-    ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)`` takes it.  The search's arguments are those of
-    :func:`memopt_cli.optimize`; the others, and errors, those of :func:`predict_rank`; :class:`NothingFitsError` if
-    no plan is within the budget, and :class:`VerificationError` if one computes something else.
+    The plan is verified on the whole model, in one process and with a few samples.  ``unverified`` leaves that out,
+    for a model that this machine cannot hold.  To use the plan, write
+    ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)``.
+
+    The search's arguments are those of :func:`memopt_cli.optimize`; the others, and errors, are those of
+    :func:`predict_rank`.  Raises :class:`NothingFitsError` if no plan is within the budget, and
+    :class:`VerificationError` if the plan changes what the model computes.
     """
     started, limit_s = time.monotonic(), accepted("timeout", timeout)
     spreader = _function("parallelize", parallelize, "function")
@@ -221,12 +228,12 @@ def plan_rank(
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
 
-# ---------------------------------------------------------------------------------------------- what is given
+# ---------------------------------------------------------------------------------------------- arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """A step, and the functions of the user's that make it."""
+    """A rank's step, and the user's functions that it calls: those that build, spread, and give loss and optimizer."""
 
     subject: Subject
     model: UserFunction
@@ -274,7 +281,7 @@ def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
 
 
 def _session(subject: Subject, limit_s: float, given: _Given) -> Session:
-    """Return a subprocess's session, or this process's where a subprocess could not import a function."""
+    """Return a session in a subprocess, or in this process if a subprocess could not import one of the functions."""
     if not any(function.obstacle for function in (given.model, *given.functions)):
         return Session(subject, limit_s)
     known = {used.reference: used.function for used in given.functions if used.function is not None}

@@ -1,4 +1,8 @@
-"""Optimizing a model in memory: the calls and signatures of SpikingJelly's ``memopt`` on memopt's own pipeline."""
+"""SpikingJelly's ``memopt`` functions, with the same names and signatures, implemented by memopt's own pipeline.
+
+A script that calls ``spikingjelly.activation_based.memopt`` changes its import and keeps its calls.  Levels follow
+SpikingJelly: level 1 wraps exactly the modules that the caller names, and from level 2 on memopt searches among them.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,7 @@ __all__ = [
 ]
 
 _GUESS_LIMIT_S = 60.0
-"""A step of a few samples that takes longer is not waited for."""
+"""Longest wait, in seconds, for a verification on guessed inputs: a few samples should take far less."""
 
 MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
 """Values of ``profile``, from the least search to the most."""
@@ -92,9 +96,10 @@ MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
 
 
 _RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+"""Environment variables in which launchers (torchrun, Slurm, Open MPI, MVAPICH2) put the local rank of a process."""
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Positional arguments of ``forward``, or keyword arguments; the only one may be given by itself."""
+"""Positional arguments of ``forward``, or its keyword arguments."""
 
 
 @said_in_python()
@@ -125,14 +130,17 @@ def memory_optimization(
 ) -> Any:  # a tuple with return_summary
     """Make ``net`` train in less memory, in place, as ``memopt optimize`` does with a file; returns ``net``.
 
-    Level 1 makes a segment of every outermost module that is an ``instance``, as many as the limits allow, whatever it
-    saves.  From level 2 on, those and what lies in them may become segments, and the plan of the lowest peak is
-    searched, however much longer its step is; one that does not lower the measured peak is not applied.  Plans are
-    measured in profiling subprocesses, with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0 of the
-    first tensor is the batch), and verified against the original.  Without it level 1 is installed unmeasured, and
-    verified on inputs that its first layers suggest where it takes them; a note says where not.  Level 0, the default
-    without ``profile`` and ``prefer``, makes no segments.  Where no plan is applied though one was looked for, a
-    warning says why.  A plan that ``net`` carries from before is taken off first, and put back where this fails.
+    Level 0, the default without ``profile`` and ``prefer``, makes no segments.  Level 1 makes a segment of every
+    outermost module that is an ``instance``, as many as the limits allow, whether or not that saves memory.  From
+    level 2 on, these modules and their submodules may become segments, and memopt searches for the plan with the
+    lowest peak, however slow its step; a plan that does not lower the measured peak is not applied.
+
+    Plans are measured in profiling subprocesses with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0
+    of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
+    nothing, and verifies the plan on inputs guessed from the first layers; a note says if the model rejects them.
+
+    A warning says why, if a plan was searched for and none is applied.  A plan that ``net`` already carries is removed
+    first, and put back if this call fails.
 
     Parameters
     ----------
@@ -141,12 +149,12 @@ def memory_optimization(
     verbose:
         Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
-        Level 3 multiplies a segment's chunks by it.
+        Factor by which level 3 multiplies the number of a segment's chunks.
     max_split_rounds, max_candidates_per_round:
         How many segments may be split, and how often chunks multiplied; how many modules are tried for each.
-        ``None``: the profile's.
+        ``None``: the limits of ``profile``.
     warmup_in_main_process:
-        Take one step of a copy of the optimized model in this process, so that the first one that counts is not slow.
+        Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
     warmup_in_profile_workers:
         Take one step before the timed ones of each measurement.
     prefer, profile, allow_expensive_profiling, checkpoint_budget, max_gc_wrapped_modules, gc_target_budget_ratio:
@@ -154,22 +162,23 @@ def memory_optimization(
     return_summary:
         Return ``(net, summary)``.
     example_forward:
-        Called with a copy of ``net``, in place of ``dummy_input``: its first call of the model gives the inputs.
+        A function that runs a copy of ``net``, instead of ``dummy_input``: the inputs are those of its first call.
     split_fn:
-        Called with each module that may be a segment: the modules within, none of them in another, that may be
-        segments in its place from level 2 on, and so on with those; without it all may that lie in it.
+        A function that returns, for a module that may be a segment, the submodules that may be segments in its place
+        from level 2 on (none of them inside another).  It is called again with each of these.  ``None``: every
+        submodule may.
     can_chunk:
-        Whether a module may run in chunks, if it is found that it can.
+        A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
-        Called on every rank of this group, each with its copy of the model: the first rank searches, and all have its
-        plan, which they make sure of.  What fails on one rank is raised on all.  ``None``: this process searches.
+        A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
+        its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
     :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
     :class:`VerificationError` if the optimized model differs from the original; other errors of
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
-    given, net = net, unwrapped(net)
+    passed, net = net, unwrapped(net)
 
     def optimized() -> MemOptSummary:
         started, inputs = time.monotonic(), dummy_input
@@ -179,10 +188,10 @@ def memory_optimization(
                     "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
                 )
             inputs = inputs_of(net, example_forward)
-        unsaid = level is None and profile is None and prefer is None
+        is_default = level is None and profile is None and prefer is None
         instances = _instances(net, instance)
-        asked = SearchOverrides(
-            level=0 if unsaid else level,
+        overrides = SearchOverrides(
+            level=0 if is_default else level,
             modules=instances,
             parts=_parts(net, instances, split_fn) if split_fn is not None else None,
             chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
@@ -199,22 +208,22 @@ def memory_optimization(
             max_gc_wrapped_modules=max_gc_wrapped_modules,
             gc_target_budget_ratio=gc_target_budget_ratio,
             max_slowdown=math.inf,
-            offload="none",  # its levels do not send
+            offload="none",  # SpikingJelly's levels never send tensors to the host
         )
-        resolved = resolve(asked, has_inputs=inputs is not None)
+        resolved = resolve(overrides, has_inputs=inputs is not None)
         settings = StepSettings(device=resolve_device())
         with logged(verbose) as progress:
             if inputs is None or resolved.options.level == 0:
                 found = _on_instances(net, resolved, settings, progress)
             else:
                 found = _measured(net, _arguments(inputs), resolved, settings, progress)
-                found.notes.extend(left_out_note(given))
+                found.notes.extend(left_out_note(passed))
         found.notes.extend(_nothing_wrapped(net, instance, found))
         return summarize(found, spent_s=time.monotonic() - started)
 
     summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
     warn_unchanged(summary.unchanged)
-    return (given, notes_in_python(summary)) if return_summary else given
+    return (passed, notes_in_python(summary)) if return_summary else passed
 
 
 @said_in_python()
@@ -229,17 +238,17 @@ def apply_gc(
     gc_target_budget_ratio: float | None = None,
     return_summary: bool = False,
 ) -> Any:  # a tuple with return_summary
-    """Make segments of the outermost modules of ``net`` that are an ``instance``, in place; nothing is measured.
+    """Make segments of the outermost modules of ``net`` that are an ``instance``, in place, without measuring.
 
-    With ``dummy_input``, one forward in training mode (of a copy, on ``device``) shows which of them are called, what
-    codec holds their inputs, and whose inputs are largest; without it a budget takes them in the model's order, and
-    inputs are stored as they are unless a module's ``x_compressor`` says otherwise.
-    ``device``: where that forward runs; ``cuda`` without a number is this process's own, see :func:`resolve_device`,
-    and the CPU where there is none.  Returns ``net``, or ``(net, summary)`` with the fields of
+    With ``dummy_input``, one forward of a copy in training mode shows which of these modules are called, which codec
+    packs their inputs, and whose inputs are largest.  Without it, a checkpoint budget takes modules in the model's
+    order, and inputs are stored unpacked unless a module's ``x_compressor`` says otherwise.
+    ``device``: where that forward runs; ``cuda`` without a number is the device of :func:`resolve_device`, which is
+    the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    started, given, net = time.monotonic(), net, unwrapped(net)
-    asked = SearchOverrides(
+    started, passed, net = time.monotonic(), net, unwrapped(net)
+    overrides = SearchOverrides(
         level=1,
         modules=_instances(net, instance),
         compress_x=compress_x,
@@ -248,7 +257,7 @@ def apply_gc(
         gc_target_budget_ratio=gc_target_budget_ratio,
         max_slowdown=math.inf,
     )
-    resolved = resolve(asked)
+    resolved = resolve(overrides)
     device = resolve_device() if device == "cuda" else device
     with taken_off(net) as carried:
         if dummy_input is None:
@@ -263,7 +272,7 @@ def apply_gc(
     found.notes.extend(_nothing_wrapped(net, instance, found))
     summary = summarize(found, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
-    return (given, to_data(notes_in_python(summary))) if return_summary else given
+    return (passed, to_data(notes_in_python(summary))) if return_summary else passed
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
@@ -306,11 +315,11 @@ def _local_rank(variable: str, devices: int) -> int:
     return rank
 
 
-# ---------------------------------------------------------------------------------------------- how
+# ---------------------------------------------------------------------------------------------- level 1, and the search
 
 
 def _on_instances(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
-    """Make segments of the modules that were asked for, unmeasured; they are on ``net`` afterwards."""
+    """Make segments of the modules that the caller named, without measuring, and install them on ``net``."""
     with taken_off(net) as carried:
         found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
         if not found.plan.is_empty:
@@ -327,9 +336,9 @@ def _measured(
     settings: StepSettings,
     progress: Progress,
 ) -> Findings:
-    """Run the pipeline of ``memopt optimize`` without files and a batch that fits, and put the plan on ``net``.
+    """Run the pipeline of ``memopt optimize`` on ``net`` in memory, and apply the plan that it finds.
 
-    At level 1 nothing is searched: the caller has decided.
+    Level 1 skips the search: its plan is the modules that the caller named.
     """
     find_plan = find_as_named if resolved.options.level == 1 else find
     refuse_batched(net)
@@ -341,7 +350,7 @@ def _measured(
         )
         with taken_off(net) as carried:
             found = found_and_proven(request, replace(prepared, progress=progress), find_plan)
-            apply_plan(net, found.plan)  # before anything that can fail
+            apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
@@ -361,7 +370,9 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
 def _verified_by_guess(
     net: nn.Module, findings: Findings, settings: StepSettings, progress: Progress
 ) -> Verification | None:
-    """Verify on inputs that the model's layers suggest; ``None``, and a note, for a model that does not take them.
+    """Verify the plan of ``findings`` on inputs guessed from the layers of ``net``.
+
+    Returns ``None`` and adds a note if the model does not take such inputs.
 
     Raises :class:`VerificationError`.
     """
@@ -383,7 +394,7 @@ def _arguments(given: Inputs | Tensor) -> Inputs:
 
 
 def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:
-    """Return inputs that the layers of ``net`` suggest.  Raises :class:`StepError` where none does."""
+    """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
         raise StepError("no layer says what its inputs are")
@@ -391,14 +402,17 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
 
 
 def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
-    """Return every module, unobserved, without a codec of the user's own that fits no input that its layers suggest."""
+    """Return every module of ``net`` as it is before any forward.
+
+    A codec of the user's own that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
+    """
     modules = listed_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
     try:
         with undisturbed():
             failing = codecs_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
-    except Exception:  # the model may raise anything on inputs that are not its own; what was not tried has a note
+    except Exception:  # a model may raise anything on guessed inputs; _unobserved_codecs notes that nothing was tried
         return modules
     return tuple(
         replace(m, compressor="null", codec_misfit=failing[m.path]) if m.path in failing else m for m in modules
@@ -406,7 +420,7 @@ def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) ->
 
 
 def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str) -> Findings:
-    """Return a plan of segments on the candidates that the limits allow, at level 1; an empty one at level 0."""
+    """Return findings whose plan makes segments of the candidates that the limits allow; empty at level 0."""
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
     selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
@@ -432,7 +446,7 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
 
 
 def _unobserved_codecs(plan: Plan) -> list[str]:
-    """Return notes on how inputs of segments are stored, and which codecs were not tried, where no inputs were seen."""
+    """Return notes for a ``plan`` made without inputs: how segments store theirs, and which codecs were not tried."""
     untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
     tried = [
@@ -454,7 +468,7 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
 
 
 def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: Findings) -> list[str]:
-    """Return, for each class, why no module of it is a segment; nothing where there are segments, or none was to be."""
+    """Return, for each class, why no module of it became a segment; empty if some did, or if level 0 wanted none."""
     if found.plan.segments or found.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)
@@ -465,7 +479,7 @@ def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: F
 def _parts(
     net: nn.Module, instances: Sequence[str], split_fn: Callable[[nn.Module], Sequence[nn.Module]]
 ) -> tuple[str, ...]:
-    """Return the paths of what ``split_fn`` makes of the modules at ``instances``, and of what it makes of those."""
+    """Return the paths of the submodules that ``split_fn`` returns for ``instances``, and in turn for these."""
     found: dict[str, None] = {}
     pending = list(instances)
     while pending:

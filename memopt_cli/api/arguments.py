@@ -1,4 +1,7 @@
-"""Arguments of the calls for live models, checked as the command line checks its flags."""
+"""Check the arguments of Python calls such as ``memopt_cli.optimize``, and turn them into what requests hold.
+
+The rules are those of the command line (``text/options.py``), so that a value is refused in both or in neither.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from memopt_cli.training.user_step import Step
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | str | Sequence[str]
 """The one argument of ``forward``, its positional or keyword arguments, or text as for ``-i``: ``"Bx3x64x64"``."""
 Loss = str | Callable[[Any], Tensor]
-"""Called with the model's output; or the name of such a function, as for ``--loss``."""
+"""Function of the model's output, or the name of a function, as for ``--loss``."""
 Optimizer = str | Callable[[nn.Module], torch.optim.Optimizer] | None
 """Function that makes the optimizer of a model; or text as for ``--optimizer``: ``"adamw:fused"``."""
 Named = str | type[nn.Module]
@@ -44,15 +47,15 @@ Named = str | type[nn.Module]
 Lengths = str | os.PathLike[str] | Mapping[int, int] | Iterable[int]
 """A file as for ``--lengths``, how often each length occurs, or the length of each input."""
 Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
-"""Values of inputs, or a description."""
+"""Inputs as positional or keyword values, or a description of their shapes."""
 
 _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
 
 
 def checked_model(model: nn.Module) -> nn.Module:
-    """Return ``model``.
+    """Return ``model`` if it is a model in memory.
 
-    Raises :class:`OptionError` for what is no model in memory, and :class:`UsageError` for a BatchModule.
+    Raises :class:`OptionError` for any other object, and :class:`UsageError` for a BatchModule.
     """
     if isinstance(model, Step):
         raise OptionError("model is a Step", hint="memopt_cli.optimize_step takes the function that makes it.")
@@ -66,7 +69,10 @@ def checked_model(model: nn.Module) -> nn.Module:
 
 
 def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
-    """Return ``loss`` and ``optimizer`` as jobs name them; raise :class:`OptionError` for what cannot be called."""
+    """Return ``loss`` and ``optimizer`` as profiling jobs refer to them.
+
+    Raises :class:`OptionError` for an object that cannot be called.
+    """
     return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
 
 
@@ -79,7 +85,7 @@ def settings_of(
     device: str | torch.device | None,
     seed: int,
 ) -> StepSettings:
-    """Return how a step is run.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return the settings of a step with these arguments.  Raises :class:`OptionError` and :class:`UsageError`."""
     return StepSettings(
         device=resolve_device() if device is None else device_named(parse_device(str(device))),
         precision=accepted("precision", precision),
@@ -94,9 +100,9 @@ def settings_of(
 def card_given(
     for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
 ) -> DeviceProfile | None:
-    """Return the device that ``for_device`` names, which is not here.
+    """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
 
-    Raises :class:`OptionError` and :class:`UsageError`, also for another ``device`` beside it.
+    Raises :class:`OptionError` and :class:`UsageError`, also if ``device`` names another device to run on.
     """
     if for_device is None or isinstance(for_device, DeviceProfile):
         card = for_device
@@ -120,7 +126,7 @@ def search_of(
     host_memory: str | int | None = None,
     optimizer_in_backward: bool = False,
 ) -> ResolvedSearch:
-    """Return what the arguments of a search say that a plan may do.  Raises :class:`OptionError`."""
+    """Return the resolved limits of a search with these arguments.  Raises :class:`OptionError`."""
     return resolve(
         SearchOverrides(
             level=level,
@@ -135,7 +141,10 @@ def search_of(
 
 
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
-    """Return values as they are, and text as a description.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return ``inputs`` as arguments of ``forward``, or, if they are text, as a description with the sizes ``dims``.
+
+    Raises :class:`OptionError` and :class:`UsageError`.
+    """
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
         tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), _sizes(dims)
@@ -173,9 +182,10 @@ _ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
 def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
-    """Return the dimensions with one size each, the largest where there is a range; and that range.
+    """Return ``dims`` with the upper end in place of a range, and that range; ``None`` if there is no range.
 
-    Raises :class:`OptionError` for two ranges, and for one that is not the smallest and the largest size.
+    ``{"B": 16, "S": (64, 2048)}`` gives ``{"B": 16, "S": 2048}`` and the range of S.
+    Raises :class:`OptionError` for two ranges, and for a range that is not a smallest and a largest size.
     """
     if not isinstance(dims, Mapping):
         return dims, None
@@ -193,7 +203,7 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
 
 
 def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
-    """Return the path of a file, or how often each length occurs.  Raises :class:`OptionError`."""
+    """Return ``given`` as the path of a file, or as length -> how often it occurs.  Raises :class:`OptionError`."""
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
@@ -213,25 +223,25 @@ _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, 
 
 
 def budget_of(given: str | float | None) -> Budget | None:
-    """Return the budget that ``given`` says; ``None``: none is asked for."""
+    """Return ``given`` as a budget; ``None`` if it is ``None``."""
     return None if given is None else Budget.of(accepted("budget", given))
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:
-    """Return the path ``given``.  Raises :class:`OptionError`."""
+    """Return ``given``, the argument ``name``, as a path.  Raises :class:`OptionError` if it cannot be one."""
     if not isinstance(given, str | os.PathLike):
         raise OptionError(f"{name} is {for_message(given)}", hint="Give the path of a file.")
     return Path(given)
 
 
 def names(name: str, given: object) -> tuple[str, ...]:
-    """Return the one name ``given``, or several; of classes theirs.  Raises :class:`OptionError`."""
+    """Return the name or names in ``given``, where a class gives its own name.  Raises :class:`OptionError`."""
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return tuple(text(name, each) for each in several)
 
 
 def text(name: str, given: object) -> str:
-    """Return the text ``given``; of a class its name.  Raises :class:`OptionError`."""
+    """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
         raise OptionError(f"{name} is {for_message(given)}", hint="Give text, or a list of it.")
@@ -239,7 +249,11 @@ def text(name: str, given: object) -> str:
 
 
 def called(name: str, given: _Function) -> _Function:
-    """Return ``given``, a function or text that names one.  Raises :class:`OptionError`."""
+    """Return ``given`` if it is a function, text that names one, or ``None``.
+
+    Raises :class:`OptionError` for anything else, also for a model or a class of optimizers: ``torch.optim.AdamW`` can
+    be called, but not with a model.
+    """
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
         hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."

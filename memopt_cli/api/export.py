@@ -1,4 +1,7 @@
-"""A plan as plain PyTorch code, for who cannot depend on memopt."""
+"""Export a plan as plain PyTorch code, for projects that cannot depend on memopt.
+
+The exported code is the source of ``api/plain.py``, with its empty table ``SEGMENTS`` filled in.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from memopt_cli.text.units import counted
 
 
 def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
-    """Return Python code that does what ``plan`` does by ``torch.utils.checkpoint`` and selective policies alone.
+    """Return Python code that applies ``plan`` with ``torch.utils.checkpoint`` and selective policies alone.
 
-    ``plan``: one, or the path of its file.  What has no plain form (chunks, packing, an optimizer in backward) is left
-    out, and named at the head of the file.  Raises :class:`UsageError` for what is no plan.
+    ``plan``: a plan, or the path of its file.  Chunks, packing and an optimizer in backward need memopt; they are left
+    out, and comments at the head of the code list them.  Raises :class:`UsageError` for an argument that is no plan.
     """
     whole = the_plan(plan)
     plan = replace(whole.longest, in_backward=whole.in_backward, compile=whole.compile)
-    # Comments, not the docstring: names may hold what would end that, but no line break once all of it is printable.
+    # The list goes into comments, not into the docstring: a module's name may contain quotes that would end the
+    # docstring.  It cannot end a comment, since printable() escapes line breaks.
     left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
@@ -31,13 +35,16 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
 
 
 def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the code of a table with ``rows`` of constants, to stand in place of an empty one."""
+    """Return the code `` = {…}`` of a dictionary with ``rows``, which replaces the empty one of ``SEGMENTS``."""
     lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
     return " = {\n" + "".join(lines) + "}" if rows else " = {}"
 
 
 def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
-    """Return whether ``segment`` keeps outputs and contains segments, in which operators are not counted."""
+    """Return whether ``segment`` keeps outputs of operators, and contains other segments.
+
+    Kept outputs are named by call, such as ``aten::addmm#2``, and plain PyTorch does not count calls in inner segments.
+    """
     within = f"{segment.path}." if segment.path else ""
     return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
 

@@ -1,4 +1,9 @@
-"""The commands for a model in memory, under their names and with their answers."""
+"""The commands for a model in memory: ``memopt_cli.optimize``, ``frontier``, ``profile``, ``recommend_batch``,
+``baseline`` and ``check``.
+
+Each function checks its arguments, makes the same request as the command line, and hands it to the pipeline with the
+live model in place of a file.
+"""
 
 from __future__ import annotations
 
@@ -112,30 +117,31 @@ def optimize(
         a range, ``{"B": 16, "S": (64, 2048)}``, and a budget, the result is a plan by length: each of a few ranges of
         ``S`` has its own plan, and every forward uses the one for its input.
     lengths:
-        How often that dimension has which size, as for ``--lengths``: the path of a file, the size of each input, or
-        ``{64: 900, 2048: 3}``; ``None``: all of its range alike.
+        How often each size of that range occurs, as for ``--lengths``: the path of a file, the size of each input, or
+        ``{64: 900, 2048: 3}``.  ``None``: every size is equally likely.
     level:
         What a plan may do, 0 to 4; ``None``: 3.
     budget:
-        The fastest plan whose measured peak stays within it, instead of the least peak: ``"8GiB"``, ``"60%"`` of the
-        original's, ``0.6``, or bytes.
+        The largest allowed peak: ``"8GiB"``, ``"60%"`` of the original's peak, ``0.6``, or bytes.  memopt then returns
+        the fastest plan whose measured peak is within it.  ``None``: the plan with the least peak.
     max_slowdown:
-        The longest step, over that of the original; ``None``: 1.33, or with a budget no limit; ``math.inf``: no limit.
+        The largest allowed step time, divided by the original's.  ``None``: 1.33, or no limit with a budget;
+        ``math.inf``: no limit.
     target:
         Classes or paths of the modules that may become segments; memopt chooses if there are none.
     search_time:
-        Seconds after which the best so far is taken.
+        Seconds after which the search ends with the best plan so far.
     compile:
-        A backend of ``torch.compile``: steps that it makes are looked for as well, and where one of them is the answer,
-        the model is compiled when it is called.
+        A backend of ``torch.compile``: compiled steps are tried as well, and if one of them is the answer, the model is
+        compiled at its next call.
     offload:
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
         the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
     host_memory:
-        The most that plans may send to host memory, ``"64GiB"`` or bytes.  ``None``: half of what is free, which is the
-        most in any case.
+        The most that plans may send to host memory, ``"64GiB"`` or bytes.  ``None``: half of the free host memory,
+        which no value can exceed.
     recommend_batch:
-        Say how large a batch the plan allows, too.  Inputs must be text for it: tensors are of one size.
+        Also say how large a batch the plan allows.  This needs inputs that are text: tensors have one size.
     for_device:
         A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
@@ -149,9 +155,9 @@ def optimize(
         for ``memopt_cli.apply_plan(model, plan, optimizer=optimizer)``; the script must then not clip, accumulate or
         scale gradients.
     accumulate:
-        Micro-batches of a step of the optimizer.
+        Number of micro-batches for each step of the optimizer.
     device:
-        ``None``: the one of this process.
+        The device to measure on.  ``None``: this process's, as its launcher set it.
     process_group:
         A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
         its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
@@ -219,10 +225,11 @@ def frontier(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
-    """Find the plans between the fastest and the smallest, measured, as ``memopt optimize --frontier`` does.
+    """Find and measure the plans between the fastest and the smallest, as ``memopt optimize --frontier`` does.
 
-    They are in ``summary.frontier``; ``memopt_cli.apply_plan(model, point.plan)`` takes one.  The model stays as it
-    is.  ``max_slowdown``: ``None`` is 10 here.  Other arguments and errors are those of :func:`optimize`.
+    ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
+    function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  Other arguments and errors are
+    those of :func:`optimize`.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
@@ -262,10 +269,10 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: one to run the step under, or the path of its file.  ``fake``: estimate on tensors without data.
-    ``for_device``: estimate for a GPU that is not here, as ``--for``: ``"a100-40gb"``, the path of a YAML file, or a
-    ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``, which the step is measured by, too.  A plan that
-    the model carries is left out.
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored.
+    ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as ``--for``:
+    ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``; the
+    compiled step is measured as well.
 
     Other arguments and errors are those of :func:`optimize`.
     """
@@ -315,12 +322,12 @@ def recommend_batch(
 ) -> Recommended:
     """Find how large a batch fits, as ``memopt recommend-batch`` does; ``model`` stays as it is.
 
-    Tensors among the inputs tell their sizes and dtypes, and whole numbers their range: batches of other sizes are
-    drawn at random.  ``memory``: ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's, or bytes.  ``objective``: ``"max"``
-    if it is not given.  ``search``: find the batch and the plan that train fastest together, with plans of a ``level``;
-    ``memopt_cli.apply_plan(model, found.plan)`` takes the plan.  ``compile``: a backend of ``torch.compile``,
-    for the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU that is not here, as
-    ``--for``; nothing is run.  Other arguments and errors are those of :func:`optimize`.
+    Of tensors among the inputs, only shape, dtype and the range of whole numbers are used: batches of other sizes are
+    filled at random.  ``memory``: the limit, ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
+    ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
+    plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
+    ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
+    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of :func:`optimize`.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -368,9 +375,10 @@ def baseline(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Recorded:
-    """Write down what a step needs, as ``memopt baseline``, under the plan that the model carries.
+    """Write the memory and time of a step to the file ``output``, as ``memopt baseline`` does.
 
-    Tensors among the inputs are described, as for :func:`recommend_batch`.  ``force``: an existing file is replaced.
+    The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
+    used, as in :func:`recommend_batch`.  ``force``: replace an existing file.
     Other arguments and errors are those of :func:`optimize`.
     """
     path, limit_s = path_given("output", output), accepted("timeout", timeout)
@@ -400,11 +408,11 @@ def check(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Checked:
-    """Hold a step against its baseline, as ``memopt check``, under the plan that the model carries.
+    """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
-    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  How the step is run is in the baseline; only what is code
-    is given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` for a baseline that is
-    missing, or of another step.
+    ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
+    has to be given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` if the baseline
+    is missing, or describes another step.
     """
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))
     if not limits:
@@ -429,12 +437,12 @@ def check(
 _SEARCH = "Add search=True."
 
 
-# ---------------------------------------------------------------------------------------------- how
+# ---------------------------------------------------------------------------------------------- steps and their results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """How a step is run, and the functions of the user's that it calls."""
+    """Settings of a step, and the user's functions that it calls: loss and optimizer."""
 
     settings: StepSettings
     functions: tuple[UserFunction, UserFunction]
@@ -470,7 +478,7 @@ def _searched(
 
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:
-    """Apply the plan in ``found`` to ``model``, after everything else that can fail."""
+    """Apply the plan in ``found`` to ``model`` in place of the one that it carries, and set the folder it sends to."""
     with taken_off(model) as carried:
         apply_plan(model, found.plan.of_model)
     _, folder = found.resolved.options.sends_to

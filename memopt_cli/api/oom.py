@@ -1,4 +1,4 @@
-"""``memopt_cli.explain_oom``: what ``memopt explain`` needs, kept where a training script runs out of memory."""
+"""``memopt_cli.explain_oom``: save what ``memopt explain`` reads when a training script runs out of memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _OWN_LOSS = "--loss train.py:loss"
 
 @contextlib.contextmanager
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
-    """Write what explains an out-of-memory error inside the block to the disk, and let the error go on.
+    """Write files that explain an out-of-memory error inside the block, and raise the error again.
 
-    ``with memopt_cli.explain_oom(): train()``, or ``@memopt_cli.explain_oom()`` above a function.  ``path``: of the
-    files, without their endings: ``.log`` has the traceback, and ``.snapshot.pickle``, on a GPU, who held what, by the
-    lines that made it, whose stacks are recorded meanwhile.  Files of these names are replaced.  The error has a note
-    that says what to type.  Raises :class:`OptionError` for a path of another type.
+    Use it as ``with memopt_cli.explain_oom(): train()``, or as ``@memopt_cli.explain_oom()`` above a function.
+
+    ``path``: the files' path without ending.  ``.log`` gets the traceback.  On a GPU, ``.snapshot.pickle`` gets the
+    allocator's snapshot: which line of code allocated what; stacks are recorded inside the block for that.  Existing
+    files are replaced.  A note on the error says which command to type.  Raises :class:`OptionError` for a path of
+    another type.
     """
     base = path_given("path", path)
     with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():
@@ -42,11 +44,11 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 
 
 def _kept(error: Exception, base: Path) -> str:
-    """Write the files of ``error``, and return the command to type, or why they could not be written."""
+    """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
         files = _files(error, base)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
-    except Exception as failed:  # no other error is to take this one's place
+    except Exception as failed:  # a full disk, say, must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
@@ -65,7 +67,7 @@ def _script() -> str:
 
 
 def _optimizer(error: Exception) -> str:
-    """Return the flag for the first optimizer among the local variables on the way to ``error``; empty if none is."""
+    """Return the flag for the first optimizer among the local variables of the frames of ``error``; else nothing."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
             if isinstance(value, torch.optim.Optimizer) and (name := name_of(type(value).__name__)):
@@ -74,7 +76,7 @@ def _optimizer(error: Exception) -> str:
 
 
 def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:
-    """Return the contents of every file by its path, each with the flag that reads it."""
+    """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     files = {log: ("--log", "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))}
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""``memopt_cli.optimize_step``: what ``memopt optimize`` does with a step of one's own, from Python."""
+"""``memopt_cli.optimize_step``: optimize a training step that the user wrote, from Python."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ def optimize_step(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> tuple[Step, MemOptSummary]:
-    """Make a step, and make it train in less memory: the step with the plan on its models, and what was found.
+    """Return a step from ``make_step`` that trains in less memory, and the summary of the search for its plan.
 
-    ``make_step`` is called several times, here and in profiling subprocesses: what it makes must be the same each time.
-    Defined at the top of a module or script it can be imported there; else all is profiled in this process.
-    ``inputs``: of one step, positional or by name; dimension 0 of the first tensor is the batch.
-    ``budget``: the most that the step may take, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of what it takes now: the
-    fastest plan within it.  Without one, that of the least peak whose step takes at most ``max_slowdown`` times as long
-    (``None``: 1.33; ``math.inf``: no limit).  ``timeout``: seconds that each answer of a profiling subprocess may take.
+    ``make_step`` is called several times, here and in profiling subprocesses, and must return an equal step each time.
+    Define it at the top level of a module or script, so that subprocesses can import it; else this process profiles.
+    ``inputs``: those of one step, positional or by name; dimension 0 of the first tensor is the batch.
+    ``budget``: the largest allowed peak, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of the original's; memopt then
+    returns the fastest plan within it.  ``None``: the plan with the least peak whose step takes at most
+    ``max_slowdown`` times as long (``None``: 1.33; ``math.inf``: no limit).
     ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
     :func:`memopt_cli.optimize`; the training script sets ``memopt_cli.offload_folder``.
+    ``timeout``: seconds that each answer of a profiling subprocess may take.
     ``verbose``: log the course of the search.  Ctrl-C ends the search; the best plan so far is applied.
 
-    A step that exists already is given the same plan by ``memopt_cli.apply_plan(step, summary.plan)``.
+    To put the same plan on a step that exists already, call ``memopt_cli.apply_plan(step, summary.plan)``.
     Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
     optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
     """

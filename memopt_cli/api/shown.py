@@ -1,4 +1,4 @@
-"""Results of the commands in Python, which print as the command's report does, also in a notebook."""
+"""Results of the Python calls: each holds a command's record, and prints as that command's report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt_cli.text.spelling import in_python, notes_in_python
 
 
 class Shown:
-    """Looks like the command's report where it is printed, and in a notebook."""
+    """Base of the results: its ``repr`` is the command's report, with options spelled as Python arguments."""
 
     result: Any
 
@@ -47,42 +47,45 @@ class Optimized(Shown):
 
     @property
     def summary(self) -> MemOptSummary:
-        """All that was found: levels, measurements, notes, the frontier if it was asked for."""
+        """Record of the search: levels, measurements, notes, and the frontier if one was requested."""
         return self.result.summary
 
     @property
     def plan(self) -> Plan:
-        """The plan that is on the model, less an optimizer in backward, which a note tells of; of a frontier, none."""
+        """The plan that was chosen; empty for a frontier, which leaves the choice to the user.
+
+        An optimizer in backward is part of this plan, but not yet on the model: see the notes.
+        """
         return self.result.summary.plan or Plan()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Profiled(Shown):
-    """Where a step's memory goes, as ``memopt profile`` shows it."""
+    """Profile of a step's memory, shown as ``memopt profile`` shows it."""
 
     result: StepProfile
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recommended(Shown):
-    """How large a batch fits, or which trains fastest with which plan, as ``memopt recommend-batch`` shows it."""
+    """Recommended batch, or batch and plan after a search, shown as ``memopt recommend-batch`` shows it."""
 
     result: BatchRecommendation | FastestTraining
 
     @property
     def batch(self) -> int:
-        """The batch that is recommended."""
+        """The recommended batch, in samples."""
         return self.result.answer.batch if isinstance(self.result, FastestTraining) else self.result.batch
 
     @property
     def plan(self) -> Plan:
-        """The plan that was found for it; without a search there is none to find."""
+        """The plan that a search found for this batch; empty without a search."""
         return self.result.answer.plan if isinstance(self.result, FastestTraining) else Plan()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RanksRecommended(Shown):
-    """On how many ranks a step fits, as ``memopt recommend-batch --ranks`` shows it."""
+    """Numbers of ranks on which a step fits, shown as ``memopt recommend-batch --ranks`` shows them."""
 
     result: RanksRecommendation
 
@@ -94,18 +97,18 @@ class RanksRecommended(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recorded(Shown):
-    """A baseline that was written, as ``memopt baseline`` shows it."""
+    """Baseline that was written, shown as ``memopt baseline`` shows it."""
 
     result: BaselineResult
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Checked(Shown):
-    """A step held against its baseline, as ``memopt check`` shows it."""
+    """Comparison of a step with its baseline, shown as ``memopt check`` shows it."""
 
     result: Comparison
 
     @property
     def passed(self) -> bool:
-        """Whether nothing grew by more than it may."""
+        """Whether no metric exceeds its limit."""
         return not self.result.exceeded

@@ -1,4 +1,4 @@
-"""``memopt_cli.verify``: what ``memopt verify`` does, with two models in memory or two steps of one's own."""
+"""``memopt_cli.verify``: compare how two models in memory train, or two steps that the user wrote."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Trained = nn.Module | Callable[[], Step]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verified(Shown):
-    """Two trainings, compared, as ``memopt verify`` shows it."""
+    """Comparison of two trainings, shown as ``memopt verify`` shows it."""
 
     result: Equivalence
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs by more than it may."""
+        """Whether the candidate computes the same as the reference, within the tolerance."""
         return self.result.passed
 
 
@@ -77,13 +77,13 @@ def verify(
         The same model twice, with the same parameters, or two functions that each make a :class:`memopt_cli.Step`.
         The candidate trains in another way: with checkpoints, compiled, under a plan.
     inputs, dims:
-        Of a step, as for :func:`memopt_cli.optimize`.
+        The inputs of a step, as for :func:`memopt_cli.optimize`.
     steps:
-        Consecutive ones, with the same inputs, and with the optimizer: SGD, if none is given.
+        Number of consecutive steps, all on the same inputs, each with an update of the optimizer (default: SGD).
     timeout:
-        Seconds that a profiling subprocess may take for them.
+        Seconds that a profiling subprocess may take for all steps.
 
-    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` if the two have not the same
+    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` if the two do not have the same
     parameters or the reference cannot be trained, and other errors of :mod:`memopt_cli.errors`.
     """
     started = time.monotonic()
@@ -130,7 +130,7 @@ def _prepared(
 
 
 def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
-    """Refuse ``model`` if its parameters have hooks: a copy is compared, to which PyTorch copies no such hooks."""
+    """Refuse ``model`` if its parameters have hooks: memopt compares a copy, and ``copy.deepcopy`` drops such hooks."""
     hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
     if hooked is not None:
         raise OptionError(
@@ -140,6 +140,6 @@ def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
 
 
 def _hooks_of_others(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` has hooks that are not memopt's own, which goes with its plan."""
+    """Return whether ``parameter`` has hooks that are not memopt's own; memopt sets its own again with the plan."""
     modules = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks_on_gradient(parameter))
     return any(module.partition(".")[0] != "memopt_cli" for module in modules)

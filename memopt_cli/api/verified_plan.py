@@ -1,4 +1,4 @@
-"""Application of a plan to a live model, which is compared with the model without it before the plan stays."""
+"""``memopt_cli.apply_plan``: put a plan on a live model, after comparing the model with and without it on request."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ def apply_plan(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer | None = None,
 ) -> Applied:
-    """Install every segment of ``plan`` on ``model``, in place; returns the model.  All or nothing.
+    """Install every segment of ``plan`` on ``model``, in place, or none if one fails; returns the model.
 
-    ``model``: also a :class:`~memopt_cli.training.user_step.Step`, or its models by the names that the plan has.
+    ``model``: a model, a :class:`~memopt_cli.training.user_step.Step`, or the models of a step by their names in the
+    plan.  ``plan``: a plan, or the path of its file.
 
-    ``plan``: one, or the path of its file.  ``verify``: inputs, or a list of several, as batches of other sizes and
-    padded ones.  A step on each is compared with one of the model without the plan, in the mode that the model is in:
-    outputs, gradients, buffers, hidden state and random numbers, to the bit, or with chunks to 1e-9 in float64.
-    ``loss``: of the output, as in training.  ``optimizer``: the one of the training script, which a plan with
-    ``in_backward`` runs in backward; the script must neither accumulate nor clip nor scale gradients then.
+    ``verify``: inputs, or a list of several, such as batches of other sizes and padded batches.  For each, a step with
+    the plan is compared with a step without it, in the mode that the model is in: outputs, gradients, buffers, hidden
+    state and random numbers must be equal to the bit, or, for a plan with chunks, to 1e-9 in float64.
+    ``loss``: a function of the output, as in training.  ``optimizer``: the training script's, which a plan with
+    ``in_backward`` runs in backward; the script must then not accumulate, clip or scale gradients.
 
     Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
-    step differs, and what the model itself raises; then it is as it was.  Gradients that it has stay as they are.
-    Warns where the plan changes nothing.
+    step differs, and any error of the model itself; the model is then as it was.  Gradients stay as they are.
+    Warns if the plan changes nothing.
     """
     plan = the_plan(plan)
     if not isinstance(model, nn.Module):
@@ -88,9 +89,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 @contextlib.contextmanager
 def _off_the_last_step(model: nn.Module) -> Iterator[None]:
-    """Detach, inside the block, what ``model`` keeps from the graph of the step before.
+    """Detach the state of ``model`` from the previous step's graph inside the block, and restore it afterwards.
 
-    The membranes of a network that was trained and not reset do, and the backward of the first step here would fail.
+    Membrane voltages of a spiking network that was trained and not reset still have that graph, which PyTorch has
+    freed: backward of the first step here would fail ("Trying to backward through the graph a second time").
     """
     before = ModuleState(model)
     detach_state(model)

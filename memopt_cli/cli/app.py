@@ -1,4 +1,7 @@
-"""The command line as a function, and the one place where an exception becomes a message and an exit code."""
+"""Entry point of the command line: lists the commands, runs one, and turns any exception into a message and exit code.
+
+This is the only place that does so: every other function raises, and nothing else prints an error.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,17 @@ from memopt_cli.text.spelling import on_command_line
 
 
 class OutputError(MemoptError):
-    """Stdout or stderr takes no more: its disk is full."""
+    """Stdout or stderr cannot be written: the disk or quota behind it is full."""
 
 
 class NobodyReads(OutputError):
-    """Broken pipe: the reader of the output, such as ``head``, has closed it.  No failure, and nothing is printed."""
+    """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
     exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the system errors that say that no more can be written: disk, quota, largest file."""
 
 
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)
@@ -105,8 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
-    """Spell options in all output inside the block, and guard it, so that a CI system takes no line for a command."""
-    with open(os.devnull, "w") as nowhere:  # for a stream that the caller has closed
+    """Guard stdout and stderr inside the block: spell options, and escape lines that a CI system would obey.
+
+    GitHub Actions runs a line that begins with ``::`` as a command, and a model file could hold such text.
+    """
+    with open(os.devnull, "w") as nowhere:  # sys.stdout is None if the caller closed it
         out, err = (cast(TextIO, guarded(stream or nowhere, on_command_line)) for stream in (sys.stdout, sys.stderr))
         with redirect_stdout(out), redirect_stderr(err):
             yield
@@ -137,9 +144,9 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             return UsageError(err.format_message().replace("Value error, ", ""), hint=_usage_hint(err))
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted(str(err) or "interrupted")
-        case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich turns the one into the other
+        case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich exits when it meets a broken pipe
             return NobodyReads("broken pipe (SIGPIPE)")
-        case OSError(errno=number, filename=None) if number in _FULL:  # files have an error of their own
+        case OSError(errno=number, filename=None) if number in _FULL:  # an error with a filename is not about stdout
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."
             )
@@ -155,7 +162,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
 
 
 def _retyped(failure: MemoptError, command: str) -> str:
-    """Return a sentence with ``command`` as it would not have ended in ``failure``; empty if no flag helps."""
+    """Return a sentence with ``command`` and the flag that avoids ``failure``; empty if no flag does."""
     match failure:
         case UnsafeFileError(trusted_with=str(flags)) if flags:
             return f"You trusted this file before, and it is unchanged. To do so again: {command} {flags}"
@@ -197,10 +204,10 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
 
 
 _LONGEST: Final = 20_000
-"""Characters of a message, which may quote a file."""
+"""Most characters of a message that are printed: it may quote a whole file."""
 
 
 def _drop_stdout() -> None:
-    """Let the interpreter flush what is left to nowhere: it would fail once more on its way out."""
+    """Send the rest of stdout to the null device: Python flushes it once more at exit, and would fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""``memopt apply``: a plan made elsewhere, onto this model."""
+"""``memopt apply``: put a saved plan on a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memopt check``: the step of a baseline measured again; memory that grew past a limit ends it with 1."""
+"""``memopt check``: measure the step of a baseline again, and exit with 1 if its memory grew past a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
 
 _REGRESSION = 1
-"""Exit code."""
+"""Exit code if a metric exceeds its limit."""
 
 
 @with_options

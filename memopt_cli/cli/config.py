@@ -1,4 +1,8 @@
-"""``memopt.yaml``: flags in a file.  Keys are the names of flags; what the command line says wins."""
+"""Read ``memopt.yaml``, a file of flags.  Keys are the names of flags, and the command line overrides them.
+
+A file that memopt finds in the working directory may have been downloaded with a model.  Unless ``--config`` names it,
+it must therefore not run code, vouch for code, or name files outside its folder.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,22 @@ from memopt_cli.text.documents import kept_below, printable, quoted_flag, read_m
 DEFAULT_PATH = Path("memopt.yaml")
 
 _COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "output", "html", "snapshot"}
-"""Flags a file must not set: they switch a check off, or name a file to write, and every command writes another."""
+"""Flags that a file must not set: they disable a check, or name a file to write, which all commands would share."""
 
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
-"""Keys that vouch for code.  A file must be named to set them: one may lie in a downloaded folder."""
+"""Keys that vouch for code, which only a file named by ``--config`` may set."""
 
 _SAYS_NO_CODE = {
     *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "BACKEND", "CARD|FILE", "CLASS|PATH", "FILE"),
     *("LOW:HIGH", "METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NAME=SIZE,...", "NORM", "RATIO", "SECONDS"),
     *("SPEC", None),
 }
-"""Names in ``--help`` of the values of flags that name no code: a file merely found sets no other flags. A model
-may be code, too (``package.module:callable``), and the places of files are checked besides."""
+"""Metavars in ``--help`` of flags whose values cannot name code.  A file that was found, not named, may set only these.
+``MODEL`` is not among them: it may be ``package.module:callable``.  Paths are checked separately."""
 
 
 _NAMES_FILE = {"FILE", "CARD|FILE"}
-"""Names among them of values that are, or may be, files to read."""
+"""Metavars of flags whose values are, or may be, files to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +50,12 @@ class Config:
 
 
 def read_config(context: typer.Context, path: str | None) -> str | None:
-    """Make the values of the file at ``path`` the defaults of this command's flags, and the rest ``context.obj``.
+    """Read the file at ``path``, and make its flags the defaults of this command; the callback of ``--config``.
 
+    ``trust`` and ``dims``, which are no flags, go to ``context.obj``, a :class:`Config`.
+    ``path``: the value of ``--config``; ``None``: ``memopt.yaml`` in the working directory, if there is one.
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
-    and :class:`UnsafeFileError` for a file that was found and not named, and runs code or names a file elsewhere.
+    and :class:`UnsafeFileError` for a file that was found, not named, and that runs code or names a file elsewhere.
     """
     file = Path(path) if path is not None else DEFAULT_PATH
     context.obj = Config()
@@ -70,7 +76,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
 
 
 def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """Refuse keys and values in ``file`` that run code or vouch for it: nobody typed them."""
+    """Raise :class:`UnsafeFileError` for keys and values in ``file`` that run or vouch for code: nobody typed them."""
     flags = [flag for command in _commands(context) for flag in _flags(command).items()]
     code = _RUNS_CODE | {name for name, parameter in flags if parameter.metavar not in _SAYS_NO_CODE}
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))

@@ -21,10 +21,10 @@ _NAMES_WIDTH: Final = 26
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options in groups, and which is one process."""
+    """Command whose help lists its options in groups, and which refuses to run under ``torchrun``."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raise :class:`UsageError` where a launcher started more processes, or fewer, than it is."""
+        """Run the command, after :meth:`check_launch` has accepted the number of processes."""
         self.check_launch(ctx.info_name)
         return super().invoke(ctx)
 
@@ -39,7 +39,7 @@ class GroupedCommand(TyperCommand):
             )
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group of options, on the first screen of those that people use."""
+        """Write a section for each group of options: the common ones, or all with ``--help-all``."""
         shown = [p for p in self.get_params(ctx) if _ALL in ctx.meta or self._is_common(p)]
         for group in GROUPS:
             if rows := [_row(p, ctx) for p in shown if group_of(p) == group]:
@@ -54,10 +54,11 @@ class GroupedCommand(TyperCommand):
 
 
 _ALL: Final = "memopt.help_all"
+"""Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 
 
 def show_all(context: typer.Context, wanted: bool) -> None:
-    """Print the help of a command with all its options, and end it, if that is ``wanted``."""
+    """Print the command's help with all options and exit, if ``wanted``: the callback of ``--help-all``."""
     if wanted:
         context.meta[_ALL] = True
         typer.echo(context.get_help())
@@ -65,7 +66,7 @@ def show_all(context: typer.Context, wanted: bool) -> None:
 
 
 class RankCommand(GroupedCommand):
-    """A command that every rank of a group runs together."""
+    """Command that all ranks of a group run together, under ``torchrun``."""
 
     def check_launch(self, name: str) -> None:
         """Raise :class:`UsageError` unless this process belongs to a group."""

@@ -1,4 +1,5 @@
-"""From the flags that describe the inputs to one :class:`InputSpec`."""
+"""Turn the flags that describe the inputs (``-i``, ``--input-data``, ``--input-script``, ``--dim``) into one
+:class:`InputSpec`."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from memopt_cli.records import InputSpec
 def input_spec(
     context: typer.Context, inputs: Sequence[str], data_file: str | None, script: str | None, dims: Sequence[str]
 ) -> InputSpec | None:
-    """Return what the command line, else the config file, says of the inputs; ``None``: neither does.
+    """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-    With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: they resize one found elsewhere.
+    With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: the sizes apply to a description
+    that is found later, such as ``model.inputs.yaml``.
     Raises :class:`UsageError` for text that does not parse, two descriptions at once, a symbol without a size, and a
-    ``--dim`` that no shape has; the config file may size more than one model's inputs have.
+    ``--dim`` that no shape uses.  Sizes in the config file may be unused: one file can serve several models.
     """
     config: Config = context.obj
     flags: dict[str, Any] = {"inputs": inputs, "input_data": data_file, "input_script": script}

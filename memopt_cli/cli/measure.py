@@ -1,4 +1,4 @@
-"""``memopt measure``: what all ranks of a real group do together, under ``torchrun``."""
+"""``memopt measure``: measure a training step on all ranks of a real group, under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(
     rank shows them beside its prediction.
     """
     launch = launched()
-    assert launch is not None, "it was looked for"
+    assert launch is not None, "RankCommand checked it"
     is_first = launch.rank == 0
     request = MeasureRequest(
         source=loading.source(context, model),

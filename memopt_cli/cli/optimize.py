@@ -1,4 +1,4 @@
-"""``memopt optimize``: search, prove, write."""
+"""``memopt optimize``: search a plan, verify it, and write the optimized model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("`--budget` and `--pick` exclude each other", hint="Keep the one that should choose the plan.")
-    sizes, dim_range = split_dims(given.dims, max)  # it must fit
+    sizes, dim_range = split_dims(given.dims, max)  # of a range, the largest size: the plan must fit there
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),
@@ -99,7 +99,7 @@ def optimize(
     written: tuple[str, ...] = ()
     try:
         report.show(result, sys.stdout)
-    finally:  # whatever became of stdout
+    finally:  # the files are written even if stdout is a broken pipe
         if result.steps is not None:
             with shown.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(lambda: optimize_page(result), result.steps.optimized)

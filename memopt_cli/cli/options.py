@@ -1,7 +1,8 @@
-"""Options of the command line, made from the table of options.
+"""Build the options of every command from the table in ``text/options.py``.
 
-A command says its parameters and their types alone, and :func:`with_options` looks the rest up by their names.  Several
-that commands share are one parameter: a group, whose fields are options.
+A command declares only the names and types of its parameters; :func:`with_options` looks up help, flags and checks by
+name.  Options that several commands share form a group: one parameter whose type is a dataclass here, such as
+``step: StepOptions``, and whose fields are the options ``--device``, ``--precision`` and so on.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _set_verbose(verbose: bool) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """The inputs of a step."""
+    """Options that describe the inputs of a step."""
 
     inputs: list[str]
     dims: list[str]
@@ -69,9 +70,9 @@ class InputOptions:
     input_script: str | None = None
 
     def spec(self, context: typer.Context, dims: Sequence[str] | None = None) -> InputSpec | None:
-        """Return what the command line, else the config file, says of the inputs; ``None``: neither does.
+        """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-        ``dims``: those with one size, where ranges are taken apart.
+        ``dims``: ``--dim`` with one size in place of each range; ``None``: as typed.
         """
         sizes = self.dims if dims is None else dims
         return input_spec(context, self.inputs, self.input_data, self.input_script, sizes)
@@ -79,10 +80,10 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingOptions:
-    """Which model of the file is meant, and what is vouched for."""
+    """Options that say which model of a file to load, and which code in it the user trusts."""
 
     config: str | None = None
-    """Its callback has done the work when a command begins."""
+    """Path of the config file; unused here, since the option's callback has read the file before the command begins."""
     key: str | None = None
     weights: str | None = None
     code_path: list[str]
@@ -92,7 +93,7 @@ class LoadingOptions:
     sandbox: bool = True
 
     def source(self, context: typer.Context, model: str) -> ModelSource:
-        """Return where ``model`` comes from, trusting what the flags and the config file's ``trust`` name."""
+        """Return the source of ``model``, with the trust that the flags and the config file's ``trust`` give it."""
         config: Config = context.obj
         trust = Trust(
             libraries=config.trust,
@@ -114,12 +115,12 @@ _TRUSTS: Final = {
     "trust_pickle": "pickle",
     "sandbox": "sandbox",
 }
-"""Option that vouches for something -> field of :class:`Trust`."""
+"""Option by which a user trusts code -> field of :class:`Trust`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """How the step is run."""
+    """Options that say how a step is run."""
 
     device: str = "auto"
     precision: Precision = "stored"
@@ -130,7 +131,7 @@ class StepOptions:
     seed: int = 0
 
     def settings(self) -> StepSettings:
-        """Return the settings of a step that the pipeline takes."""
+        """Return these options as the settings of a step, for a request."""
         return StepSettings(
             device=self.device,
             precision=self.precision,
@@ -151,53 +152,53 @@ DESCRIBING: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownOptions:
-    """Options of what is printed, and how."""
+    """Options that say how much is printed, and in which form."""
 
     json: bool = False
     quiet: bool = False
     verbose: bool = False
 
     def progress(self) -> AbstractContextManager[tuple[Progress, Ask | None]]:
-        """Show on stderr, inside the block, what a long job is trying."""
+        """Show the progress of a long job on stderr, inside the block."""
         return shown_progress(quiet=self.quiet, verbose=self.verbose)
 
     def report(self) -> Report:
-        """Return the form of report that was asked for."""
+        """Return the report format that ``--json`` and ``-v`` select."""
         return JsonReport() if self.json else TextReport(verbose=self.verbose)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadOptions:
-    """Options of a prediction for one rank of many: how many, and how the model is spread over them."""
+    """Options for a prediction of one rank: the number of ranks, and how the model is spread over them."""
 
     ranks: int | None = None
     parallel: str | None = None
     mesh: str | None = None
 
     def layout(self) -> Layout | None:
-        """Return the layout; ``None``: one device.  Raises :class:`UsageError` for flags that do not go together."""
+        """Return the layout; ``None`` for one device.  Raises :class:`UsageError` if one of the flags lacks another."""
         return next(iter(_layouts(self, () if self.ranks is None else (self.ranks,))), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeOptions:
-    """How the model is spread over each of several numbers of ranks."""
+    """Options for predictions of several numbers of ranks, and how the model is spread over each."""
 
     ranks: DimRange | None = None
     parallel: str | None = None
     mesh: str | None = None
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Return the layouts, one for each number of ranks; none: one device.
+        """Return the layouts, one for each number of ranks; empty for one device.
 
-        Raises :class:`UsageError` for flags that do not go together.
+        Raises :class:`UsageError` if one of the flags lacks another.
         """
         return _layouts(self, () if self.ranks is None else self.ranks.sizes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealOptions:
-    """How the model is spread over ranks that there are."""
+    """Options that say how a model is spread over the ranks of a real group, whose number the launcher knows."""
 
     parallel: str | None = None
     mesh: str | None = None
@@ -217,7 +218,7 @@ class RealOptions:
 def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tuple[Layout, ...]:
     """Return a layout for each of the ``numbers`` of ranks.
 
-    Raises :class:`UsageError` for flags, of those ``asked`` for, that lack another.
+    Raises :class:`UsageError` if one of the flags in ``asked`` lacks another.
     """
     if numbers and asked.parallel is not None:
         axes = None if asked.mesh is None else parse_mesh(asked.mesh)
@@ -234,14 +235,14 @@ def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(SpreadOptions):
-    """How the model is spread, and which rank is predicted."""
+    """Options that say how the model is spread, and which rank is predicted."""
 
     rank: int | None = None
 
     def predicted(self, *, without_data: bool) -> Layout | None:
-        """Return the layout of which one rank is predicted, as :meth:`layout`.
+        """Return the layout of which one rank is predicted; ``None`` for one device.
 
-        Raises :class:`UsageError` also for a rank that there is not, and a step that runs on data.
+        Raises :class:`UsageError` as :meth:`layout`, for a rank outside the layout, and for a step that runs on data.
         """
         layout = self.layout()
         if layout is not None:
@@ -253,7 +254,7 @@ class RankOptions(SpreadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSearchOptions:
-    """Whether plans are looked for beside a batch, and which."""
+    """Options of ``recommend-batch --search``, which searches plans along with batches."""
 
     search: bool = False
     level: int | None = None
@@ -262,9 +263,9 @@ class PairSearchOptions:
     search_time: float | None = None
 
     def resolved(self, context: typer.Context) -> ResolvedSearch | None:
-        """Return what plans may do; ``None``: none are looked for.
+        """Return the limits of the search for plans; ``None`` without ``--search``.
 
-        Raises :class:`UsageError` for a flag of the command line that says it of none.
+        Raises :class:`UsageError` for a flag that needs ``--search`` and was typed without it.
         """
         if self.search:
             asked = SearchOverrides(level=self.level, targets=tuple(self.targets), allow_inexact=self.allow_inexact)
@@ -277,7 +278,11 @@ class PairSearchOptions:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` as Typer is to see it: each parameter with what the table says of it, groups spelled out."""
+    """Return ``command`` with the signature that Typer needs: every parameter described by the table, groups expanded.
+
+    Typer sees ``(context, model, device, precision, …)``; the wrapper collects the values of each group again, and
+    calls ``command(context, model, step=StepOptions(…))``.
+    """
     hints = typing.get_type_hints(command)
     groups: dict[str, Any] = {n: hint for n, hint in hints.items() if is_dataclass(hint) or typing.is_typeddict(hint)}
     parameters: list[inspect.Parameter] = []
@@ -299,7 +304,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         given.pop("help_all", None)  # its callback has done the work
         for name, group in groups.items():
             values = {field.name: given.pop(field.name) for field in _fields(group)}
-            if typing.is_typeddict(group):  # a record of what was asked for has tuples
+            if typing.is_typeddict(group):  # SearchOverrides, whose repeated options are tuples; Typer gives lists
                 given[name] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
             else:
                 given[name] = group(**values)
@@ -311,7 +316,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield the options of a group: of a record of what was asked for, those that the table has."""
+    """Yield the fields of ``group`` as parameters; of a TypedDict (``SearchOverrides``), only those in the table.
+
+    ``SearchOverrides`` also has fields that only Python can give, such as modules.
+    """
     if is_dataclass(group):
         defaults = {field.name: field.default for field in fields(group) if field.default is not MISSING}
     else:
@@ -324,12 +332,12 @@ def _fields(group: Any) -> Iterator[inspect.Parameter]:
 
 
 _FEW: Final = 8
-"""Parameters of a command whose help fits a screen, so that it needs no ``--help-all``."""
+"""Most parameters of a command whose help fits on one screen, so that it has no ``--help-all``."""
 _NO_DEFAULT: Final = inspect.Parameter.empty
 
 
 def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return ``parameter`` with what the table says of the option of its name."""
+    """Return ``parameter`` annotated with the option of that name in the table, as Typer reads it."""
     option, hint, default = option_of(command, parameter.name), parameter.annotation, parameter.default
     info: dict[str, Any] = {"metavar": option.takes, "help": option.help}
     if typing.get_origin(hint) in (list, tuple):
@@ -339,7 +347,7 @@ def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     info["show_default"] = option.default or has_shown_default
     if isinstance(option.kind, str):
         info |= _CALLBACKS.get(option.kind) or {"parser": CHECKS[option.kind]}
-    elif option.kind is not None and not isinstance(option.kind, Choice):  # its type has the names
+    elif option.kind is not None and not isinstance(option.kind, Choice):  # Typer checks choices by the Literal type
         info["parser"] = parsed_by(option.kind)
     flags = option.flags or ((f"--{parameter.name.replace('_', '-')}",) if hint is bool else ())
     is_argument = option.group == ARGUMENTS
@@ -352,4 +360,4 @@ _CALLBACKS: Final[dict[str, dict[str, Any]]] = {
     "help all": {"is_eager": True, "callback": show_all},
     "verbose": {"callback": _set_verbose},
 }
-"""Kind of an option that acts by itself -> its callback, as typer takes it."""
+"""Kind of an option that acts when it is parsed, such as ``--help-all`` -> Typer's arguments for its callback."""

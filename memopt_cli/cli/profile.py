@@ -1,4 +1,4 @@
-"""``memopt profile``: where the memory of one training step goes."""
+"""``memopt profile``: show where the memory of one training step goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this process is one of several that a launcher such as ``torchrun`` started: of all, one says what failed."""
+"""Find out whether a launcher such as ``torchrun`` started this process, and let only one rank print a failure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ rank that only lost another rank waits longest.  ``torchrun`` stops the others o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Place of this process among those of its launcher."""
+    """Rank of this process among those that its launcher started."""
 
     rank: int
     ranks: int
     local_rank: int
-    """Among those of this machine."""
+    """Rank among the processes of this machine."""
 
 
 def launched() -> Launch | None:
-    """Return the place of this process among those of its launcher; ``None`` if the environment names no launcher.
+    """Return the rank of this process among those of its launcher; ``None`` if no launcher set ``RANK``.
 
-    Raises :class:`UsageError` for an environment variable that should be a number and is none.
+    Raises :class:`UsageError` for an environment variable that is not a number.
     """
     if "RANK" not in os.environ:
         return None

@@ -1,4 +1,4 @@
-"""``memopt recommend-batch``: how large a step fits."""
+"""``memopt recommend-batch``: find the largest and the fastest batch that fit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def recommend_batch(
             found = pipeline.recommend_batch(request, progress=progress, ask=ask)
     try:
         report.show(found, sys.stdout)
-    finally:  # whatever became of stdout
+    finally:  # the files are written even if stdout is a broken pipe
         if isinstance(found, FastestTraining) and files.wanted:
             with shown.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(lambda: fastest_page(found))

@@ -1,4 +1,4 @@
-"""``--html`` and ``--snapshot``: reports that are files of their own."""
+"""Write the files of ``--html`` and ``--snapshot``, reports beside the one on stdout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memopt_cli.text.writing import Fill, content, write_all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFiles:
-    """The files asked for, if any."""
+    """Paths of the report files that were asked for; ``None`` for each that was not."""
 
     html: str | None
     snapshot: str | None
     force: bool
-    """They may replace files that exist."""
+    """Whether the files may replace existing ones."""
 
     @property
     def wanted(self) -> bool:
@@ -29,7 +29,7 @@ class ReportFiles:
         return self.html is not None or self.snapshot is not None
 
     def check(self, model: str) -> None:
-        """Raise now what :meth:`write` would raise after minutes of work.  ``model``: a file not to be replaced."""
+        """Raise the errors of :meth:`write` before minutes of work.  ``model``: the model's file, never overwritten."""
         paths = [Path(path) for path in (self.html, self.snapshot) if path is not None]
         check_outputs(paths, model, force=self.force)
         if self.html is not None:

@@ -1,4 +1,4 @@
-"""The flags of a command line, for another that is suggested."""
+"""Collect the flags that the user typed, to repeat them in commands that a report suggests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 
 def typed_flags(context: typer.Context, *, only: Container[str]) -> tuple[str, ...]:
-    """Return the flags of ``context`` as they can be typed again, of the parameters in ``only``."""
+    """Return the typed flags of ``context`` with their values, quoted for a shell, for the parameters in ``only``."""
     return tuple(_typed(context, only))
 
 

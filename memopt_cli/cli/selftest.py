@@ -1,4 +1,4 @@
-"""``memopt selftest``: whether what memopt promises holds on this machine."""
+"""``memopt selftest``: check on this machine that memopt keeps its promises."""
 
 from __future__ import annotations
 

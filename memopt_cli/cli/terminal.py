@@ -20,11 +20,11 @@ from memopt_cli.records.progress import Ask, Progress, Span, stage_line, update_
 from memopt_cli.text.documents import no_commands, printable
 
 _FULL = 0.95
-"""A bar that fills by time stops there until its stage is over."""
+"""Share at which a bar that fills by time stops until its stage is over: the estimated time may be too short."""
 
 
 class LogProgress(Progress):
-    """One line for each thing that happens."""
+    """Progress as plain lines on stderr, one for each event."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -44,7 +44,7 @@ class LogProgress(Progress):
 
 
 class _StageBar(BarColumn):
-    """Fills by the steps that are over; where nobody knows how many there are, by the time that the stage takes."""
+    """Bar that fills by the steps done, or, if their number is unknown, by the time that the stage should take."""
 
     def render(self, task: Task) -> ProgressBar:
         bar = super().render(task)
@@ -56,7 +56,7 @@ class _StageBar(BarColumn):
 
 
 class BarProgress(Progress):
-    """One live line: ``level 2 · split features.1 · 380.1 MiB → 341.7 MiB · 3/12``; it vanishes at the end."""
+    """Progress as one live line, removed at the end: ``level 2 · split features.1 · 380.1 MiB → 341.7 MiB · 3/12``."""
 
     def __init__(self, console: Console) -> None:
         self._stage = ""
@@ -92,7 +92,7 @@ class BarProgress(Progress):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the terminal to a question."""
+        """Stop the bar inside the block, so that a question on the terminal stays readable."""
         self._bar.stop()
         try:
             yield
@@ -102,9 +102,9 @@ class BarProgress(Progress):
 
 @contextmanager
 def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, Ask | None]]:
-    """Yield the progress of one job, and a way to ask the user; ``None`` unless stdin and stderr are terminals.
+    """Yield the progress of one job, and a function that asks the user; ``None`` unless stdin and stderr are terminals.
 
-    With ``verbose`` the log's lines and a live bar would tear each other apart, so there are lines only.
+    With ``verbose`` there is no live bar: the lines of the log would be printed into it.
     """
     terminal = sys.stderr.isatty()
     console = Console(stderr=True)
@@ -116,8 +116,9 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and the end of the terminal raise :class:`KeyboardInterrupt`: subprocesses end, and partial
-    files are removed.
+    """Raise :class:`KeyboardInterrupt` on Ctrl-C, SIGTERM and SIGHUP inside the block, so that ``finally`` blocks run.
+
+    They end subprocesses and remove partial files.  Signals that the caller ignores (``nohup``) stay ignored.
     """
     previous = {wanted: signal.getsignal(wanted) for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [wanted for wanted, handler in previous.items() if handler is not signal.SIG_IGN]

@@ -1,6 +1,7 @@
-"""Checks of what is given to options of the command line, by the names that the table of options has for them.
+"""Check the values of command-line options that Python calls do not share, such as paths of files.
 
-Each returns the value that a text stands for, or raises :class:`typer.BadParameter` that says why not.
+``text/options.py`` names these checks as the ``kind`` of an option, and :data:`CHECKS` finds them.  Each check returns
+the parsed value, or raises :class:`typer.BadParameter` with the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def check_model(location: str) -> str:
 
 
 def check_device(device: str) -> str:
-    """Return ``device``: ``auto``, ``cpu`` or ``cuda:N``; whether there is such a device is asked later."""
+    """Return ``device`` if it reads ``auto``, ``cpu`` or ``cuda:N``; whether the device exists is checked later."""
     try:
         return parse_device(device)
     except UsageError as err:
@@ -65,7 +66,7 @@ def check_device(device: str) -> str:
 
 
 def check_function(text: str) -> str:
-    """Return ``text``, which is ``file.py:function``; the file is not yet opened."""
+    """Return ``text`` if it reads ``file.py:function`` and the file exists, which is not yet opened."""
     _refuse_notebook(text)
     if not is_function(text):
         raise typer.BadParameter(f"'{text}' is not of the form file.py:function")
@@ -74,7 +75,7 @@ def check_function(text: str) -> str:
 
 
 def check_parallel(text: str) -> str:
-    """Return ``text``: a built-in way to spread a model, or ``file.py:function``, whose file is not yet opened."""
+    """Return ``text`` if it names a built-in way to spread a model (``fsdp``, ``ddp``) or is ``file.py:function``."""
     if is_built_in(text):
         return text
     _refuse_notebook(text)
@@ -84,7 +85,7 @@ def check_parallel(text: str) -> str:
 
 
 def check_mesh(text: str) -> str:
-    """Return ``text``: axes and their lengths."""
+    """Return ``text`` if it parses as the axes of a mesh, such as ``dp=4,tp=2``."""
     try:
         parse_mesh(text)
     except UsageError as err:
@@ -93,7 +94,7 @@ def check_mesh(text: str) -> str:
 
 
 def check_optimizer(text: str) -> str:
-    """Return ``text``: a name of ``torch.optim``, or ``file.py:function``, whose file is not yet opened."""
+    """Return ``text`` if it names an optimizer of ``torch.optim``, or is ``file.py:function``."""
     _refuse_notebook(text)
     try:
         choice = parse_optimizer(text)
@@ -103,13 +104,13 @@ def check_optimizer(text: str) -> str:
 
 
 def _refuse_notebook(text: str) -> None:
-    """Raise :class:`typer.BadParameter` if ``text`` names a notebook in the place of Python code or of a model."""
+    """Raise :class:`typer.BadParameter` if ``text`` names a notebook instead of Python code or a model."""
     if refusal := notebook_refusal(text):
         raise typer.BadParameter(refusal)
 
 
 def check_file(path: str) -> str:
-    """Return ``path``, of a file to read, which is not yet opened."""
+    """Return ``path`` if a file exists there, which is not yet opened."""
     if os.path.isdir(path):
         raise typer.BadParameter(f"'{path}' is a folder, not a file")
     if not os.path.exists(path):
@@ -118,12 +119,12 @@ def check_file(path: str) -> str:
 
 
 def check_weights(path: str) -> str:
-    """Return ``path`` of a file of weights that is not yet opened: the only one in a folder, if it is a folder."""
+    """Return ``path`` if it is a file of weights, or the path of the only such file in the folder ``path``."""
     return check_file(weights_in(path))
 
 
 def check_code(path: str) -> str:
-    """Return ``path``, of a folder or a Python file that exists."""
+    """Return ``path`` if it is a folder or a Python file."""
     if not os.path.isdir(path):
         _refuse_notebook(path)
         check_file(path)
@@ -133,7 +134,7 @@ def check_code(path: str) -> str:
 
 
 def _range_of(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
-    """Return a parser of ``1:64``, or of one number."""
+    """Return a parser of ranges of ``symbol`` such as ``1:64``, or of one number, up to ``most``."""
 
     def parse(text: str) -> DimRange:
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
@@ -148,7 +149,7 @@ def _range_of(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
 
 
 def parsed_by(kind: Kind) -> Callable[[str], Any]:
-    """Return the parser of a ``kind`` of values that Python takes, too."""
+    """Return a parser for ``kind``, a kind of values that Python calls share, with Typer's error."""
 
     def parse(text: str) -> Any:
         try:

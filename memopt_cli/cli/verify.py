@@ -1,4 +1,4 @@
-"""``memopt verify``: whether two ways to train a model leave the same; a difference ends it with 1."""
+"""``memopt verify``: compare two ways to train a model, and exit with 1 if they differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
 
 _DIFFERENCE = 1
-"""Exit code."""
+"""Exit code if the two trainings differ."""
 
 
 @with_options

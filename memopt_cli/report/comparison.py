@@ -1,4 +1,4 @@
-"""Words and table rows of a comparison, shared by every form of report."""
+"""Sentences and table rows of ``memopt check`` and ``memopt compare``, shared by all report formats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def headline(found: Comparison) -> Iterator[str]:
 
 
 def judged(verdict: Verdict) -> str:
-    """Return a sentence on ``verdict``, such as ``tensor peak 12.0 MiB → 12.1 MiB (…), within the limit peak:5%``."""
+    """Return ``verdict`` as a sentence, such as ``tensor peak 12.0 MiB → 12.1 MiB (…), within the limit peak:5%``."""
     change = _where(verdict.at) + _change(verdict.change)
     if verdict.exceeded:
         return f"regression: {change}, past the limit {verdict.limit.text}"
@@ -197,7 +197,7 @@ def _signed(change: Change) -> str:
 
 def _signed_bytes(size: int) -> str:
     if not size:
-        return "–"  # from one category to another
+        return "–"  # bytes moved from one category to another, and the module's sum is the same
     return f"{'+' if size > 0 else '−'}{format_bytes(abs(size))}"
 
 

@@ -36,6 +36,6 @@ def _compared(found: Confirmation) -> Iterator[str]:
 
 
 def _line(what: str, estimated: str, measured: str, off: float | None) -> str:
-    assert off is not None, "it was predicted"
+    assert off is not None, "a plan with an estimate predicts every number that is shown"
     direction = "too high" if off >= 0 else "too low"
     return f"  {what}: {estimated} estimated, {measured} measured; the estimate is {abs(off):.1%} {direction}"

@@ -1,4 +1,4 @@
-"""Words and table rows of ``memopt verify``, shared by every form of report."""
+"""Sentences and table rows of ``memopt verify``, shared by all report formats."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def remarks(found: Equivalence) -> tuple[str, ...]:
 
 
 def faults(found: Equivalence) -> dict[str, str]:
-    """Return kind of effect -> the first of its differences in ``found``, and how many more; empty if there is none."""
+    """Return kind of effect -> a sentence on its differences in ``found``: the first, and how many more; or ``""``."""
     kinds = {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
     return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {"hooks": found.hooks, "the step": found.failed}
 

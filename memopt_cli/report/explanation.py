@@ -1,4 +1,4 @@
-"""Words and tables of ``memopt explain``."""
+"""Sentences and tables of ``memopt explain``: why memory runs out, who holds it, and what would fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _LONGEST = 56
 """Most characters of a name."""
 _SHOWN = 12
 """Most rows in a table."""
-"""A part of a module's path that is a number."""
 
 
 def headline(found: Explanation) -> Iterator[str]:
@@ -38,7 +37,7 @@ def headline(found: Explanation) -> Iterator[str]:
 
 
 def _outcome(found: Explanation) -> str:
-    """Return whether the step of ``found`` fits; where an error says that it did not, how far the step explains it."""
+    """Return a sentence on whether the step of ``found`` fits, and, after an error, whether the step explains it."""
     needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
     if found.asked_bytes and not found.limit_bytes:
         step = "" if found.header is None else f". This step needs about {needed}"

@@ -26,7 +26,7 @@ def headline(found: FastestTraining) -> Iterator[str]:
 
 
 def gain(found: FastestTraining) -> str:
-    """Return the samples a second of the answer, and how they compare with the best of the original model."""
+    """Return the samples per second of the answer, compared with the best batch of the original model."""
     speed = found.answer.samples_per_s or 0.0
     if found.original is None:
         return f"{rate(speed)} samples/s; without a plan no batch fits"

@@ -20,15 +20,16 @@ _SHOWN = 12
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A module in the tree."""
+    """Module in the printed tree, with its own tensors and its children."""
 
     name: str
     module: StoredModule
     tensors: list[StoredTensor] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
     likeness: int = 0
-    """Number that two modules share if their trees have the same classes and shapes."""
+    """Number that two modules share if their trees have the same classes and shapes: repeated blocks are folded."""
     lines: int = 1
+    """Lines that the module's tree takes if nothing in it is folded."""
 
 
 def headline(found: Inspection) -> Iterator[str]:
@@ -123,14 +124,17 @@ def _parent(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
 
 
 def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | None]]:
-    """Yield the lines of the tree below ``node``; a line without a node stands for several that are folded."""
+    """Yield the text of each line of the tree of ``node``, with its node; ``None`` for a line of folded modules.
+
+    ``lead`` comes before the first line, ``below`` before the lines of children.
+    """
     segment = " (segment)" if node.module.segment else ""
     class_name = node.module.class_name.rpartition(".")[2]
     yield f"{lead}{node.name} {class_name}{segment}" if node.name else f"{lead}{class_name}{segment}", node
     groups = [list(group) for _, group in groupby(node.children, key=lambda child: child.likeness)]
     for position, group in enumerate(groups):
         last = position == len(groups) - 1
-        folded = (len(group) - 1) * group[0].lines > 1
+        folded = (len(group) - 1) * group[0].lines > 1  # one line "… 1 more like it" would save nothing for one leaf
         shown = group[:1] if folded else group
         for child in shown:
             end = last and not folded and child is shown[-1]

@@ -1,4 +1,4 @@
-"""Protocols that every form of report implements."""
+"""Protocols of report formats: :class:`Report` shows the answer of any command, :class:`Judgement` a verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt_cli.records import (
 )
 
 Judged = Comparison | Equivalence
-"""Answer of a command that judges: ``check`` and ``compare``, or ``verify``."""
+"""Answer of a command with ``--format``: a comparison (``check``, ``compare``) or an equivalence (``verify``)."""
 Answer = (
     Judged
     | ApplyResult
@@ -39,11 +39,11 @@ Answer = (
     | StepProfile
     | StrategyComparison
 )
-"""Answer of a command."""
+"""Answer of any command."""
 
 
 class Report(Protocol):
-    """A form of report for all commands."""
+    """Report format for all commands: text, or JSON with ``--json``."""
 
     def show(self, found: Answer, stream: TextIO) -> None:
         """Write ``found`` to ``stream``."""
@@ -53,7 +53,7 @@ class Report(Protocol):
 
 
 class Judgement(Protocol):
-    """A form of report for the commands that judge, ``--format``."""
+    """Report format of ``--format``, for ``check``, ``compare`` and ``verify``."""
 
     def show(self, found: Judged, stream: TextIO) -> None:
         """Write ``found`` to ``stream``."""

@@ -28,7 +28,7 @@ class JsonReport:
 def _document(found: Answer) -> Any:
     match found:
         case OptimizeResult():
-            # Steps are for looking at (--html, --snapshot), and what ended it is on stderr.
+            # Recorded steps are left out, which only --html and --snapshot show; stderr has the error that ended it.
             return to_data({name: getattr(found, name) for name in ("header", "summary", "files", "use")})
         case SelftestReport():
             return {"holds": not found.failed and not found.interrupted, **to_data(found)}

@@ -1,7 +1,7 @@
-"""Reports as JUnit XML: each limit, or kind of effect, is a test case.
+"""Reports as JUnit XML: each limit of ``check``, or kind of effect of ``verify``, is a test case.
 
-The elements and attributes are those that both common schemas know, of Ant's reports and of Jenkins.  What cannot be
-printed is spelled out, and so is all that XML cannot hold.
+There are two common schemas, of Ant and of Jenkins; only elements and attributes that both allow are written.
+Characters that cannot be printed, or that XML cannot hold, are escaped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JunitReport:
 
 
 def _comparison(found: Comparison) -> tuple[list[ET.Element], str]:
-    """Return a case for each limit that ``found`` was held against, and the output."""
+    """Return a test case for each limit that ``found`` was compared with, and the text of ``system-out``."""
     cases, said = [], []
     for part in found.parts:
         why = "\n".join((*growth(part), *reasons(part)))
@@ -51,7 +51,7 @@ def _comparison(found: Comparison) -> tuple[list[ET.Element], str]:
 
 
 def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
-    """Return a case for each kind of effect that ``found`` compared, and the output."""
+    """Return a test case for each kind of effect that ``found`` compared, and the text of ``system-out``."""
     why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
     cases = []
     for kind, fault in equivalence.faults(found).items():

@@ -1,4 +1,4 @@
-"""Text on its way to a terminal, a file or the log of a CI system."""
+"""Parts that all text reports share: tables, two sentences, and a stream that a CI system takes no commands from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KEPT = 4096
 
 
 def not_typed(spec: InputSpec) -> str:
-    """Return what a headline adds where nobody typed the inputs of ``spec`` now: an answer is only as good as they are.
+    """Return the end of a headline that warns that the inputs of ``spec`` are guessed or remembered; empty if typed.
 
-    They are a guess, or were typed for an earlier command.
+    An answer is only as good as its inputs.
     """
     if not spec.is_guess and not spec.is_remembered:
         return ""
@@ -30,11 +30,11 @@ def not_typed(spec: InputSpec) -> str:
 
 
 BUSY = 0.2
-"""Share of the time that timed steps spent waiting for a processor from which on it is mentioned."""
+"""Share of step time spent waiting for a processor, above which a report calls the times rough."""
 
 
 def busy(waited: Iterable[float]) -> Iterator[str]:
-    """Yield a line that the machine was busy, if steps spent a large share of their time waiting, as ``waited`` has."""
+    """Yield a line that the machine was busy, if a share in ``waited``, of a step's time, exceeds :data:`BUSY`."""
     if (most := max(waited, default=0.0)) > BUSY:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
 
@@ -52,15 +52,15 @@ def plain_table(*headings: str, names: Container[str] = (), words: Container[str
 
 
 class GuardedStream:
-    """A stream that escapes what a CI system would take for a command, even if it is written in pieces.
+    """Stream that escapes text which a CI system would run as a command, such as ``::error``, even written in pieces.
 
-    ``spelled`` is what it makes of the options that texts name.
+    ``spelled`` turns the options that a text names into the command line's spelling.
     """
 
     def __init__(self, stream: TextIO, spelled: Callable[[str], str]) -> None:
         self._stream, self._spelled = stream, spelled
         self._line = ""
-        """Text of the line that is not ended yet."""
+        """Text of the current, unfinished line: ``:`` and then another ``:`` are a command only together."""
 
     def write(self, text: str) -> int:
         begun, whole = len(self._line), self._line + self._spelled(text)

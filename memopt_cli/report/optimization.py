@@ -1,7 +1,7 @@
-"""Say what ``memopt optimize`` did, for people.
+"""Text report of ``memopt optimize``.
 
-In short: what the plan gives, a row for each different plan, what is to be known, and the line of Python that uses it.
-With ``-v`` every level with all of its peaks, how the plan was verified, and what else was found.
+The short report has a headline, a row for each different plan, remarks, and the line of Python that applies the plan.
+``-v`` adds a row for every level with all of its peaks, the details of the verification, and all notes.
 """
 
 from __future__ import annotations
@@ -408,14 +408,14 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     """Yield the next faster and smaller plans: ``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
-    if summary.frontier:  # its table tells more
+    if summary.frontier:  # the table of the frontier has these plans
         return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
     limit = summary.options.get("max_slowdown") if summary.budget_bytes is None else None
     smaller = summary.smaller
     if smaller is not None and limit is not None and smaller.slowdown <= float(limit):
-        smaller = None  # it is allowed by its prediction alone: plans like it were slower when they were measured
+        smaller = None  # predicted to be within the limit, yet not chosen: when measured, such plans were too slow
     said = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown

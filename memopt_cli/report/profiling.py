@@ -25,10 +25,11 @@ _ROWS = 6
 """Height of the plot in lines."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MODULES = 24
+"""Most rows in the table of modules."""
 _SAVED = 10
+"""Most rows in the table of saved tensors."""
 _SEGMENTS = 8
-"""Most rows in the table of saved tensors, and of segments in that of times; :data:`_MODULES` are those in the table of
-modules."""
+"""Most segments that the table of times names."""
 
 
 def headline(found: StepProfile) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
+"""Write a recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
 
 The format is that of torch 2.x: ``device_traces`` holds one list of allocations and frees per device, ``segments`` what
 is allocated at the end (``torch/cuda/_memory_viz.py``, ``torch/utils/viz/MemoryViz.js``).
@@ -46,7 +46,7 @@ _END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "strea
 
 
 class _Recorder:
-    """A walk through the step, which yields its events and then knows the blocks that are left."""
+    """Walk through a recorded step that yields its allocations and frees, and then knows the blocks still alive."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace

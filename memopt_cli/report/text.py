@@ -51,9 +51,9 @@ class TextReport:
     """Text for people; sizes are in binary units, and ratios are to level 0, the original."""
 
     verbose: bool = False
-    """Whether to show all that was found, as ``-v`` asks, and not the result alone."""
+    """Whether to show details as well as the result (``-v``)."""
     verdict_only: bool = False
-    """Whether one line has the answer of a comparison."""
+    """Whether to show a comparison in one line, without tables (``-q``)."""
 
     def show(self, found: Answer, stream: TextIO) -> None:
         console = _console(stream)
@@ -93,7 +93,7 @@ def _in_parts(
     | StepProfile
     | StrategyComparison,
 ) -> None:
-    """Print an answer that is a headline, tables and lines."""
+    """Print an answer that consists of a headline, tables and blocks of lines."""
     match found:
         case StepProfile():
             parts, lines = profiling.parts(found), profiling.remarks(found)
@@ -197,7 +197,7 @@ def _written(console: Console, files: Sequence[str], none: str = "") -> None:
 
 
 def _console(stream: TextIO) -> Console:
-    width = None if stream.isatty() else 1000
+    width = None if stream.isatty() else 1000  # rich would wrap lines in files and logs at 80 columns
     return Console(file=cast(TextIO, guarded(stream)), width=width, highlight=False, emoji=False)
 
 
