@@ -350,11 +350,11 @@ def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
     if result.summary.is_to_choose:
         choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-        yield f"nothing is applied; to apply pick N of this result, called found: {choice}"
+        yield f"nothing is applied; with found for what this call returned, pick N: {choice}"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
-        yield f"the plan is on the model; to save that of this result, called found: {save}; in a later run: {use}"
+        yield f"the plan is on the model; with found for what this call returned, save it: {save}; in a later run: {use}"
 
 
 def in_short(files: Sequence[str]) -> str:

@@ -627,7 +627,7 @@ def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary)
     *_, searched, _, last = shown(TextReport(), found).splitlines()
     assert searched == "searched in 1 min 5 s"
     assert last == (
-        'the plan is on the model; to save that of this result, called found: found.plan.save("Net.plan.yaml"); '
+        'the plan is on the model; with found for what this call returned, save it: found.plan.save("Net.plan.yaml"); '
         'in a later run: memopt_cli.apply_plan(model, "Net.plan.yaml")'
     )
 
