@@ -354,7 +354,7 @@ def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
-        yield f"the plan is on the model; with found for what this call returned, save it: {save}; in a later run: {use}"
+        yield f"the plan is on the model; with found for what this call returned, save it: {save}; later: {use}"
 
 
 def in_short(files: Sequence[str]) -> str:
