@@ -1,24 +1,30 @@
-"""Batch normalization in chunks with the statistics of the whole.
+"""Run a module in chunks, with batch norms that use the statistics of the whole batch.
 
-The chunks run several times.  In the first pass, each chunk stops at the first batch norm and returns the mean and
+The chunks run several times.  In the first *pass*, each chunk stops at the first batch norm and returns the mean and
 variance of that norm's input.  Merging them, inside autograd, gives the statistics of the whole batch (parallel
 variance, Chan et al. 1979).  The next pass uses these as ordinary tensors, and so runs through that norm and on to the
 second norm, or to the end.
 
-Each pass repeats the forward of the pass before it up to the norm, but backward goes through that part only once: at
-the norm, the later pass's graph is linked to the earlier pass's graph, and gradients follow the earlier one from there.
+Each pass repeats the forward of the pass before it up to the norm, but backward goes through that part only once.  At
+the norm, the later pass has a *link*: the norm's input, whose gradient goes to the graph of the earlier pass.  With two
+norms, where ``h`` and ``k`` are their inputs in one chunk:
 
-    pass 1:  x --> h --> mean, variance of h
-                   |          |
-                  link   statistics of all chunks
-                   |          |
-    pass 2:  x --> h = link --> normalized --> y
+    pass 1:  x --> h --> mean, variance
+                   ^          |
+              link |          | merged over all chunks
+                   |          v
+    pass 2:  x --> h --> normalized h --> k --> mean, variance
+                                          ^          |
+                                     link |          | merged over all chunks
+                                          |          v
+    pass 3:  x --> h --> normalized h --> k --> normalized k --> y
 
-Backward of pass 2 ends at the link of every chunk and at the statistics; backward of pass 1 begins with the sum of the
-gradients that reached ``h`` by both.  So every operator of forward is differentiated once.  If the operator before the
-norm is costly (a convolution, a linear layer), pass 2 takes its output from pass 1, and runs it only when backward
-recomputes pass 2.  The price: the gradients of ``h`` of all chunks exist at the same time.  If they would take more
-memory than the gradients of ``x``, pass 2 is not linked, and its own backward goes all the way to ``x``.
+Backward of pass 3 ends at the links of all chunks and at the statistics of ``k``.  Backward of pass 2 begins with the
+sum of the gradients that reached its ``k`` by both, and ends in the same way at ``h``, where that of pass 1 begins.  So
+every operator of forward is differentiated once.  If the operator before the norm is costly (a convolution, a linear
+layer), pass 2 takes its output from pass 1, and runs it only when backward recomputes pass 2.  The price: the gradients
+of ``h`` of all chunks exist at the same time.  If they would take more memory than the gradients of ``x``, pass 2 is
+not linked, and its own backward goes all the way to ``x``.
 
 Norms are found by intercepting ``batch_norm``, which every norm class calls in the end.  Every chunk starts from the
 running statistics and counters that the whole starts from, and updates them as the whole would, so code that reads them
@@ -69,18 +75,19 @@ class Statistics:
 
 @dataclass(slots=True)
 class ReachedNorm:
-    """The batch norm at which the pass over one chunk broke off."""
+    """The batch norm at which a chunk stopped in a pass, since its statistics were not known yet."""
 
     statistics: Statistics
     """The statistics of the norm's input in this chunk."""
     link: Tensor | None
     """A tensor without memory, in the shape of the norm's input; a gradient that reaches it goes on to that input.
 
-    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the
-    backward of the next pass goes all the way back by itself.
+    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the next
+    pass has no link here, and its own backward goes all the way to the start.
     """
     source: int | None
-    """The index of the operator that made the norm's input among the costly ones of forward; ``None`` if none did."""
+    """The index, among forward's calls of costly operators, of the one that made the norm's input; ``None`` if the next
+    pass must not skip that: it is no costly one, say, or its output may have been written since."""
     values: Tensor | None
     """The norm's input, until the next pass has taken it; ``None`` if the next pass computes it again."""
     running: tuple[Tensor, ...]
@@ -99,7 +106,7 @@ class _Norm:
     statistics: Statistics
     """The statistics of its input in all chunks together."""
     chunks: Sequence[ReachedNorm]
-    """How the pass before broke off at this norm, for each chunk."""
+    """For each chunk, the record of the pass that stopped at this norm."""
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
@@ -119,7 +126,7 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
 
 
 class NotGathered(Exception):
-    """Passes over the chunks would not compute what the whole does; the message is a sentence without its subject."""
+    """Passes over the chunks would not give the result of the whole; the message is a sentence without its subject."""
 
 
 class BatchStatistics:
@@ -140,10 +147,10 @@ class BatchStatistics:
         self._start = Start(module, given)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
-        """Yield the function that runs in place of forward, for each of ``chunks`` chunks of the next pass.
+        """Yield, for each of the ``chunks`` of the next pass, the function that runs in place of forward.
 
-        Call each before the next is yielded.  It returns a :class:`ReachedNorm` at the first norm without known
-        statistics, and the output once all are known.  It raises :class:`NotGathered`.
+        Call each function before the next is yielded.  It returns a :class:`ReachedNorm` at the first norm without
+        known statistics, and the output once all are known.  It raises :class:`NotGathered`.
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
@@ -170,7 +177,7 @@ class BatchStatistics:
         return self._start.enter
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
-        """Return the function for the chunk at ``index``; it adds to ``breaks_off`` whether its run breaks off."""
+        """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it stopped at a norm."""
         # The function must not hold ``self``: autograd's graph holds the function until backward, and ``self`` has
         # copies of the module's state.
         module, forward = self._module, self._forward
@@ -262,8 +269,8 @@ class _Norms(TorchFunctionMode):
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
-        # Inside a checkpoint of the user's own, which shows in its hooks on saving, every operator must run: it runs
-        # them all again in backward, and compares how many tensors they save.
+        # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
+        # the checkpoint runs them all again in backward, and compares how many tensors they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1
@@ -307,8 +314,8 @@ class _Norms(TorchFunctionMode):
         return self._costly - 1 if is_made else None
 
     def _uncount(self, running_mean: Tensor) -> None:
-        # The norm has counted this call, and counts it again in the next pass.  Before that pass all state is put back,
-        # the counter too; but if a chunk raises first, nothing is, and the caller must not find a call too many.
+        # The norm has raised its ``num_batches_tracked``, and raises it again in the next pass.  Before that pass all
+        # state is put back.  But if a chunk raises an exception first, nothing is, and the count would stay too high.
         for norm in batch_norms(self._module):
             counter = buffers_of(norm).get("num_batches_tracked")
             if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
@@ -330,13 +337,16 @@ class _Output:
     """Whether it needed a gradient then."""
 
     def is_given(self, input: Tensor, link: Tensor) -> bool:
-        """Tell whether this is a norm's ``input``, unwritten, and its gradient goes to ``link`` if it has one."""
+        """Tell whether this output is a norm's ``input``, unwritten, and needs a gradient exactly if ``link`` does."""
         is_same = self.tensor() is input and self.version == version_of(input)
         return is_same and self.requires_grad == link.requires_grad
 
 
 def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
-    """Return the operator's output that the pass before handed on; if it is used up, in backward, run the operator."""
+    """Return the operator's output that the pass before handed on.
+
+    It is handed on once: in later passes, and when backward recomputes this one, the operator runs.
+    """
     values = reached.take()
     if values is not None:
         return values
@@ -365,9 +375,11 @@ _USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "mo
 
 
 class _Links(torch.autograd.Function):
-    """Three tensors without values, linked to ``x [B, C, ...]``, to its mean [C] and to its variance [C].
+    """Three tensors without values, in the places of ``x [B, C, ...]``, its mean [C] and its variance [C] in autograd.
 
-    In backward, the gradients that reach the three add up to the gradient of ``x``.
+    In backward, the gradients that reach the three add up to the gradient of ``x``.  With n values in each channel::
+
+        d mean / d x = 1 / n        d variance / d x = 2 (x - mean) / n
     """
 
     @staticmethod
@@ -452,7 +464,7 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _other_dims(x: Tensor) -> list[int]:
-    """Return the dimensions of ``x`` other than that of the channels."""
+    """Return all dimensions of ``x`` but 1, that of the channels."""
     return [d for d in range(x.dim()) if d != 1]
 
 
@@ -487,7 +499,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
 
 
 class Start:
-    """The state of a module and of the random generators at one moment, to put back before another pass."""
+    """A copy of the state of a module and of the random generators, to put back before another pass."""
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
         self._module = module
@@ -532,8 +544,8 @@ class Start:
         for tensor, version, copy in self._copies.values():
             if tensor.requires_grad and version_counter(tensor) != version:
                 raise self._cannot("modifies its state in place")
-            # ``.data`` raises no version.  If forward raised it, this must too: a chunk's graph may have saved the
-            # value in between, and autograd has to notice that it is overwritten.
+            # A write through ``.data`` does not raise the version.  If forward raised it, this write must too: a
+            # chunk's graph may have saved the value in between, and autograd has to notice that it is overwritten.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
         self._generators.restore()
 

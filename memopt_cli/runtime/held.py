@@ -1,8 +1,8 @@
-"""Hold the values of the slots that a forward changes, from its start until backward has run it again.
+"""Hold the state that a segment's forward changes, until backward has recomputed the segment from it.
 
-Tensors are held without the graph that made them, and objects as copies (``frozen.py``).  Otherwise each call would
-keep alive the graphs that other calls leave in the same slots and objects, and so these calls.  ``learned.py`` explains
-slots and owners.
+A spiking layer, say, sets ``self.v`` in each of 100 calls, and each recomputation must start from the ``v`` of its own
+call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the
+``v`` of one call would keep alive what all the calls before it have saved.  ``learned.py`` explains slots and owners.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _OTHERS: Final[Slot] = (-1, None)
 
 @dataclass(slots=True, eq=False)
 class HeldTensor:
-    """A tensor of the state, as it was when forward started."""
+    """The record of a tensor of the state, as the tensor was when forward started."""
 
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """The tensor without its graph; ``None`` if it was lent."""
+    """Alias of the tensor, without its graph; ``None`` if the tensor was lent."""
     version: int
-    """PyTorch's count of writes to it; after forward, the count then if no copy is held."""
+    """PyTorch's count of writes to it before forward; once forward has ended, the count after it if no copy is held."""
     needs_gradient: bool
+    """Whether it required a gradient when forward started."""
     copy: Copy | None = None
     """A copy of its values; ``None`` if forward does not write to it."""
     lent: int | None = None
@@ -48,7 +49,7 @@ class HeldTensor:
         return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor``, the one that is held, must be taken for written since forward started.
+        """Tell whether forward has, or may have, written to ``tensor``, which this holds.
 
         Batch norm writes its running statistics without raising their version, so vectors that were copied always
         count as written.
@@ -57,13 +58,24 @@ class HeldTensor:
         return is_vector or not self.is_equal(tensor)
 
     def is_equal(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor``, the one that is held, has the values that it had when forward started."""
+        """Tell whether ``tensor``, which this holds, has the values that it had when forward started."""
         is_unwritten = version_of(tensor) == self.version
         return is_unwritten and (self.copy is None or is_unchanged(tensor.detach(), self.copy.values))
 
 
 class HeldSlots:
-    """The values in the slots that move, and the arguments that are no tensors, from before forward."""
+    """The values in the slots that move, and the arguments that are no tensors, from before forward.
+
+    How each is held, for a block (owner 0) with a counter, a list ``seen``, and a batch norm's buffers (owner 1)::
+
+        slot                         listed in                       held as
+        (0, "calls"): a number       moves[0]["calls"]               the number
+        (1, "running_mean"): tensor  moves[1]["running_mean"]        a HeldTensor, also in tensors; the tensor itself is
+                                                                     in originals until forward has ended
+        (0, "seen"): an object       moving                          a part of the one pickle _objects; if forward may
+                                                                     change it, another pickle of its own in _contents
+        arguments                    _OTHERS, in place of a slot     the same
+    """
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
         """Hold the slots that move according to ``reading``, and ``others``, the arguments that are no tensors.
@@ -75,21 +87,21 @@ class HeldSlots:
         """Every slot of the owners in which something moves, until forward has ended."""
         self._others = [*others]
         self.moves: dict[int, Slots] = {}
-        """Index of an owner -> its slots that move, but for objects; tensors as :class:`HeldTensor`."""
+        """Index of an owner -> its slots that move and hold no object; a tensor is held as a :class:`HeldTensor`."""
         self.moving: set[Slot] = set()
         """The slots that move and hold objects."""
         self._objects: Frozen | None = None
-        """One copy of these objects, by index of the owner and name, and of the arguments; ``None`` without any."""
+        """One pickle of the objects in :attr:`moving` and of the arguments; ``None`` if there are neither."""
         self._contents: dict[Slot, Frozen] = {}
-        """Slot -> a copy of its object alone, to find out whether forward changes it."""
+        """Slot -> a pickle of its object alone, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
         """Index of an owner in which something moves -> the names of all its slots, in their order."""
         self.tensors: dict[int, HeldTensor] = {}
-        """``id`` of a tensor -> what is held of it."""
+        """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
         self.lost = ""
-        """Why forward cannot be undone, a sentence without its subject; empty if it can."""
+        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
         self.is_surprised = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._hold_slots(reading.moves)
@@ -117,7 +129,7 @@ class HeldSlots:
             self.tensors[number].copy = copy
 
     def _hold(self, tensor: Tensor) -> Any:
-        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state, as a parameter."""
+        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
@@ -129,6 +141,8 @@ class HeldSlots:
         """Tell whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
         if not self._is_watched:
             return slot in self._known.written
+        # In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data
+        # set, say) is not: if forward writes to it, ``written`` finds its version raised, and forward cannot be undone.
         return 0 <= slot[0] < self._known.own or tensor.nbytes <= _LARGEST_COPY
 
     def _freeze_contents(self, objects: Mapping[int, Slots]) -> set[int]:
@@ -165,7 +179,10 @@ class HeldSlots:
         return numbers
 
     def changes(self, index: int, before: Slots, written: set[int]) -> set[Any]:
-        """Return the names in the owner at ``index`` whose value was exchanged or changed since ``before``."""
+        """Return the names whose value in the owner at ``index`` was exchanged or changed since ``before``.
+
+        ``written``: the result of :meth:`written`.
+        """
         before, after = self._before.get(index, before), self._known.owners[index].read()
         names = changed(before, after)
         if written:
@@ -185,7 +202,7 @@ class HeldSlots:
         return is_changed
 
     def drop_unneeded(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
-        """Drop all that a recomputation does not need; return the tensors that are held, and what is held of each.
+        """Drop everything that a recomputation does not need; return the tensors still held, with their records.
 
         ``written``: the result of :meth:`written`.
         """
@@ -240,7 +257,8 @@ class HeldSlots:
             held = self.tensors.get(id(current))
             if held is None or self.originals.get(held.number) is not current or current.grad_fn is not None:
                 return value
-            # A vector of the module's own is exchanged: whoever records a step wants it held by nobody else.
+            # A vector of the module's own that forward may have written is always exchanged for the one held: code that
+            # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.own
             is_changed = held.is_written(current) if is_own else not held.is_equal(current)
             return value if is_changed else current

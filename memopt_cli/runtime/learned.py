@@ -1,8 +1,10 @@
-"""Learn from earlier calls of a segment which state its forward changes, of all the state that it might change.
+"""Learn, from the calls of a segment, which part of its state forward changes.
 
-The first call is watched: everything that forward could change is compared before and after.  Later calls compare only
-what is cheap to compare and what was seen to change.  A call is watched again when modules, their mode or their hooks
-have changed, and now and then (:class:`~memopt_cli.runtime.samples.Turns`).
+A recomputation must start from the state that forward started from, but copying all state that forward could change
+would be slow.  So the first call is *watched*: everything that forward could change is compared before and after.
+Later calls copy only the state that was seen to change, and of the rest compare what is cheap to compare.  A call is
+watched again when modules, their mode or their hooks have changed, and now and then
+(:class:`~memopt_cli.runtime.samples.Turns`).
 
 An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
 one name in an owner, given as the owner's index and the name.  It *moves* if forward exchanges its value, or changes
@@ -58,7 +60,20 @@ class Reading:
 
 
 class Known:
-    """Everything that a call of some modules might change, and which of it was seen to change."""
+    """Everything that a call of some modules might change, and the part of it that was seen to change.
+
+    ``owners``, ``moves`` and ``stays`` are parallel lists::
+
+        i   owners[i]                  moves[i]             stays[i]
+        0   attributes of the block    {"calls"}            {"training": True, "kernel_size": (3, 3), …}
+        1   buffers of the norm        {"running_mean"}     {}
+        2   its dictionary of hooks    {}                   {7: hook}         2 is in ``hooked``; ``own`` is 3
+        3   variables of its code      {}                   {"cache": […]}
+        4   the list in ``cache``      {}                   its items         a part of the object in (3, "cache")
+
+    An owner that need not be looked at any more leaves ``indices``, and stays in the lists as an empty dictionary, so
+    that the indices of the others do not change.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
         """Find everything that a call of ``modules`` might change.
@@ -73,10 +88,11 @@ class Known:
         self.empty: list[dict[Any, Any]] = []
         """Other dictionaries of modules that were empty then."""
         own: list[Owner] = [*owners_of(modules)]
-        # The state that a hook's code changes is not searched: hooks run again, and can ask ``is_recomputing()``.
+        # State that only a hook's code changes is not searched for: a recomputation runs the hook again, and the hook
+        # can call ``is_recomputing()`` if it must not change that state twice.
         hooked: list[Owner] = [Table(table) for table in tables if table]
         of_code, self.may_draw = _owners_of_code(own, modules, others)
-        """Whether forward may draw from the global generators of Python or NumPy, since its code names one."""
+        """Whether forward may draw from the global generator of Python or NumPy, since its code names that."""
         self.owners = [*own, *hooked, *of_code]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
@@ -91,10 +107,11 @@ class Known:
         self.moves: list[set[Any]] = [set() for _ in self.owners]
         """For each owner, the names whose value was seen to be exchanged, or changed."""
         self.stays = [owner.read() for owner in self.owners]
-        """For each owner, the other slots and their values when read last.  The list is replaced, never changed."""
+        """For each owner, the other slots, and their values when last read.  A change makes a new list, since a
+        :class:`Reading` may still refer to this one."""
         slots = ((i, name, value) for i, slots in enumerate(self.stays) for name, value in slots.items())
         self.looked_at = {(i, name): _kind_of(value) for i, name, value in slots if _may_change(name, value)}
-        """Slot that held a tensor or an object when forward was watched -> the kind of that."""
+        """Slot that held a tensor or an object when forward was watched -> the class of it, or a function's code."""
         self.written: set[Slot] = set()
         """The slots to whose tensors forward writes in place."""
         self._prepare_comparison()
@@ -115,7 +132,8 @@ class Known:
     def _prepare_comparison(self) -> None:
         """Prepare the flat lists that :meth:`is_still` compares, which runs four times a call and must be fast.
 
-        Owners that are dictionaries are compared together, value by value; the others one by one.
+        Owners that are dictionaries are compared together, value by value: ``{"a": x, "b": y}`` and ``{"c": z}`` have
+        the ``_lengths`` 2 and 1, and the ``_values`` x, y, z.  The other owners are compared one by one.
         """
         self.movers = [index for index in self.indices if self.moves[index]]
         """The indices of owners in which something moves."""
@@ -123,7 +141,8 @@ class Known:
         mappings = {index: self.owners[index].mapping() for index in still}
         self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
         self._lengths = [*map(len, self._mappings)]
-        # In dictionaries that are parts of objects, names are compared too: user code may exchange a key, and no value.
+        # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
+        # key, and leaves the values as they were.
         parts = {index: mapping for index, mapping in mappings.items() if mapping is not None and self.is_part(index)}
         self._parts, self._names = [*parts.values()], [name for index in parts for name in self.stays[index]]
         self._values = [v for i, mapping in mappings.items() if mapping is not None for v in self.stays[i].values()]
@@ -149,16 +168,16 @@ class Known:
         return index in self._slots_of_parts
 
     def read_all(self) -> Reading:
-        """Return every slot as one that may move, for a watched forward, of which nothing is known yet."""
+        """Return a reading in which every slot counts as moving, for a watched forward."""
         slots = dict(enumerate(self.stays))
         return Reading(self.stays, slots, slots)
 
     def read(self, others: Sequence[Any], exchanged: Counter[Slot]) -> Reading | None:
         """Read the slots that move; return ``None`` if forward must be watched again.
 
-        It must if modules, their mode or their hooks have changed; or if forward may do something new, since an
-        attribute has changed, a slot holds an object of another kind, or a part of an object was changed.  Slots whose
-        value was exchanged since the last call count as moving from now on.
+        That is so if modules, their mode or their hooks have changed, or if forward may do something new: an attribute
+        has changed, a slot holds an object of another class, or a part of an object was changed.  Slots whose value was
+        exchanged since the last call count as moving from now on.
 
         ``others``: objects among the arguments.  ``exchanged``: how often each slot was exchanged between calls.
         """
@@ -179,14 +198,17 @@ class Known:
         return Reading(self.stays, before, moves)
 
     def _knows(self, others: Sequence[Any]) -> bool:
-        """Tell whether arguments of the types of ``others`` were given before, and none is a function: any may come."""
+        """Tell whether each of ``others`` has a type that an argument had in the watched call, and none is a function.
+
+        Each function may change other state, so a call with a function is always watched.
+        """
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
     def _note_changes(self, indices: Sequence[int], exchanged: Counter[Slot]) -> bool:
         """Note the values that were exchanged in the owners at ``indices`` since the last call.
 
-        Return whether forward is still known to do the same.  The first few times that a value is exchanged it is not:
-        forward may branch on it, draw or count.
+        Return whether forward may be expected to change the same slots as before.  The first two times that a value is
+        exchanged it may not: forward could branch on ``self.mode``, and count or draw only in one branch.
         """
         is_new = False
         for index in indices:
@@ -253,7 +275,7 @@ class Learned:
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False
-        """Whether a segment around it computes gradients through it in forward, and so again when it is recomputed."""
+        """Whether a segment around it computes gradients through it in its forward, and again when it is recomputed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
         return Learned()  # a copy of the module is another module
@@ -291,7 +313,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the class of ``value``, or the code of a function: with values of one kind, forward does the same."""
+    """Return the class of ``value``, or a function's code: forward is taken to do the same with values of one kind."""
     return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 
@@ -318,8 +340,8 @@ def _owners_of_code(
 ) -> tuple[list[Owner], bool]:
     """Return the variables that a call of ``modules`` may use, and whether its code may draw global random numbers.
 
-    Searched is the code of the modules' classes, that of objects in ``owners`` and ``others``, and that of objects in
-    the variables found, until nothing new is found.
+    The search starts with the code of the modules' classes and of the objects in ``owners`` and ``others``.  It goes on
+    with the code of the objects in the variables that it finds, until it finds no new ones.
     """
     found: dict[int, Owner] = {}
     draws = False

@@ -9,10 +9,11 @@ Every other operator is refused, a new one too.  Left out are operators that
   others of LAPACK that take pivots, ``fractional_max_pool2d``, everything ``backward``, the kernels of one library);
 - are PyTorch's own inner parts (``_stack``), but for those that exporting makes of ordinary models.
 
-An operator on the list may still be given arguments that its kernel handles badly.  Nothing here looks at them: PyTorch
-does, and where memopt runs a model, the process is confined.
+A file may still call an operator of the list with arguments that its kernel handles badly.  Nothing here looks at
+arguments: PyTorch checks them, and memopt runs models in a confined process.
 
-``name_`` is allowed where ``name`` is, but for ``as_strided_``, which changes what memory a parameter stands for.
+With an operator, its variant that works in place is allowed: ``relu_`` with ``relu``.  The only exception is
+``as_strided_``, with which a parameter could be made to refer to other memory.
 """
 
 from __future__ import annotations

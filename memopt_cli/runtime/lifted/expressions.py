@@ -1,4 +1,7 @@
-"""The text of values in generated code: the names of their variables, or their own expressions if used once."""
+"""The text of values in generated code: the name of a value's variable, or the value's expression where it has none.
+
+:mod:`memopt_cli.runtime.lifted.layout` decides which values have none: those that only one statement uses.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,16 @@ class Expressions:
     """The expressions of one function or method."""
 
     def __init__(self, names: Names, arguments: set[str], variables: Variables) -> None:
-        """Write a function with these ``arguments``; add to ``names``, those of the whole program, what it uses."""
+        """Write the expressions of a function with these ``arguments``.
+
+        ``names``: the global names of the whole program, to which those that the expressions use are added.
+        """
         self._names = names
         self._arguments = arguments
         self._variables = variables
         self._inline: dict[int, Callable[[], str]] = {}
-        """Value without a variable -> a function that returns its text where it is used."""
+        """Value without a variable -> a function that returns its text.  It is called where the text is written, since
+        the variables of its operands are known only then."""
 
     def write_inline(self, node: Node) -> None:
         """Have the value of ``node`` written wherever it is used."""
@@ -41,7 +48,10 @@ class Expressions:
         return operand in self._inline
 
     def global_name(self, name: str) -> str:
-        """Return the text for ``name``, of :data:`FUNCTIONS` or a library, though an argument may have that name."""
+        """Return the text that refers to ``name``, a name in :data:`FUNCTIONS` or a library.
+
+        It is ``len``, say, or ``len_`` if an argument of the function is called ``len``.
+        """
         known = FUNCTIONS.get(name, self._names.get(name))
         if known is None or name not in self._arguments:
             return name
@@ -109,6 +119,7 @@ class Expressions:
         def fill(slot: re.Match[str]) -> str:
             if slot[1] == "...":
                 return ", ".join(map(self.text, operands))
+            # ``len({0})`` needs no parentheses around the operand ``a + b``, but ``{0} * {1}`` does.
             enclosed = template[slot.start() - 1] in "([, :" and template[slot.end() : slot.end() + 1] in tuple(")],:")
             return (self.text if enclosed else self._operand)(operands[int(slot[1])])
 

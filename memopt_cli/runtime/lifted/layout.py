@@ -1,12 +1,13 @@
 """Lay out generated code: decide which nodes of a program share a statement, and until when each value is needed.
 
-A node whose value has one user is written into the user's statement if nothing in between can change that value::
+If only one node uses a value, the value's expression is written into the statement of that node, its *user*, provided
+that nothing in between can change the value::
 
     aten::mul.int(a, b) -> c, aten::floordiv.int(c, 2) -> d    becomes    d = a * b // 2
 
-The product depends on numbers alone, and may move any distance.  An attribute or an item of a list, which a statement
-in between could change, moves only if there is none.  Operators on tensors never move, so that they run in their order;
-only the last one of a function may stand in its ``return``.
+The product depends on numbers alone, and may move any distance.  An attribute or an item of a list moves only if no
+statement lies in between, since that might change it.  Operators on tensors never move, so that they run in their
+order; only the last one of a function may stand in its ``return``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
 from memopt_cli.runtime.lifted.program import values_of
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
+"""Parameters, nodes and results.  Each value has a number; a result is such a number, or a constant in a 1-tuple."""
 Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
+"""Kind, detail (an operator's name, say), operands, outputs, and the blocks of an ``if``, a ``loop`` or a ``grad``.
+
+``("operator", "aten::mul.int", (3, (2,)), (4,), ())`` makes value 4, the product of value 3 and the constant 2.
+"""
 
 ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
 """Kinds of nodes that are written where they are used, however often."""
@@ -51,9 +57,10 @@ class Layout:
         return values_of(node[2]) | self.used_inside(node) if node[4] else values_of(node[2])
 
     def places(self, block: Block, *, tail: bool = False) -> list[int]:
-        """Return, for each node of ``block``, the index of the node whose statement has it: itself or its only user.
+        """Return, for each node of ``block``, the index of the node whose statement contains its expression.
 
-        The number of nodes stands for the block's end; in a ``tail`` that is a ``return``.
+        That is the node itself, or the place of its only user.  One more item, the number of nodes, is the place of the
+        block's end, which uses the results; in a ``tail`` the end is a ``return`` statement.
         """
         key = id(block), tail
         if key not in self._places:
@@ -75,6 +82,8 @@ class Layout:
         users = self._users(block)
         heights = self._measure(block, users)
         places = [*range(end + 1)]
+        # Backwards, since a node moves to where its user has moved.  ``barrier``: the nearest later statement.  If that
+        # comes before the user's statement, a node that reads a list, which it may change, must stay in front of it.
         barrier = end
         for index in range(end - 1, -1, -1):
             node = nodes[index]
@@ -88,17 +97,18 @@ class Layout:
         return places
 
     def _users(self, block: Block) -> dict[int, list[int]]:
-        """Return the indices of the nodes in ``block`` that use each value; the block's end is one, too."""
+        """Return, for each value, the indices of the nodes in ``block`` that use it; the block's end counts as one."""
         users: dict[int, list[int]] = {}
         for index, node in enumerate((*block[1], ("end", None, block[2], (), ()))):
             for value in (v for v in node[2] if type(v) is int):
                 users.setdefault(value, []).append(index)
             for value in self.used_inside(node) if node[4] else ():
-                users.setdefault(value, []).extend((index, index))  # never moved into a block of its own
+                # Entered twice, so that it has no only user: in a loop's block, it would be computed in every round.
+                users.setdefault(value, []).extend((index, index))
         return users
 
     def _measure(self, block: Block, users: dict[int, list[int]]) -> list[int]:
-        """Return how deep the expression of each node would be nested if every node that can moved to its user."""
+        """Return how deep each node's expression is nested if every node that may move to its user does."""
         heights: list[int] = []
         of_value: dict[int, int] = {}
         for node in block[1]:

@@ -34,17 +34,26 @@ from memopt_cli.runtime.private_torch import (
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An operator as a Python expression, in which ``{0}``, ``{1}`` … stand for its operands."""
+    """An operator that generated code writes as a Python expression: ``aten::mul.int`` is ``{0} * {1}``."""
 
     template: str
+    """The expression, with ``{0}``, ``{1}`` … in the places of the operands, and ``{...}`` for a list of all."""
     pure: bool = False
-    """Whether it depends on nothing that can change, so that it may move to where its result is used."""
+    """Whether its result depends on nothing that can change, so that it may be computed later, where it is used."""
     alias: bool = False
     """Whether it is a statement that changes its first operand, which is also its result."""
 
     def operands(self) -> int:
         """Return how many operands the operator needs."""
         return max((int(slot) + 1 for slot in re.findall(r"\{(\d+)\}", self.template)), default=0)
+
+
+# The keys of the four tables that follow are pairs of operators and overloads, each separated by spaces:
+# ``("aten::div", "int float -")`` names ``aten::div.int``, ``aten::div.float``, and ``aten::div`` without an overload.
+# The tables differ in whether an expression may move to where its result is used.  ``_PURE``: any distance.
+# ``_READING``: only if no statement lies in between, which might change the list, dict or tensor that is read.
+# ``_CHANGING``: never, since it changes an operand or depends on a global mode.  ``_ALIASING``: never, and its result
+# is its first operand, which it changes.
 
 
 def _overloads(name: str, overloads: str) -> list[str]:
@@ -216,7 +225,8 @@ EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
 READING: Final = frozenset(
     key for names, overloads in _READING for name in names.split() for key in _overloads(name, overloads)
 )
-"""Operators that read what may change later, so that no other statement may come in between."""
+"""Operators that read a list, dict or tensor, which a later statement may change: their expressions must not move past
+a statement."""
 
 
 # ---------------------------------------------------------------------------------------------- PyTorch's

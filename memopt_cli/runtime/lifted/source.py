@@ -1,12 +1,19 @@
 """Write a stored program as readable Python.
 
-A variable lives only as long as its value is needed: then its name is used for the next value of that name, or it is
-deleted.  So a lifted model holds no more memory than a model written by hand.
+A lifted model must hold no more memory than a model written by hand.  So a variable lives only as long as its value is
+needed: after that the next value takes over its name, or the variable is deleted::
 
-Why text, and not an interpreter that walks the nodes and frees each value after its last use?  One was written, with
-one step for each node (``frame[i] = f(*arguments(frame))``), and gave the same bits.  But it was up to 10 % slower if
-operators are short (recurrent models, PyTorch 2.13), and ``torch.compile`` could not compile it: of a recurrent model
-it made 5 graphs without a call and 12 breaks, where the text gives one graph of 339 calls.
+    def forward(self, x):
+        x = aten.linear(x, self.fc.weight, self.fc.bias)    # takes over the name of the input
+        relu = aten.relu(x)
+        del x
+        mul = aten.mul_Tensor(relu, relu)
+        return aten.add_Tensor(mul, relu)
+
+Why text, and not an interpreter that walks the nodes and frees each value after its last use?  An interpreter with one
+step for each node (``frame[i] = f(*arguments(frame))``) gave the same bits.  But it was up to 10 % slower on recurrent
+models, whose operators are short (PyTorch 2.13), and ``torch.compile`` could not compile it: from a recurrent model it
+made 5 graphs without a call and 12 breaks, where the text gives one graph of 339 calls.
 """
 
 from __future__ import annotations
@@ -28,11 +35,11 @@ from memopt_cli.runtime.lifted.variables import Variables
 FOREVER: Final = 2**63 - 1
 """The most rounds of a ``while`` loop."""
 _METHODS: Final = ("prim::type", "prim::index")
-"""Operators that read attributes of a device; of other objects, attributes of these names are methods, and no data."""
+"""Operators that read attributes of a device.  On a tensor or a list, ``.type`` or ``.index`` is a method, not data."""
 
 
 def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
-    """Return ``program``, which was checked, as the text of a Python module, and the names that this needs."""
+    """Return the checked ``program`` as the text of a Python module, and the objects that its global names refer to."""
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
@@ -50,7 +57,7 @@ def _raises(block: Block) -> bool:
 
 
 class _Writer:
-    """A function or method, while it is written."""
+    """The writer of one function or method."""
 
     def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self.hints, self._block = method
@@ -63,7 +70,8 @@ class _Writer:
         """The variables of the values that are still needed."""
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
-        """Value -> the variable that it should have if that is free by then."""
+        """Value -> the variable that it should get if that is free by then: for a branch that must
+        assign ``y``, this makes ``y = aten.relu(x)`` of ``relu = aten.relu(x)`` and ``y = relu``."""
 
     def write(self) -> str:
         """Return the function's text."""
@@ -84,8 +92,18 @@ class _Writer:
     def _emit(self, block: Block, outer: Container[int], ending: Iterable[int], *, tail: bool) -> Iterable[int]:
         """Write the statements of ``block``, and return the values that only its results still need.
 
-        ``outer``: values needed when it has ended, besides its results; ``ending``: values that perhaps even the block
-        does not need.  A ``tail`` ends by returning its result: no variable needs to be deleted then.
+        ``outer``: the values that are needed after the block, besides its results.  ``ending``: values that are not
+        needed after it, and perhaps not even in it.  For both branches of this ``if``, ``outer`` has ``x``, which a
+        later statement uses, and ``ending`` has ``h``, which no later statement uses::
+
+            if training:
+                y = aten.relu(h)
+                del h
+            else:
+                del h              # this branch does not even use it
+                y = aten.tanh(x)
+
+        ``tail``: the block ends by returning its result, so that no variable needs to be deleted there.
         """
         nodes, results = block[1], block[2]
         places = self.layout.places(block, tail=tail)
@@ -107,7 +125,12 @@ class _Writer:
         return needed[len(nodes)].ending
 
     def _needed(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
-        """Return the values needed after the statement at each place; the last item: those needed before the first."""
+        """Return the values needed after the statement at each place; the last item: those needed before the first.
+
+        Example, with an operator ``f`` on tensors: the nodes ``c = a * b``, ``d = c // 2`` and ``e = f(d)`` make one
+        statement, ``e = f(a * b // 2)``.  So their ``places`` are 2, 2, 2, and 3 for the block's end, which has ``e``.
+        The last use of ``a``, ``b``, ``c`` and ``d`` is at place 2, and that of ``e`` at place 3.
+        """
         last: dict[int, int] = {}
         for place, node in zip(places, (*block[1], ("end", None, block[2], (), ())), strict=True):
             for value in self.layout.used_by(node):
@@ -132,7 +155,7 @@ class _Writer:
         *,
         tail: bool = False,
     ) -> list[str]:
-        """Return the indented lines of ``block``, which ends by assigning operands to variables, ``targets``."""
+        """Return the indented lines of ``block``; at its end each variable of ``targets`` is assigned its operand."""
         lines, self.lines = self.lines, []
         self.indent += 1
         self._wishes |= {operand: name for name, operand in targets.items() if type(operand) is int}
@@ -163,7 +186,8 @@ class _Writer:
     # ------------------------------------------------------------------------------------------ variables
 
     def define(self, values: Iterable[int], after: Needed) -> list[str]:
-        """Return variables for ``values``, which a statement gives; those in ``after`` are needed after it."""
+        """Return variables for ``values``, the results of a statement after which those in ``after`` are needed."""
+        # In ``x = relu(x)`` the new value takes over the name of the old one, whose last use is in this statement.
         for value in after.ending:
             if value not in after and (ended := self.variables.name(value)):
                 self.variables.offer(ended)
@@ -213,7 +237,7 @@ def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _outputs(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
-    """Return the variables of those outputs of ``node``, which has blocks, that are needed, and their positions."""
+    """Map a variable for each needed output of ``node``, an ``if`` or ``grad``, to the position of the output."""
     positions = [position for position, value in enumerate(node[3]) if value in after]
     return dict(zip(writer.define([node[3][i] for i in positions], after), positions, strict=True))
 
@@ -288,7 +312,11 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _carried(writer: _Writer, node: Node, after: Needed) -> list[str]:
-    """Return the variables that the loop ``node`` carries: those of its starting values, if these end here."""
+    """Return the variables that the loop ``node`` carries from round to round.
+
+    A starting value that nothing else needs gives its own variable: ``h = zeros(…)`` before the loop, ``h = cell(h)``
+    in it.  Otherwise the loop gets a variable of its own, ``h_1 = h``, since it would overwrite ``h``.
+    """
     starts, inside = node[2][2:], writer.layout.used_inside(node)
     times = collections.Counter(start for start in starts if type(start) is int)
     names: dict[str, None] = {}
@@ -305,13 +333,15 @@ def _carried(writer: _Writer, node: Node, after: Needed) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _NeededInLoop:
-    """The values needed after a round of a loop: all from before the loop, since the next round may use them."""
+    """The values needed after a round of a loop: every value from before it, which the next round may use again."""
 
     variables: Variables
     position: int
+    """The position in ``variables`` at which the loop starts."""
     own: frozenset[int]
     """The values that are parameters of the block."""
     after: Needed
+    """The values needed after the whole loop."""
 
     def __contains__(self, value: object) -> bool:
         if value in self.own or not isinstance(value, int):
@@ -320,9 +350,10 @@ class _NeededInLoop:
 
 
 def _known_data(block: Block, known: set[int]) -> set[int]:
-    """Return the values in ``block`` that can only be data, as results of operators and attributes are.
+    """Return the values in ``block`` that are surely data: results of operators, attributes and constants.
 
-    An argument and the return value of a module may be anything, and so may an item of a container.
+    An argument, the return value of a module, and an item of a container may be anything, so the code checks them
+    before it sets an attribute to one (``checked_data``).
     """
     for kind, detail, operands, outputs, blocks in block[1]:
         for inner in blocks:

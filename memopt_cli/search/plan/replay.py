@@ -72,8 +72,8 @@ class ReplayedSegment:
     state_bytes: int = 0
     """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
-    """Operators that are batch norms with the statistics of all chunks; each links the pass that ends there to the
-    next."""
+    """Operators that are batch norms with the statistics of all chunks.  A pass ends at each, with a link to the next
+    (drawn in :mod:`memopt_cli.runtime.batch_statistics`)."""
     keeps_graph: bool = False
     """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
@@ -257,7 +257,7 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> int:
-        """Return until when segments within ``block`` hold ``storage`` in their first runs; 0 if none does.
+        """Return the instant until which a first run of a segment inside ``block`` holds ``storage``; 0 if none does.
 
         A segment holds a storage that autograd would save, or that an inner segment takes as input, until that run ends
         (:class:`memopt_cli.runtime.held.Held`); in passes over chunks, until the norm at which the pass ends.
@@ -292,14 +292,15 @@ class _Passes:
     """Bytes that segments hold in backward because their chunks share batch statistics.
 
     Such a segment goes over its chunks once for each batch norm, up to that norm (a *pass*), before the run that
-    computes its output.  Backward goes through the passes from the last to the first.
+    computes its output.  Backward goes through the passes from the last to the first, over their links, which the head
+    of :mod:`memopt_cli.runtime.batch_statistics` draws.
     """
 
     def __init__(self, original: Original, order: _Order) -> None:
         self._original, self._trace, self._order = original, original.trace, order
 
     def linked_bytes(self, block: ReplayedSegment) -> int:
-        """Return the most bytes, over all chunks, of a norm's input gradient, which a pass hands to the pass before."""
+        """Return the bytes of the largest gradient that a link passes on: that of one norm's input, in all chunks."""
         made = (self._trace.ops[norm].makes for norm in block.norms)
         return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
 
@@ -316,7 +317,7 @@ class _Passes:
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes that backward makes in all chunks for an earlier pass, as a residual connection needs."""
+        """Return the most bytes that wait, in all chunks, for an earlier pass: gradients of residual connections, say."""
         most, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]
