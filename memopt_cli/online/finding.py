@@ -1,4 +1,8 @@
-"""Finding the structure of a time step, by running one and differentiating its parts."""
+"""Find the structure of a time step: run one step, and see in autograd's graph which parts read which.
+
+The step runs twice from random states, one near rest and one far from it.  A part that is seen to mix neurons in either
+run is refused, as eligibility traces need derivatives that are diagonal over neurons.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,10 @@ from memopt_cli.online.undeclared import refuse_undeclared
 from memopt_cli.runtime.state import StartingState
 
 _SPREADS = (1.0, 10.0)
-"""Distances from rest of the states with which the step is probed.
+"""Average distances of the random states from rest, one for each run of the step.
 
-The structure is taken from the first probe; the second only adds parts that mix neurons where states are large.
+The structure is taken from the first run.  The second only adds parts that mix neurons where states are large,
+which the first may not show.
 """
 
 
@@ -47,6 +52,7 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
                 start.enter()
     finally:
         start.enter()
+    # Mixing in either run counts, and :func:`check_neuron_by_neuron` then refuses it.
     for out, reads in probes[0].reads.items():
         reads.mixed = reads.mixed.union(*(probe.reads[out].mixed for probe in probes if out in probe.reads))
     return _structure(Reach(probes[0]))
@@ -90,7 +96,7 @@ def _structure(reach: Reach) -> Structure:
 
 
 def _not_followed(reach: Reach) -> dict[PastState, frozenset[Source]]:
-    """Map each state that does not depend on traced weights to the parts that it was computed from."""
+    """Map each state that does not depend on traced weights to all parts that its cell's outputs were computed from."""
     sources_of: dict[PastState, frozenset[Source]] = {}
     for cell in reach.probe.cells.keys() - reach.cells:
         outs = [out for out in reach.outs if out.cell == cell]

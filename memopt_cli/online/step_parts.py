@@ -1,7 +1,7 @@
 """The parts of a time step while it runs: their rows, and the checks against the step that ``compile_graph`` ran.
 
-The structure was found in one step.  If a later step takes another path, and a part reads something that it did not
-read then, the traces would be wrong without a sign of it; the checks raise an error instead.
+The structure was found in one step.  If the model branches, a part may read something in a later step that it did not
+read in that one.  The traces would then be wrong, and nothing would show it, so the checks raise an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepParts:
         self.structure = structure
         self.gate = gate
         self.graph: Graph | None = None
-        """Graph of the step; ``None`` if no part is checked to be read only by weights."""
+        """Graph of the step; ``None`` if no check needs it, since no part is read through weights only."""
         self.past_values: dict[PastState, Tensor] = {}
         """State of the last step -> its value."""
         self.outputs: dict[Use, Tensor] = {}
@@ -97,7 +97,7 @@ class StepParts:
 
 
 def _refuse_further(cell: str, row: Mapping[Any, Tensor]) -> None:
-    """Raise :class:`MemoptError` for an entry of ``row`` that is not zero."""
+    """Raise :class:`MemoptError` if a derivative in ``row`` is not zero: ``cell`` reads a part that it did not read."""
     for source, slope in row.items():
         if slope.any():
             raise changed(cell, f"reads {name_of(source)}")

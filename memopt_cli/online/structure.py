@@ -1,9 +1,9 @@
 """The structure of one time step: which weights carry traces, which states they reach, and which tensors are tied.
 
 A step is taken apart into its *parts*: the states from the last step, the outputs of tagged weights, and the outputs of
-cells.  It is recorded which parts each part reads, and whether it reads them neuron by neuron.  From that follow the
-states that a weight reaches: paths lead from cell to cell and on through the time steps, and end where they enter a
-weight, traced or not.
+cells.  For each part, it is recorded which other parts it reads, and whether it reads them neuron by neuron.  This
+shows the states that a weight *reaches*: paths lead from its output to a cell's new state, and from there to other
+cells and to later time steps; they end where they enter a weight, traced or not.
 
 :mod:`memopt_cli.online.finding` finds the structure: :mod:`memopt_cli.online.probe` takes a step apart,
 :mod:`memopt_cli.online.graph` walks autograd's graph, and :mod:`memopt_cli.online.reach` follows the weights from part
@@ -22,7 +22,7 @@ Source = PastState | Use | CellOutput
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """The parts that an output of a cell depends on neuron by neuron, and that depend on traced weights themselves."""
+    """The parts that an output of a cell reads neuron by neuron, if they depend on traced weights themselves."""
 
     held: tuple[PastState, ...] = ()
     uses: tuple[Use, ...] = ()
@@ -31,7 +31,18 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of one time step of a model."""
+    """The structure of one time step of a model.
+
+    In the step ``v = 0.9 v + fc(x); s = spike(v); return readout(s)``, a cell ``lif`` declares the state ``v`` and
+    returns ``s``, and two linear layers are tagged:
+
+    - ``fc`` reaches ``v``: ``groups`` maps its use to the group ``v`` of ``lif``, and ``edges`` maps the new ``v`` to
+      the last ``v`` and that use.
+    - The use of ``fc`` is ``constant``, since its input is an input of the model.  It is ``unread``, as ``v`` is, since
+      only ``lif`` reads it; if the model also returned ``fc(x)``, it would be ``connected``.
+    - ``v`` would be ``exposed`` if the model also returned the ``v`` of the last step.
+    - ``readout`` is ``untraced``: its output enters no cell.
+    """
 
     groups: dict[Use, tuple[Group, ...]]
     """Use of a traced weight -> the groups of states it reaches neuron by neuron, in this step or a later one, without
@@ -39,7 +50,7 @@ class Structure:
     z_shapes: dict[Use, tuple[int, ...] | None]
     """Use of a traced weight -> shape of its input per sample; ``None`` for an elementwise parameter, without input."""
     cells: tuple[str, ...]
-    """Paths of the cells that have states in a group, or through which cells with such states are reached."""
+    """Paths of the cells that have states in a group, and of those between a weight and such a cell."""
     edges: dict[CellOutput, Edges]
     """Output of a cell that is followed -> the parts that it depends on."""
     constant: frozenset[Use]
@@ -51,7 +62,8 @@ class Structure:
     exposed: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
     attached: frozenset[CellOutput]
-    """Outputs of cells that depend on more than their edges, so that autograd's graph behind them must stay."""
+    """Outputs of cells that depend on more than their edges (a trainable time constant, say), so that autograd's graph
+    behind them must stay."""
     derived: dict[CellOutput, frozenset[int]]
     """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
     untraced: dict[str, str]
@@ -61,7 +73,7 @@ class Structure:
     known: dict[CellOutput, frozenset[Source]]
     """Output of a cell that is followed -> all that it was computed from, by any path."""
     not_followed: dict[PastState, frozenset[Source]]
-    """State that carries nothing of traced weights -> all that it was computed from, by any path."""
+    """State that does not depend on traced weights -> all that it was computed from, by any path."""
     unread: frozenset[PastState | Use]
     """States, and outputs of traced weights, that are read only by cells that are tied to them."""
     entering: frozenset[PastState]
@@ -71,7 +83,7 @@ class Structure:
     through weights without tags."""
 
     def beside_its_graph(self, row: Row) -> Row:
-        """Return ``row`` without the entries whose gradients autograd computes by an attached tensor's own graph."""
+        """Return the ``row`` of an attached tensor without entries whose gradients its own graph already carries."""
         return Row(
             {held: d for held, d in row.hidden.items() if held not in self.exposed},
             {use: d for use, d in row.inputs.items() if use not in self.connected},

@@ -21,7 +21,7 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class TracedStep(Interception):
-    """Runs time steps, advances the traces, and ties the outputs of cells to the weights.
+    """A runner of time steps, which advances the traces and ties the outputs of cells to the weights.
 
     In a single step, the graph inside a cell serves only for its Jacobian and is cut from the loss: the gradient of an
     output goes by ties straight to the weights, and to whatever their inputs were computed from.  For a neuron
@@ -40,13 +40,18 @@ class TracedStep(Interception):
         weights = {use.path: model.get_submodule(use.path) for use in self.traces.by_use}
         super().__init__(weights, {cell: model.get_submodule(cell) for cell in structure.cells}, batched=batched)
         self._window = window
+        """Whether backward goes through several steps at once."""
         self._model_states = list(states_of(model).values())
         self._read = {out for edges in structure.edges.values() for out in edges.out}
+        """Outputs of cells that other outputs of cells read in the same step."""
         watched = structure.calls.keys() - weights.keys() - self.cells.keys()
         self.watched = {path: model.get_submodule(path) for path in watched}
         self.most_calls = structure.calls
         self._not_followed = {held: State(model.get_submodule(held.cell), held.name) for held in structure.not_followed}
+        """State that does not depend on traced weights -> its place in the model; each step checks that it still is
+        independent."""
         self._parts = StepParts(structure, self.gate)
+        """The parts of the step that runs; every step starts with new ones."""
 
     @property
     def states_held(self) -> list[State]:
@@ -122,7 +127,9 @@ class TracedStep(Interception):
         uncut = (self._window or use in self.structure.connected) and y.requires_grad
         if uncut:
             (output,) = self.gate.tie([y], [[]])
-        else:  # a leaf for the cells: their Jacobians end here, and the ties carry the gradient of the loss onward
+        else:
+            # The cells get a leaf of the graph, at which their Jacobians end.  Gradients of the loss do not pass it:
+            # the ties take them from the outputs of the cells straight to the weight.
             output = y.detach().requires_grad_()
             if use in self.structure.unread:
                 _refuse_gradient(self.gate, output, name_of(use))

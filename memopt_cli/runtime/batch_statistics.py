@@ -177,7 +177,7 @@ class BatchStatistics:
         return self._start.enter
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
-        """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it stopped at a norm."""
+        """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it broke off."""
         # The function must not hold ``self``: autograd's graph holds the function until backward, and ``self`` has
         # copies of the module's state.
         module, forward = self._module, self._forward

@@ -1,10 +1,13 @@
 """Check the code in a TorchScript archive as text, before PyTorch compiles it.
 
-TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked.  Every name must be a
-variable, a word of the language, or an allowed operator, whether that is called as ``torch.relu(x)`` or as
-``x.relu()``.  Every ``unchecked_cast`` must be one that the compiler itself would write, since the interpreter trusts
-it: a number that is cast to a tensor would be read as an address.  And code that runs while the archive is loaded may
-restore a quantized layer, and do nothing that takes time or memory.
+TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked:
+
+1. Every name is a variable, a word of the language, or an allowed operator, whether that is called as ``torch.relu(x)``
+   or as ``x.relu()``.  ``ops.aten.from_file(...)`` is refused, which would read a file.
+2. Every ``unchecked_cast`` is one that the compiler itself would write, since the interpreter trusts it: after
+   ``unchecked_cast(Tuple[int, int, int], pair)``, it would read memory behind the pair.
+3. Code that runs while the archive is loaded (``__setstate__``) only restores quantized layers, and does nothing that
+   may take long or much memory.
 
 Text that Python and PyTorch might read differently is refused: characters beyond ASCII, comments, deep nesting.
 """
@@ -27,8 +30,8 @@ _PRIM: Final = frozenset(
     "is_sparse_csr is_vulkan is_xla is_xpu itemsize layout max min name nbytes rangelist requires_grad type "
     "unchecked_cast unchecked_unwrap_optional isinstance".split()
 )
-"""Allowed operators of ``prim``.  Those with a varying number of results, which TorchScript's interpreter leaves on its
-stack uncounted, are not among them."""
+"""Allowed operators of ``prim``.  Those with a varying number of results are left out: TorchScript's interpreter leaves
+them on its stack uncounted."""
 
 _WORDS: Final = frozenset(
     "Any Device Dict Enum Final Future Generator Interface List Module NamedTuple NoneType Number Optional Scalar "
@@ -39,9 +42,11 @@ _WORDS: Final = frozenset(
 """Names that a TorchScript file may use besides its own variables, ``torch``, ``ops`` and ``__torch__``."""
 
 _ROOTS: Final = frozenset({"torch", "ops", "__torch__"})
+"""Names with which operators (``torch.relu``, ``ops.prim.device``) and the archive's own classes begin."""
 _NO_VARIABLES: Final = _ROOTS | {"rpc_async", "rpc_remote", "rpc_sync", "getattr", "hasattr"}
+"""Names that no variable may have: a name that is a variable is not checked, and these mean more to the compiler."""
 _ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})
-"""Functions that may only be called: a call under the name of a variable would not be recognized."""
+"""Functions that may only be called: after ``f = getattr``, a call ``f(x, name)`` would not be recognized."""
 _TEXT: Final = re.compile(r"[ -~\n]*")
 """The characters that PyTorch writes into code; its parser and Python's may read others differently."""
 _DEEPEST: Final = 300
@@ -49,8 +54,9 @@ _DEEPEST: Final = 300
 _TYPE: Final = re.compile(r"[\w.,()\[\] ]+", re.ASCII)
 _LONGEST_TYPE: Final = 4096
 _TAGGED: Final = frozenset("Tensor int float bool str complex number Scalar NoneType Device".split())
-"""Types that PyTorch checks on the value wherever it uses one; for others it trusts the declared type."""
+"""Types that PyTorch checks by a value's tag wherever it uses the value; others it takes as they are declared."""
 _CONTAINERS: Final = frozenset({"List", "Dict", "Optional"})
+# A C++ class that is not one of the weights of quantized layers, as a pickle names it.
 _NATIVE_CLASS: Final = re.compile(rb"__torch__\.torch\.classes\.(?!quantized\.)([\w.]+)")
 
 _RESTORES: Final = "__setstate__"
@@ -61,12 +67,12 @@ _WHILE_RESTORING: Final = frozenset(
 """Operators that restore a quantized layer, the only work that a script does while it is loaded."""
 _PRIM_WHILE_RESTORING: Final = frozenset({"RaiseException", "unchecked_unwrap_optional"})
 _ON_VALUES: Final = frozenset("eq ne lt gt le ge len __is__ __isnot__ __not__ __getitem__".split())
-"""Operators that compare and look up, which cost nothing and make nothing larger."""
+"""Operators that compare or look up values, which take no time and make nothing large."""
 _TO_RESTORE: Final = (
     *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.If, ast.Expr, ast.Return, ast.Pass, ast.expr_context),
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.UnaryOp, ast.USub),
 )
-"""The syntax with which a layer is restored: no loops, no arithmetic."""
+"""Kinds of syntax that restoring a layer needs: no loops, no arithmetic."""
 _MOST_TO_RESTORE: Final = 100
 """Most calls in a function that runs while the script is loaded."""
 
@@ -82,14 +88,14 @@ _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
 
 
 class UnsafeScript(Exception):
-    """An archive's code names something that is not known to be harmless; the message names it."""
+    """The code of an archive uses something that is not known to be harmless, which the message names."""
 
 
 def kind_of(record: str) -> Kind:
-    """Return the kind of the ``record`` with this name in a TorchScript archive.
+    """Return the kind of the record with the name ``record`` in a TorchScript archive.
 
-    Names must match exactly, though PyTorch's reader ignores case; only code is recognized in any case, so that it is
-    read.  Raises :class:`UnsafeScript` for a record of no known kind.
+    PyTorch's reader ignores case in names.  So a name like that of code is code in any case, and gets checked; other
+    names must match exactly.  Raises :class:`UnsafeScript` for a record of no known kind.
     """
     for kind, names in _KINDS.items():
         if names.fullmatch(record):
@@ -166,6 +172,8 @@ def _check_depth(tree: ast.AST) -> None:
 
 
 def _check_names(tree: ast.AST) -> None:
+    # A name is checked in one of two ways: with its attributes, if it starts a chain such as ``torch.relu``, and
+    # otherwise against the code's own variables and the words of the language.
     chains = list(_chains(tree))
     roots = {id(chain[0]) for chain in chains}
     own = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -184,8 +192,8 @@ def _check_names(tree: ast.AST) -> None:
 
 
 def _check_calls(tree: ast.AST) -> None:
-    # ``x.relu()`` calls the operator ``aten::relu``, too.  So each method's name must be that of an allowed operator,
-    # or of no operator at all.
+    # ``x.relu()`` calls the operator ``aten::relu`` if ``x`` is a tensor, and the types of variables are unknown here.
+    # So the name of each method must be that of an allowed operator, or of no operator at all.
     called = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -243,7 +251,9 @@ def _check_chain(names: list[str]) -> None:
 
 
 def _check_casts(tree: ast.Module) -> None:
-    # ``unchecked_cast(T, x)`` takes ``x`` for a ``T`` without a check: sound where ``x`` is declared ``Optional[T]``.
+    # ``unchecked_cast(T, x)`` takes ``x`` for a ``T`` without a check.  The compiler writes it where it knows that an
+    # ``x`` of the type ``Optional[T]`` is not ``None``.  It is allowed if every value that ``x`` may have is declared
+    # ``Optional[T]`` or ``T``, or if ``T`` is checked on the value later (``_TAGGED``).
     casts = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_cast(node)}
     owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
     for owner in owners:
@@ -278,7 +288,7 @@ def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 class _Variables:
-    """The declared types of a function's variables."""
+    """The types that a function declares for its variables, and the expressions that are assigned to them."""
 
     def __init__(self, function: ast.FunctionDef, attributes: Mapping[str, ast.expr]) -> None:
         self._attributes = attributes
@@ -303,7 +313,10 @@ class _Variables:
         return _is_tagged(kind) or all(_is_optional(found, ast.dump(kind)) for found in self._declared(source))
 
     def _declared(self, value: ast.expr) -> Iterator[ast.expr | None]:
-        """Yield the declared type of each value that ``value`` may stand for; ``None`` where the code declares none."""
+        """Yield the declared type of each value that ``value`` may evaluate to; ``None`` where none is declared.
+
+        After ``y = x``, the types of ``y`` are those of ``x``.
+        """
         pending, seen = [value], set[str]()
         while pending:
             match pending.pop():
@@ -357,7 +370,8 @@ _NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 def _check_restoring(trees: Iterable[ast.Module]) -> None:
-    # A script's ``__setstate__`` runs while it is loaded: it may restore a quantized layer, by one other method.
+    # PyTorch runs ``__setstate__`` while it loads a script, before anybody has decided to run the model.  Those of
+    # quantized layers pack weights, and may call one more method to do so; a call within that is refused.
     functions: dict[str, list[ast.FunctionDef]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -370,7 +384,10 @@ def _check_restoring(trees: Iterable[ast.Module]) -> None:
 
 
 def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list[str]:
-    """Return the ``methods`` that ``function`` calls.  Raises :class:`UnsafeScript` for what takes time or memory."""
+    """Return the ``methods`` that ``function`` calls.
+
+    Raises :class:`UnsafeScript` if it uses anything that may take long or much memory.
+    """
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)

@@ -1,9 +1,14 @@
-"""A bound on the work of reading a pickle: each opcode and each object is charged before it would be made.
+"""A bound on the work of reading a pickle: each opcode and each object is charged before the unpickler would make it.
 
 A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
 hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
-compared with all others.  Since only stand-ins are made here, the work can be counted first: each item and each
-comparison is a unit of work, and the units that a file may cause grow with its size.
+compared with all others.  Since only stand-ins are made here, the work can be counted first, in two sums:
+
+- *work*: one unit for each opcode, each item that is visited, and every few comparisons of keys.  A file of 1 kB may
+  cause 500,000 units, one of 100 MB about 3.1 million, and none more than 8 million.
+- *bytes taken*: bytes and characters among the arguments of calls, at most four for each byte of the file, plus 1 MiB.
+
+:mod:`.making` says which step of a pickle is charged for what.
 """
 
 from __future__ import annotations
@@ -16,18 +21,19 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
 _LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
-"""Units of work that any file may cause, and that the largest may: a module takes 150 units in a few hundred bytes."""
+"""Units of work that even the smallest file may cause, and the most for any file.  For scale: a module of a model takes
+about 150 units, and a few hundred bytes in the file."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""The first 8 MiB of a file may be opcodes, and allow a unit of work for every 8 bytes; the rest is mostly weights, and
-allows one for every 64 bytes."""
+"""Size in bytes of the part of a file that may be all opcodes, and bytes of it for each further unit of work; bytes of
+the whole file for each further unit, where most of a file is weights."""
 _COPIES, _LEAST_TAKEN = 4, 1 << 20
-"""Bytes of arguments of calls: four for each byte of the file, since the memo lets a value be used several times, and
-a mebibyte in any file."""
+"""Bytes that calls may take as arguments: four for each byte of the file, since a pickle's memo lets it use a value
+several times, and 1 MiB in any file."""
 
 
 @dataclass(slots=True)
 class PickleScan:
-    """The names that the pickles of a file use, and the work of following them so far."""
+    """The names that the pickles of a file use, and the work that reading them would cause so far."""
 
     size: int
     """Bytes of the file, with which the allowed work grows."""
@@ -54,7 +60,7 @@ class PickleScan:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:
-        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if they are far more than the file has."""
+        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far more than the file has."""
         self.taken += size
         if self.taken > _COPIES * self.size + _LEAST_TAKEN:
             raise ValueError(EXHAUSTING)
@@ -76,6 +82,7 @@ class PickleScan:
 
 def hashed(value: Any) -> int:
     """Return the number of items that hashing ``value`` visits."""
+    # A plain list, dict or set cannot be hashed: Python raises an exception at once.
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
 
 
@@ -94,7 +101,7 @@ _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def amount_of(value: Any) -> int:
-    """Return the number of items, or bytes, of an object that is made of ``value``: ``bytearray(9)`` has 9."""
+    """Return the number of items, or bytes, of an object made from ``value``: 9 for ``bytearray(9)``."""
     if isinstance(value, Built):
         return value.weight + sum(map(hashed, value.items)) + len(value.entries)
     if isinstance(value, int):

@@ -37,8 +37,8 @@ LARGEST = 2**63 - 1
 _MOST_SIZES = 64
 """Most dimensions of a tensor: few of PyTorch's operators take more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""Most bytes of a tensor for each byte of its storage, and a constant on top.  A tensor from ``expand`` is larger than
-its storage, and a copy of it takes the full size."""
+"""Most bytes of a tensor for each byte of its storage, and bytes that are allowed besides.  A tensor from ``expand`` is
+larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, and a copy of it takes 4 TB."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MOST_WRAPPERS = 8
 """Most calls around the one that makes a tensor, such as those for a parameter and a subclass."""

@@ -32,7 +32,7 @@ Entries = Callable[[Any], list[tuple[str, Any]]]
 
 
 def is_module(value: Any) -> bool:
-    """Return whether ``value`` stands for a module: its state has ``_modules``, or it is one of memopt's own."""
+    """Return whether ``value`` is the stand-in of a module: its state has ``_modules``, or memopt itself made it."""
     if not isinstance(value, Built):
         return False
     if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
@@ -49,7 +49,8 @@ class FoundModule:
     notes: Notes = ()
     """Sentences for the user on where the model was found."""
     wrappers: tuple[Wrapper, ...] = ()
-    """Wrappers around the model that are left out, outermost first, down to the last that needs its own process."""
+    """Wrappers around the model that are left out, outermost first.  The last is the innermost one that cannot be used
+    outside of its training process, such as ``DistributedDataParallel``."""
 
 
 def module_in(root: Any, key: str | None, path: str) -> FoundModule:

@@ -1,14 +1,15 @@
-"""Making the stand-ins for the objects of a pickle; each is charged the work that unpickling would cost.
+"""Make the stand-ins for the objects of a pickle, and charge each for the work that the unpickler would have with it.
 
 The charges, in units of work and in bytes (:class:`~.charges.PickleScan`):
 
-=====================  =======================================================================================
-tuple                  all items in it, again in each tuple that holds it
-call                   the bytes of its arguments; for names of Python and ``torch`` their items, too
-call of a hash table   each key's hash, and comparing it with the keys of the same hash
-set item, add          the same
-state                  its items and its bytes; if it is copied, its tensors
-=====================  =======================================================================================
+========================  =====================================================================================
+a tuple of tuples         the items at every depth; they are charged again for each tuple around it
+a call                    the bytes of its arguments; for constructors of Python and ``torch`` their items, too
+a call that hashes keys   hashing each key, and comparing it with the earlier keys of the same hash
+setting a dict's entries  hashing and comparing, as above
+adding to a set           hashing and comparing, as above
+an object's state         its items and its bytes, and its tensors where the class copies them
+========================  =====================================================================================
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2"
 
 _DEEPEST_TUPLE = 200  # hashing and printing a tuple recurse into the tuples inside
 _WORK_PER_CHARACTER: Final = 200
-"""Units of work to compile a character of a regular expression: ranges that ignore case are slow."""
+"""Units of work for each character of a regular expression that is compiled: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
-"""Classes that hash the items that they are made of."""
+"""Classes whose constructors hash the items, or keys, that they are given."""
 _SAME_HASHES: Final = 8
-"""Comparisons of keys that are one unit of work."""
+"""Number of comparisons between keys of the same hash that count as one unit of work."""
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "_reconstructor"),
     Global("copyreg", "__newobj__"),
@@ -52,11 +53,13 @@ class Maker:
         self.steps: list[Step] = []
         self._scan = scan
         self._hashes: Counter[tuple[int, int]] = Counter()
-        """Identity of a container and a hash -> the number of its keys that have it."""
+        """Identity of a container, and a hash -> the number of keys with this hash in the container."""
         self._states: set[int] = set()
-        """Identities of dicts that became the state of an object, whose class has read them: they must not change."""
+        """Identities of dicts that became an object's state.  They must not change any more, since the object's class
+        has read them."""
 
     def make(self, node: Built) -> Built:
+        """Record the step that makes ``node``, and return ``node``."""
         self.steps.append(Step("make", node))
         return node
 
@@ -161,6 +164,8 @@ class Maker:
         """Charge for hashing ``keys``, and for comparing each with those of the same hash in ``node``."""
         for key in keys:
             self._scan.spend(hashed(key))
+            # The n-th key of one hash is compared with n - 1 others.  Strings are left out: Python salts their hashes,
+            # so no file can choose strings of the same hash.
             if not isinstance(key, str):
                 self._hashes[id(node), hash_of(key)] += 1
                 self._scan.spend(self._hashes[id(node), hash_of(key)] // _SAME_HASHES)

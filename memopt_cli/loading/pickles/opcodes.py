@@ -1,5 +1,13 @@
 """The opcodes of pickles: the effect of each on the stack of stand-ins.
 
+A pickle is a program for a machine with a stack.  One that makes ``Fraction(1, 2)``, apart from its memo::
+
+    GLOBAL fractions Fraction     pushes a Global
+    BININT1 1, BININT1 2          push 1 and 2
+    TUPLE2                        replaces both by a Tuple
+    REDUCE                        replaces the Global and the Tuple by a Built with how="called"
+    STOP                          ends the pickle, whose result is on top
+
 :data:`_ACTIONS` has the effect of each opcode that does more than push its argument.
 """
 
@@ -56,7 +64,8 @@ class Machine:
 
 
 Action = Callable[[Machine, Any], object]
-"""``action(machine, argument)``: the argument follows the opcode in the file; ``None`` if it has none."""
+"""Function ``action(machine, argument)`` that applies an opcode to the machine.  The argument follows the opcode in the
+file, and is ``None`` if the opcode has none."""
 
 
 # ---------------------------------------------------------------------------------------------- names and calls

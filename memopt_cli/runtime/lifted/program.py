@@ -13,12 +13,12 @@ A *program* is ``(version, class name, methods, functions)``, all of it tuples, 
 
 Kinds and their details: ``operator`` (its name with overload), ``call`` (path of a module, method), ``function``
 (name), ``get`` and ``set`` (path), ``parameter`` (path of an attribute that no program sets), ``tensor`` (index of a
-constant tensor), ``device`` (its name), ``home`` (the
-module's own device; its name when it was stored), ``tuple``, ``list``, ``dict`` (keys and values in turn), ``named``
-(name and fields of a named tuple), ``unpack``, ``item`` (index into a tuple), ``slice`` (first, last), ``raise``,
-``none`` (a value that is never read), ``if`` (operand: condition; blocks: then, else), ``loop`` (operands: most
-rounds, condition, values carried; its block takes the round and the values carried, and gives the condition and the
-values carried) and ``grad`` (whether gradients are recorded; one block).
+constant tensor), ``device`` (its name), ``home`` (the module's own device; its name when it was stored), ``tuple``,
+``list``, ``dict`` (keys and values in turn), ``named`` (name and fields of a named tuple), ``unpack``, ``item`` (index
+into a tuple), ``slice`` (first, last), ``raise``, ``none`` (a value that is never read), ``if`` (operand: condition;
+blocks: then, else), ``loop`` (operands: most rounds, condition, values carried; its block takes the round and the
+values carried, and gives the condition and the values carried) and ``grad`` (whether gradients are recorded; one
+block).
 
 For example, ``def forward(self, x): return torch.relu(x)`` has the block ``((0,), (("operator", "aten::relu", (0,),
 (1,), ()),), (1,))``: parameter 0, a node that makes value 1 of it, and the result 1.

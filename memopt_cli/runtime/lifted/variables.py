@@ -12,7 +12,9 @@ _NUMBERED = re.compile(r"(.+)_([1-9][0-9]*)")
 class Variables:
     """The variables of one function, while it is written.
 
-    A variable that is released is free for the next value.  Every method takes constant or logarithmic time.
+    A variable that is released is free for the next value.  Both branches of an ``if`` must start from the variables
+    before it: :meth:`position` is called before a branch is written, and :meth:`rewind` after it.  No method looks at
+    all variables, since a function may have thousands.
     """
 
     def __init__(self, taken: Collection[str]) -> None:
@@ -20,14 +22,16 @@ class Variables:
         self._values: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._since: dict[str, int] = {}
-        """Variable -> the moment from which it has held a value without a gap."""
+        """Variable -> the *moment* from which it has held a value without a gap: the length of ``_trail`` then."""
         self._bound: dict[int, int] = {}
-        """Value -> the moment from which a variable has held it."""
+        """Value -> the moment at which a variable got it."""
         self._trail: list[tuple[str, int | None, int]] = []
-        """For each change, in order, the variable, and the value and moment before it; a moment is a length of this."""
+        """For each change so far, the variable, and its value and moment before the change: :meth:`rewind` undoes the
+        last changes by it."""
         self._next: dict[str, int] = {}
-        """Base of names -> the first number never tried; the free ones among lower numbers are in the heap."""
+        """Base of names -> the first number that was never tried: 3 after ``x``, ``x_1`` and ``x_2``."""
         self._free: dict[str, list[int]] = {}
+        """Base of names -> a heap of lower numbers that may be free again."""
 
     # ------------------------------------------------------------------------------------------ what they hold
 
@@ -36,7 +40,7 @@ class Variables:
         return self._names.get(value)
 
     def held(self, values: Iterable[int]) -> list[int]:
-        """Return those of ``values`` that a variable holds, in the order of their variables."""
+        """Return those of ``values`` that a variable holds, in the order in which the variables came into use."""
         found = [value for value in values if value in self._names]
         return sorted(found, key=lambda value: self._since[self._names[value]])
 

@@ -317,7 +317,7 @@ class _Passes:
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Return the most bytes that wait, in all chunks, for an earlier pass: gradients of residual connections, say."""
+        """Return the most bytes of gradients that wait for an earlier pass, as a residual connection's do."""
         most, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]

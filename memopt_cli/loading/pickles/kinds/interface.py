@@ -1,7 +1,7 @@
 """The interface of a kind of objects (:class:`Kind`), the recipes that kinds give, and helpers that they share.
 
-A kind claims the names that it knows, by name alone.  Asked for a recipe, it may import the name, and returns how to
-check, make and fill the object, or why the file is refused.
+A kind claims the names that it knows, such as ``torch.nn.modules.linear.Linear``, by name alone.  When it is then asked
+for a recipe, it may import the name, and returns how to check, make and fill the object, or why the file is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Use:
     name: Global
     how: How | Literal["held"]
     node: Built | None = None
-    """The object that is made; ``None`` for a name that is held."""
+    """The stand-in of the object that is made; ``None`` for a name that is held as a value."""
 
 
 class Broken(ValueError):
@@ -61,7 +61,7 @@ class Missing:
 
     reason: str
     lacks: str = ""
-    """The missing module, if another one than the name's own; empty otherwise."""
+    """Name of a missing module outside of the name's own package; empty if there is none."""
 
 
 class Graph(Protocol):
@@ -96,7 +96,8 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that says why a file must not hold an object of these parts, empty if it may; ``None``: any parts do."""
+    """Function that says why a file must not hold an object of these parts, and returns an empty text if it may;
+    ``None`` if any parts are allowed."""
 
 
 class Kind(Protocol):
@@ -168,7 +169,11 @@ def is_dunder(name: str) -> bool:
 
 
 def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
-    """Return the attributes and slots in ``state``, a dict or a pair of dict and slots; ``None`` for other states."""
+    """Return the attributes and slots in ``state``, a dict or a pair of dict and slots; ``None`` for other states.
+
+    A class with ``__slots__`` has the state ``(None, {"slot": value})``, or ``({"attribute": value}, {"slot": value})``
+    if its objects have a ``__dict__``, too.
+    """
     match state:
         case Tuple(items=(None, slots)) if _is_dict(slots):
             return list(slots.entries)
@@ -224,9 +229,9 @@ _BECOMES: Final = "cls_to_become"
 
 
 def _is_method(found: Any) -> bool:
-    """Return whether an object's attribute would hide ``found``, an attribute of its class, as it hides a method.
+    """Return whether ``found``, an attribute of a class, is one that an object's attribute would hide, as a method is.
 
-    A property cannot be hidden, since Python looks for it before the object's attributes.
+    A property is not hidden, since Python looks for it before it looks at the object's attributes.
     """
     kind = type(found)
     keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
@@ -243,7 +248,7 @@ Table = Mapping[str, Recipe]
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kind with tables of all its names: those that may be called, created, or held as values."""
+    """A kind whose names are all listed, in one table for each way to use a name."""
 
     called: Table
     created: Table

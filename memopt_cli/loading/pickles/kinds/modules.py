@@ -1,7 +1,12 @@
-"""The kind of modules of PyTorch and of well-known model libraries, and of objects that these attach to their models.
+"""Recipes for modules of PyTorch and of well-known model libraries, and for objects that these attach to their models.
 
-An object is created without its constructor and given its attributes.  If its class has a ``__setstate__``, the
-library's code runs, on attributes that were audited.
+An object is created without its constructor and given its attributes, which were audited before.  If its class has a
+``__setstate__``, the library's code gets these attributes.  What is audited, for a ``torch.nn.Linear`` in the file::
+
+    {"training": True, "in_features": 3, "_parameters": {"weight": …}, "_modules": {}, …}
+
+Attributes that every module has, such as ``_parameters``, have a check of their own (:data:`REGISTERS`).  Any other is
+refused if it has a special name, such as ``__class__``, or would hide a method (:func:`.interface.shadowing`).
 """
 
 from __future__ import annotations
@@ -148,6 +153,7 @@ _REASONS: Final = {
 
 
 def _created(found: type) -> Recipe | Denied | None:
+    """Return the recipe for an object of the class ``found``, or why it has none; ``None`` if its kind is not known."""
     bases = [base for base in found.__mro__ if base.__module__ not in _PLAIN_COPIES]
     if issubclass(found, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
         own = found.__module__.partition(".")[0] == "torch"
@@ -180,12 +186,12 @@ def _called(found: type) -> Recipe | None:
 
 
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""Classes of training, of which some models hold objects."""
+"""Base classes of optimizers and schedulers, which some models keep as attributes."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
     *("torch.distributions", "transformers.core_model_loading"),
 )
-"""Modules and packages whose classes hold settings and tensors, and compute."""
+"""Modules and packages whose classes hold settings and tensors, and compute with them."""
 
 
 def _is_settings(found: type) -> bool:
@@ -214,7 +220,7 @@ def _member(found: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _maker(found: type) -> Callable[..., Any]:
-    """Return a function that creates an object of the class without its constructor."""
+    """Return a function that creates an object of the class ``found`` without running its constructor."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
@@ -243,7 +249,10 @@ def _check_attributes(node: Built, graph: Graph) -> str:
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Refuse an optimizer whose parameter groups are not plain lists: it walks through them when it takes its state."""
+    """Say why an optimizer or scheduler must not get its state; empty if it may.
+
+    An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
+    """
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
     held = [] if groups is None else _items_of(groups)
     known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
@@ -257,11 +266,11 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 _KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that ask for kernels of a hub, which are code."""
+"""Settings that make a model download kernels, which are code, from a hub."""
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Refuse a hook that would call anything but a hook."""
+    """Say why a hook must not get its state; empty if it may.  A hook may call other hooks, and nothing else."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
@@ -288,7 +297,10 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Refuse a recurrent layer with another number of layers than it has weights: it loops over that number."""
+    """Say why a recurrent layer must not have this ``num_layers``; empty if it may.
+
+    It loops over that number, so the number must not be larger than that of its parameters.
+    """
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
@@ -308,7 +320,7 @@ def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -
 
 
 Check = Callable[[str, Any, Graph], str]
-"""``check(name, value, graph)`` says why a module must not have this attribute; empty if it may."""
+"""Function ``check(name, value, graph)`` that says why a module must not have this attribute; empty if it may."""
 
 
 def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
@@ -379,11 +391,12 @@ REGISTERS: Final[Mapping[str, Check]] = {
     RUNS_KEY: _register("a run", lambda key, item, graph: _is_name(key) and graph.class_of(item) is Run),
     SEGMENT_KEY: lambda *_: "has a segment's settings among its attributes, which only memopt's own segments have",
     "_compiled_call_impl": _only(None, reason="would be called in its place"),
-    # Modules of transformers fetch kernels when their mode is set; each has the setting, and most say no.
+    # Modules of transformers with these settings fetch kernels as soon as ``train()`` or ``eval()`` is called.  Each
+    # module has the settings, and in most they are off.
     **dict.fromkeys(_KERNELS, _only(None, False, reason="asks for kernels of a hub")),
     "_is_full_backward_hook": _check_flag,
-    # ``torch.jit.script(model)`` leaves it on each module of the model: for a method, the names of its variants.  Only
-    # another scripting reads it.
+    # ``torch.jit.script(model)`` leaves this attribute on each module of the model: method -> the names of its
+    # overloads.  Only another call of ``torch.jit.script`` reads it.
     "__overloads__": _register(
         "an overload", lambda key, item, graph: _is_name(key) and all(map(_is_name, _items_of(item) or (None,)))
     ),
@@ -401,7 +414,7 @@ REGISTERS: Final[Mapping[str, Check]] = {
         _register("a flag", lambda key, item, graph: isinstance(key, int) and isinstance(item, bool)),
     ),
 }
-"""Attribute that every module has, or that memopt gives modules -> its check."""
+"""Attribute that PyTorch, a library or memopt gives every module -> its check."""
 
 
 # ---------------------------------------------------------------------------------------------- made
