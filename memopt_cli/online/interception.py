@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unfl
 
 
 class WholeBatch:
-    """Runs functions on tensors of the whole batch, also if the model sees one sample, a lane of a ``vmap``."""
+    """A runner of functions on tensors of the whole batch, even if the model sees one sample, a lane of a ``vmap``."""
 
     def __init__(self, *, is_seen: bool) -> None:
         """Prepare for a model that sees the batch (``is_seen``), or one sample of it."""
@@ -56,7 +56,17 @@ class WholeBatch:
 
 
 class Interception:
-    """A step that calls ``on_use``, ``on_enter`` and ``on_leave``, on tensors with a leading batch axis."""
+    """A time step of a model whose weights and cells are controlled by a subclass's methods.
+
+    For a cell ``lif`` that calls a weight ``rec`` inside, and a weight ``fc`` before it, :meth:`run` calls::
+
+        on_use(fc, x)            returns the output of ``fc``
+        on_enter("lif", 0, v)    returns the state that ``lif`` finds
+        on_use(rec, s)           returns the output of ``rec``
+        on_leave("lif", 0, v, s) returns the new state and the spikes that the model sees
+
+    All tensors have a leading batch axis.
+    """
 
     def __init__(self, weights: Mapping[str, nn.Module], cells: Mapping[str, nn.Module], *, batched: bool) -> None:
         """Control ``weights`` and ``cells``, both dotted path -> module; ``batched``: the model sees a batch."""
@@ -73,15 +83,15 @@ class Interception:
         """Cell -> the last known value of each of its states, with the version counter of the tensor."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
-        """Return the output that the model shall see of ``use``, a call of a traced weight with the input ``z``."""
+        """Return the output that the model gets from ``use``, a call of a traced weight with the input ``z``."""
         raise NotImplementedError
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that ``cell`` shall find in its ``states`` in call number ``call`` of this step, from 0."""
+        """Return the values that ``cell`` finds in its ``states`` in its call number ``call`` of this step, from 0."""
         raise NotImplementedError
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that the model shall see: the new states of ``cell``, then the tensors that it returns."""
+        """Return the tensors that the model gets: the new states of ``cell``, then the tensors that it returns."""
         raise NotImplementedError
 
     def on_overwritten(self, held: PastState) -> None:

@@ -28,7 +28,7 @@ class TraceSet:
         return {held for trace in self.by_use.values() for held in trace.shapes}
 
     def load(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Begin the first step with ``values`` for :attr:`states`, ``[B, ...]`` each."""
+        """Prepare the first step: give :attr:`states` these ``values``, each ``[B, ...]``."""
         loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.by_use}
         for (trace, name, _), value in zip(self._named, values, strict=True):
             loaded[trace.use][name] = value
@@ -41,7 +41,7 @@ class TraceSet:
         return tuple(trace.live.values[name] for trace, name, _ in self._named)
 
     def end(self) -> None:
-        """End the last step."""
+        """Drop the tensors that the traces hold only while steps run."""
         for trace in self.by_use.values():
             trace.end()
 

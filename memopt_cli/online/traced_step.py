@@ -48,8 +48,8 @@ class TracedStep(Interception):
         self.watched = {path: model.get_submodule(path) for path in watched}
         self.most_calls = structure.calls
         self._not_followed = {held: State(model.get_submodule(held.cell), held.name) for held in structure.not_followed}
-        """State that does not depend on traced weights -> its place in the model; each step checks that it still is
-        independent."""
+        """State that does not depend on traced weights -> its place in the model; each step checks that it
+        still does not."""
         self._parts = StepParts(structure, self.gate)
         """The parts of the step that runs; every step starts with new ones."""
 

@@ -1,6 +1,7 @@
 """The text of values in generated code: the name of a value's variable, or the value's expression where it has none.
 
-:mod:`memopt_cli.runtime.lifted.layout` decides which values have none: those that only one statement uses.
+:mod:`memopt_cli.runtime.lifted.layout` decides which values have none: those that only one node uses, and
+parameters and constants.
 """
 
 from __future__ import annotations

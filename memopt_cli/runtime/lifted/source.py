@@ -70,8 +70,8 @@ class _Writer:
         """The variables of the values that are still needed."""
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
-        """Value -> the variable that it should get if that is free by then: for a branch that must
-        assign ``y``, this makes ``y = aten.relu(x)`` of ``relu = aten.relu(x)`` and ``y = relu``."""
+        """Value -> the variable that it should get if that is free by then.  A branch that must assign ``y`` is then
+        ``y = aten.relu(x)``, and not ``relu = aten.relu(x)`` and ``y = relu``."""
 
     def write(self) -> str:
         """Return the function's text."""
