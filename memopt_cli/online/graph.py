@@ -48,9 +48,10 @@ class Reads:
     parameters: bool = False
     """Whether the tensor reads trainable parameters, or inputs of the model that require a gradient."""
     tagged: set[str] = field(default_factory=set)
-    """Paths of modules whose tagged weights the tensor reads without a call of the module."""
+    """Paths of modules whose tagged weights the tensor reads without a call of the module: ``x @ fc.weight``, say."""
     mixed: set[Source] = field(default_factory=set)
-    """Parts in ``direct`` that are not read neuron by neuron, or that are in ``weighted`` as well."""
+    """Parts in ``direct`` that are not read neuron by neuron (by a sum over neurons, say), or that are in ``weighted``,
+    too."""
 
     @property
     def sources(self) -> set[Source]:
@@ -130,6 +131,7 @@ class Graph:
             for node, _ in node.next_functions
             if node is not None
         ]
+        # A frozen parameter is not in autograd's graph, so a missing edge may be a frozen weight.
         is_fixed = self._has_frozen and any(before is None for before, _ in node.next_functions)
         return is_fixed or any(factor and factor <= self._parameters for factor in factors)
 

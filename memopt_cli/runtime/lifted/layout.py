@@ -82,8 +82,8 @@ class Layout:
         users = self._users(block)
         heights = self._measure(block, users)
         places = [*range(end + 1)]
-        # Backwards, since a node moves to where its user has moved.  ``barrier``: the nearest later statement.  A node that
-        # reads a list stays in front of that unless it is the user's own statement: any other might change the list.
+        # Backwards, since a node moves to where its user has moved.  ``barrier``: the nearest later statement.  A node
+        # that reads a list may move into that statement, but not past it, since it might change the list.
         barrier = end
         for index in range(end - 1, -1, -1):
             node = nodes[index]

@@ -59,7 +59,7 @@ _OPERATOR: Final = frozenset(
 
 
 class Functions:
-    """The kind of functions that are held as values."""
+    """The kind of functions that a module holds as values, such as ``torch.nn.functional.relu``."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` holds a function by a listed name."""
@@ -74,12 +74,16 @@ class Functions:
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
-        """Return the recipe for the function; a class of operators is held as a text, its name."""
+        """Return the recipe for the function ``use``, or the reason to refuse it.
+
+        One of ``_OPERATOR_OWNERS`` is made as a text, its name, so that nothing can be done with it but ``getattr``.
+        """
         if str(use.name) in _OPERATOR_OWNERS:
             return Recipe(make=lambda: str(use.name))
         function = resolve(use.name)
         if isinstance(function, Denied | Missing):
             return function
+        # A module such as ``torch.nn.functional`` also has names that it imported, which need not only compute.
         python = _in_function_module(use.name.module)
         if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
             return Denied("is not a function that memopt knows to do nothing but compute")
@@ -105,6 +109,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
+    """Say why ``node``, a call of ``getattr``, must not be made; empty if it may."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             allowed, of = is_allowed(f"aten::{name}"), owner.name
@@ -180,4 +185,4 @@ ATTRIBUTES: Final = Listed(
     created={},
     held={},
 )
-"""The result of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""
+"""The kind of results of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""

@@ -31,7 +31,7 @@ from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
-"""Stands for a script that nobody knows; it may have been a session, of which no script is left."""
+"""Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
@@ -120,7 +120,7 @@ def needs_script(wanted: Global) -> Denied:
 
 
 def _defined_here(wanted: Global) -> bool:
-    """Return whether the running script or session, other than memopt, defines the class ``wanted`` of ``__main__``."""
+    """Return whether ``wanted``, a name of ``__main__``, is a class of the running script, unless that is memopt."""
     found: Any = sys.modules["__main__"]
     if within(getattr(found.__spec__, "name", ""), "memopt_cli"):
         return False
@@ -138,7 +138,10 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return how the source at ``path`` defines ``wanted``, empty if it does not; the source is not imported."""
+    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
+
+    The source is read, not imported.
+    """
     try:
         state = path.stat()
         return _definitions(path, state.st_mtime_ns, state.st_size).get(wanted.name.partition(".")[0], "")
