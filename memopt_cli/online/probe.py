@@ -41,8 +41,11 @@ class Probe(Interception):
         self.of_output: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
+        """Use -> shape of its input per sample; ``None`` for an elementwise parameter, without input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
+        """Output of a cell -> its shape per sample."""
         self.derived: dict[CellOutput, frozenset[int]] = {}
+        """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
         self.overwritten: set[PastState] = set()
         """States that another module writes before their cell is called."""
         self.forgotten: set[PastState] = set()
@@ -53,7 +56,7 @@ class Probe(Interception):
         self.leaves: dict[Source, Tensor] = {}
         """Part -> the leaf that takes its place."""
         self._shown: dict[Node, int] = {}
-        """Node of the tensor that the model sees of a state -> its index in ``_shown_states``."""
+        """Node of autograd's graph at which the model gets the value of a state -> the index in ``_shown_states``."""
         self._shown_states: list[PastState] = []
         self._random = torch.Generator().manual_seed(0)
         self._spread = spread
@@ -107,7 +110,8 @@ class Probe(Interception):
         return tuple(self._cut(out, q) for out, q in zip(outs, tensors, strict=True))
 
     def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # Random values: at rest (mostly 0) surrogates and gates may have no slope, and nothing seems to depend on them.
+        # Random values: at rest (mostly 0) a surrogate or gate may have the slope 0, and its output would not seem to
+        # depend on the state.
         names = [PastState(cell, state.name) for state in self.states[cell]]
         shown = tuple(
             self._cut(held, value + self._spread * self._noise(value)).clone()

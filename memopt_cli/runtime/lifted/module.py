@@ -1,7 +1,8 @@
 """Modules whose methods are generated from a stored program: lifted TorchScript and exported models.
 
 A class is made for each program, after the program is checked (``program.py``); its code is text that ``source.py``
-writes.  :func:`check_lifted` makes sure that a module's attributes let its program reach nothing but operators.
+writes.  A checked program calls only allowed operators and modules of its own.  :func:`check_lifted` makes sure that
+the attributes under the names of these modules are modules, and that those that the program reads or sets are data.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class LiftedModule(nn.Module):
-    """Base of every lifted class; its subclasses are made from programs, one class each."""
+    """The base of all lifted classes; each subclass is made from one program."""
 
     _program: ClassVar[tuple[Any, ...]]
+    """The program (:mod:`memopt_cli.runtime.lifted.program`) from which the class is made."""
     _constants: tuple[Tensor, ...]
     """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
     _device: torch.device | None
@@ -60,9 +62,9 @@ class LiftedModule(nn.Module):
 
 
 def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
-    """Return the class of ``program``, one for each program.
+    """Return the class of ``program``: the same one whenever it is called with an equal program.
 
-    Raises :class:`BadProgram` before any code is made of data that is no program.
+    Raises :class:`BadProgram` for data that is no program, before any code is made from it.
     """
     check_size(program)
     key = repr(program)  # not ``program``: tuples with 1, 1.0 and True are equal, but different programs

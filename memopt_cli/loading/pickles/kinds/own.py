@@ -50,7 +50,7 @@ class Own:
     """The kind of the runtime's names that are a part of the format of saved models."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is a use that saved models make of a runtime's name; no other kind claims these."""
+        """Return whether ``use`` is a way in which saved models use a name of the runtime; no other kind claims it."""
         if use.name in (*RESTORE_SEGMENTS, RESTORE_LIFTED):
             return use.how == "called"
         if str(use.name) in _MODULES:
