@@ -724,7 +724,7 @@ class Leaf(Mixing):
 
 
 class Split(nn.Module):
-    """Block that lists its parts in ``__spatial_split__``, by which memopt may split it into segments."""
+    """Block whose ``__spatial_split__`` returns the modules that a plan may make segments of their own."""
 
     def __init__(self) -> None:
         super().__init__()
