@@ -120,7 +120,7 @@ class Recurrent(nn.Module):
 
 
 class Router(nn.Module):
-    """Router to one of four experts for each row; two gates have equal weights, so that rounding decides between them."""
+    """Router of each row to one of four experts; two gates have equal weights, so that their scores tie."""
 
     def __init__(self) -> None:
         super().__init__()

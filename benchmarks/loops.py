@@ -403,7 +403,7 @@ class Adversaries(nn.Module):
 
 
 def train_adversaries(model: nn.Module) -> list[float]:
-    """Train in turns the discriminator, with a gradient penalty, and the generator, against the frozen discriminator."""
+    """Train in turns the discriminator, with a gradient penalty, and the generator against the frozen discriminator."""
     generator, discriminator = model.generator, model.discriminator
     assert isinstance(generator, nn.Module)
     assert isinstance(discriminator, nn.Module)

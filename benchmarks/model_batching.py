@@ -3,11 +3,12 @@
     python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--save]
     python benchmarks/model_batching.py --first-call [--cases resnet18-5x7]
 
-The contestants of a case take turns, so that the load of the machine is the same for all; what is shown are medians.
-The loop is separate modules, each called and each with gradients of its own: what a user writes without any of these.
-Then the same models take one step both ways, in float64 and in float32.  A ReLU or a maximum whose inputs lie within
-float32's rounding of each other may send a gradient elsewhere, so that the loop's own float32 gradients are far from
-its float64 ones; what is asked of float32 is therefore to be as near to float64 as the loop is.
+The contestants of a case take turns, so that the load of the machine is the same for all; the table shows medians.
+The loop is what a user writes without any library: separate modules, called one after another.
+Then memopt and the loop take one step with the same weights, in float64 and in float32.  Where two inputs of a maximum
+differ by less than float32's rounding (or the input of a ReLU is as near to 0), a gradient may take another path, so
+that even the loop's float32 gradients are far from its float64 ones.  In float32, memopt must therefore only be as near
+to float64 as the loop is.
 torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); the table says where it cannot run
 a case.
 

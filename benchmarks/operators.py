@@ -42,7 +42,7 @@ _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
 _GENERATOR_BYTES = torch.get_rng_state().nbytes
 """Bytes of the random generator's state, which some of PyTorch's tests copy: no tensor of the step."""
 LEAST_BYTES = 1 << 16
-"""Bytes that a step should hold, so that a few of PyTorch's own do not decide the result."""
+"""Bytes that a step should hold: of a smaller one, a difference of a few bytes is a large error."""
 MOST_BYTES = 1 << 25
 """Bytes that a step may hold."""
 _MOST_SAMPLES = 12
@@ -155,7 +155,7 @@ def samples(operator: Any, factor: int) -> Iterator[Step]:
 
 
 def step_of(operator: Any) -> Step:
-    """Return the first step that holds :data:`LEAST_BYTES`, at the smallest scale that has one; else the largest step."""
+    """Return the first step of at least :data:`LEAST_BYTES`, at the smallest scale that has one; else the largest."""
     best: tuple[int, Step] | None = None
     before = 0
     for factor in SCALES:
@@ -192,7 +192,7 @@ def tensors_allocated(step: Step) -> int:
 def _allocations(
     tree: Any, overloads: dict[tuple[int, str], str], kernel_ends: int | None = None
 ) -> Iterator[tuple[int, int, int, int | None]]:
-    """Yield each allocation: time in ns, bytes (negative if freed), address, and the end of the running kernel or ``None``."""
+    """Yield time in ns, bytes (negative if freed), address, and end of the kernel then running (``None`` if none)."""
     for event in tree:
         ends = None if event.name in _COPIES else kernel_ends
         if event.name == "[memory]":

@@ -115,7 +115,7 @@ _HEADINGS = ["step", "takes", "limit", "first suggestion", "fits", "memory runs 
 
 def _rows(name: str, case: Case) -> list[list[str]]:
     prepared = _prepared(case)
-    traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # on data, for a dry run knows no workspaces
+    traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # on data, to record the workspaces of its kernels
     assert isinstance(traced, Traced), traced
     record = traced.trace
     held = [bytes_ + op.workspace_bytes for bytes_, op in zip(live_bytes(record)[1:], record.ops, strict=True)]

@@ -4,8 +4,8 @@
 
 Models: gpt and resnet of ``sample_models``, and a small Llama of Hugging Face whose attention has LoRA adapters
 (``pip install transformers peft``).  Each takes a step with each of :data:`SETTINGS`.  The profiler measures the peaks
-of forward, backward, clipping and update; a dry run on tensors without data predicts them, with the workspace of kernels
-taken from the measurement.  The largest error of all phases may be 1 %.
+of forward, backward, clipping and update; a dry run on tensors without data predicts them, but takes the workspaces of
+kernels from the measurement.  The largest error of all phases may be 1 %.
 
 Each model has a section in RESULTS.md.
 """
