@@ -1,4 +1,4 @@
-"""What memopt costs and saves on a GPU, beside PyTorch's own checkpoint.
+"""Measure what memopt costs and saves on a GPU, and compare it with PyTorch's own checkpoint.
 
     PYTHONPATH=. python benchmarks/gpu.py [--device cuda:0] [--seconds 330] [--small]
 
@@ -52,7 +52,7 @@ STEPS = 7
 
 
 class ViT(nn.Module):
-    """A vision transformer without a class token: images ``[B, 3, H, W]`` -> scores ``[B, classes]``."""
+    """Vision transformer without a class token: images ``[B, 3, H, W]`` -> scores ``[B, classes]``."""
 
     def __init__(self, size: int, patch: int, width: int, heads: int, blocks: int, classes: int = 1000) -> None:
         super().__init__()
@@ -73,13 +73,15 @@ class ViT(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and the inputs of its step."""
+    """Model, and the inputs of its step."""
 
     build: Callable[[], nn.Module]
     block: type[nn.Module]
+    """Class of the modules that are checkpointed."""
     inputs: tuple[str, ...]
-    """As ``memopt optimize -i`` takes them."""
+    """Inputs as ``memopt optimize -i`` takes them."""
     make: Callable[[], tuple[Tensor, ...]]
+    """Function that makes the inputs."""
 
 
 def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -244,7 +246,7 @@ _WAYS = {"plain": _plain, "torch.utils.checkpoint": _checkpointed, "segments": _
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A plan of ``memopt optimize``, and what it was predicted to need."""
+    """Plan of ``memopt optimize``, with its predicted peak and time."""
 
     plan: Plan
     peak_bytes: int

@@ -5,10 +5,12 @@
 
 The contestants of a case take turns, so that the load of the machine is the same for all; the table shows medians.
 The loop is what a user writes without any library: separate modules, called one after another.
+
 Then memopt and the loop take one step with the same weights, in float64 and in float32.  Where two inputs of a maximum
 differ by less than float32's rounding (or the input of a ReLU is as near to 0), a gradient may take another path, so
 that even the loop's float32 gradients are far from its float64 ones.  In float32, memopt must therefore only be as near
 to float64 as the loop is.
+
 torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); the table says where it cannot run
 a case.
 

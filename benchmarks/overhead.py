@@ -1,12 +1,14 @@
-"""What a segment costs beside its kernels, on layers of a few numbers: where the cost model's constants come from.
+"""Measure the time that a segment adds besides its kernels, from which the cost model's constants come.
 
     python benchmarks/overhead.py [--rounds 25]
 
-CPU time of one thread, medians of steps, plainly and with one segment in 1, 2 and 4 chunks.  What the segment adds
-beside one forward is a sum over its runs, the modules and operators in these, and the operators that chunks run more
-often; the constants are the least squares of the relative errors.  Then what it costs an operator that its segment
-keeps the outputs of products; norms in chunks that gather the statistics of the batch, in one pass more than there are
-norms; and the peer: blocks of a few numbers as segments, packed, and in PyTorch's own checkpoint, in turns.
+Layers of a few numbers make the kernels so short that the rest is seen.  Times are CPU time of one thread, medians of
+many steps, plainly and with one segment in 1, 2 and 4 chunks.  The time that a segment adds besides a second forward is
+taken as a sum of constants: one for each run of the segment, for each module and operator in it, and for each operator
+that chunks run again.  The constants minimize the squares of the relative errors.
+
+Three more tables show what keeping the outputs of products adds to each operator; what each norm adds where chunks
+gather batch statistics; and what a block adds as a segment, with packing, and in PyTorch's own checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _NORM_COUNTS = [1, 2, 4, 8]
 
 
 class _Functions(nn.Module):
-    """Operators of one module."""
+    """Module whose forward calls ``layer`` again and again, with one linear layer."""
 
     def __init__(self, layers: int, layer: Callable[[Tensor, nn.Linear], Tensor]) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Tensor]] = {
 
 
 def _median_s(run: Callable[[], object], rounds: int) -> float:
-    """Return the median seconds of CPU time of ``run``."""
+    """Return the median CPU seconds of ``run``."""
     return statistics.median(_cpu_s(run) for _ in range(rounds + 1))
 
 
@@ -106,9 +108,9 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 
 class _Segments:
-    """A module as several segments: the seconds that each adds to a step beside running forward once more.
+    """Seconds that a module adds to a step as each of ``segments``, besides those of a second forward.
 
-    A round takes every one in its turn, since a machine may run at half its speed a minute later.
+    All take turns in every round, since a machine may run at half its speed a minute later.
     """
 
     def __init__(self, module: nn.Module, x: Tensor, segments: Sequence[SegmentPlan], rounds: int) -> None:
@@ -120,11 +122,11 @@ class _Segments:
         for model, segment in zip(models, segments, strict=True):
             apply_plan(model, Plan(segments=(segment,)))
         self.added_s = _medians_beside(plain, models, x, rounds)
-        """In the order of ``segments``."""
+        """Seconds that each segment adds, in the order of ``segments``."""
 
 
 def _medians_beside(plain: nn.Module, models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[float]:
-    """Return for each of ``models`` the median seconds of its step less a step and a forward of ``plain``."""
+    """Return the median seconds of a step of each of ``models``, less those of a step and a forward of ``plain``."""
     added: list[list[float]] = [[] for _ in models]
     for _ in range(_WARM_UP + rounds):
         with torch.no_grad():
@@ -136,11 +138,11 @@ def _medians_beside(plain: nn.Module, models: Sequence[nn.Module], x: Tensor, ro
 
 
 _WARM_UP = 17
-"""Steps in which a segment is compared with its recomputation twice."""
+"""First steps, not timed: in these a segment also checks its recomputation."""
 
 
 def _terms(chunks: int, rerun: Rerun) -> list[int]:
-    """How often each constant counts."""
+    """Return how many times each constant is in the time of a segment."""
     again = 3 * (chunks - 1)
     return [chunks, chunks * rerun.modules, chunks * rerun.ops, again * rerun.ops, again * rerun.products]
 
@@ -183,7 +185,7 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
 
 
 def _chunked_row(norms: int, rounds: int) -> list[str]:
-    """Of each chunk, and of that what is left for every time it comes to a norm."""
+    """Return the row of ``norms``: what each chunk adds, and the part of it for each time that it runs a norm."""
     layers = [layer for _ in range(norms) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
     x = torch.randn(_CHUNKS, 4, 2, 2, requires_grad=True)
     segment = SegmentPlan(path="0", chunks=_CHUNKS, batch_statistics=True)
@@ -228,9 +230,9 @@ _WAYS = ("plain", "PyTorch's checkpoint", "segments", "packing")
 
 
 def beside_pytorch(rounds: int, device: str = "cpu") -> str:
-    """Return the table of what a block costs in a step plainly, and what each way adds.
+    """Return a table of the time of a block in a plain step, and of what each way adds.
 
-    CPU time on the CPU; on another ``device`` time on the wall, until it is done.
+    On the CPU, it is CPU time; on another ``device``, wall time until the device is done.
     """
     rows = []
     for name, (kind, x) in _BLOCKS.items():
@@ -242,7 +244,7 @@ def beside_pytorch(rounds: int, device: str = "cpu") -> str:
 
 
 def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
-    """Return the median seconds of a block in a step, each of the ways in its turn."""
+    """Return the median seconds of a block in a step in each of :data:`_WAYS`, which take turns."""
     device = str(x.device)
     models = {way: nn.Sequential(*(kind() for _ in range(_IN_A_ROW))).to(device) for way in _WAYS}
     now = time.process_time if device == "cpu" else time.perf_counter
@@ -265,7 +267,7 @@ def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, print the tables and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
