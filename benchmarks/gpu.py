@@ -2,13 +2,13 @@
 
     PYTHONPATH=. python benchmarks/gpu.py [--device cuda:0] [--seconds 330] [--small]
 
-Steps of a ResNet-50, a ViT and a GPT in bf16, eager: plain, with ``torch.utils.checkpoint`` on every block, with a
-segment on every block, and under the plan that ``memopt optimize`` chooses, as predicted and as measured.  Then blocks
-of a few numbers, whose time is Python's; the ways of ``benchmarks/offload.py`` on a GPT of a billion parameters; the
-tests that need a GPU; ``memopt selftest``; and in what time is left, the answer of ``memopt optimize --compile inductor
---budget 60%`` on the GPT and the ResNet-50.
+First, eager steps of a ResNet-50, a ViT and a GPT in bf16: plain, with ``torch.utils.checkpoint`` on every block, with
+a segment on every block, and under the plan of ``memopt optimize``, whose predictions are shown, too.  Then blocks of a
+few numbers, whose time is that of Python; the comparison of ``benchmarks/offload.py`` on a GPT of a billion parameters;
+the tests that need a GPU; and ``memopt selftest``.  In the remaining time, the GPT and the ResNet-50 get the answer of
+``memopt optimize --compile inductor --budget 60%``.
 
-Each row is printed, and kept in ``build/gpu/rows.json``, as soon as it is known: where the time runs out, none is lost.
+Each row is printed, and stored in ``build/gpu/rows.json``, at once, so that none is lost when the time runs out.
 ``--small`` shrinks the models, to try the script on a CPU.  Needs no network, and no package besides memopt's own.
 """
 
@@ -160,7 +160,7 @@ COMPILED_HEADER = ["step, bf16", "budget", "plan", "allocated peak", "step", ""]
 
 @dataclass(slots=True)
 class Bench:
-    """Runs what there is time for, and keeps every row at once."""
+    """Results so far, which are written after every row, and the time that is left."""
 
     device: str
     until_s: float
@@ -169,17 +169,17 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Seconds until the time is over."""
         return self.until_s - time.monotonic()
 
     def row(self, part: str, cells: list[str]) -> None:
-        """Keep a row of a table."""
+        """Print a row of the table ``part``, and write all results."""
         print(" | ".join(cells), flush=True)
         self.rows.setdefault(part, []).append(cells)
         self._write()
 
     def text(self, part: str, text: str) -> None:
-        """Keep what a part printed."""
+        """Print the text of ``part``, and write all results."""
         print(f"{part}: {text}", flush=True)
         self.texts[part] = text
         self._write()
@@ -187,7 +187,7 @@ class Bench:
     def _write(self) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / "rows.json").write_text(json.dumps({"rows": self.rows, "texts": self.texts}, indent=1))
-        if self.device == "cpu":  # a trial
+        if self.device == "cpu":  # a trial of this script, which must not change RESULTS.md
             return
         steps = table(HEADER, self.rows.get("steps", []))
         compiled = table(COMPILED_HEADER, self.rows.get("compiled", []))
@@ -202,7 +202,7 @@ class Bench:
 
 
 def steps(bench: Bench, name: str, case: Case) -> None:
-    """Measure a step of ``case`` plainly and in the other ways, and add a row for each."""
+    """Measure a step of ``case`` in every way, the plain one first, and add a row for each."""
     ways = {way: prepare(case) for way, prepare in _WAYS.items()}
     predicted = _optimized(bench, case)
     if predicted is not None:
@@ -330,7 +330,7 @@ def _seconds(step: Step) -> float:
 
 
 def _run(arguments: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run Python in the repository; what takes longer than ``limit_s`` ends with exit code 124."""
+    """Run Python in the repository; after ``limit_s`` seconds stop it with exit code 124."""
     command = [sys.executable, *arguments]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, limit_s), check=False)
@@ -360,7 +360,7 @@ def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the parts in turn until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=330)

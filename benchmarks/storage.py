@@ -1,16 +1,16 @@
-"""Ways to hold a tensor: packed, partly kept, in exact chunks.
+"""Measure packing, and plans with packing, kept outputs and exact chunks.
 
     python benchmarks/storage.py [--case CASE] [--rounds 5] [--threads 2]
 
 Cases, each a section of ``benchmarks/RESULTS.md``:
 
-kernels  packing 64 MiB of float32 spikes into bits, its check included, and unpacking them, beside a copy of them.
-vgg      SpikingJelly's own VGG: packing alone; SpikingJelly's level 4; memopt's plans at the peak that reaches, at 0.60
-         of its activation peak, and at the least peak.
-resnet   the sample model at a half and at a third of its activation peak.
-unet     a 2-D U-Net at a half and at a third of its activation peak.
+kernels  speed of packing 64 MiB of float32 spikes into bits, with the check, and of unpacking, relative to a copy.
+vgg      SpikingJelly's own VGG with packing alone, with SpikingJelly's level 4, and with memopt's plans at three
+         budgets: the peak of that level, 0.60 of its activation peak, and the least peak.
+resnet   the sample model with plans for a half and a third of its activation peak.
+unet     a 2-D U-Net with plans for a half and a third of its activation peak.
 
-Peaks repeat to the byte; steps are taken in turns, and the machine should do nothing else.
+Peaks repeat to the byte.  Steps are taken in turns, but the machine should do nothing else.
 """
 
 from __future__ import annotations
