@@ -47,7 +47,7 @@ class Ready:
 
 @dataclass
 class Contestant:
-    """One way to take the step, its process, and the times of its steps."""
+    """Way to take the step, with its process and its times."""
 
     name: str
     subject: Subject

@@ -44,7 +44,7 @@ CHUNKED = 1e-4
 
 @dataclass(frozen=True)
 class Loop:
-    """A model and the loop that trains it."""
+    """Model, and the loop that trains it."""
 
     model: Callable[[], nn.Module]
     """Function that builds the model."""

@@ -212,7 +212,7 @@ def is_kernel(name: str, overload: str) -> bool:
     full = f"{name}.{overload}" if overload else name
     try:
         return not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:
+    except RuntimeError:  # the dispatcher has no operator of this name
         return True
 
 

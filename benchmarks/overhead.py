@@ -143,6 +143,7 @@ _WARM_UP = 17
 
 def _terms(chunks: int, rerun: Rerun) -> list[int]:
     """Return how many times each constant is in the time of a segment."""
+    # The first chunk takes the place of the plain run; others add one in forward, recomputation and backward each.
     again = 3 * (chunks - 1)
     return [chunks, chunks * rerun.modules, chunks * rerun.ops, again * rerun.ops, again * rerun.products]
 
@@ -181,6 +182,7 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     plans = [SegmentPlan(path="0", keep=keep) for keep in ((), (product,))]
     segments = _Segments(make(_LAYERS), x, plans, rounds)
     whole_s, keeping_s = segments.added_s
+    # Divided by 2, since each operator runs in forward and in the recomputation.
     return [name, f"{(keeping_s - whole_s) / (2 * segments.rerun.ops) * 1e6:.0f} µs"]
 
 
@@ -193,8 +195,10 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     forward_s = _median_s(lambda: module(x), rounds)
     (added_s,) = _Segments(module, x, [segment], rounds).added_s
     chunk_s = (added_s + forward_s) / _CHUNKS
+    # A layer is three operators; the pass up to norm number ``before`` ends with a convolution and that norm.
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
     rerun = Rerun(ops=len(layers), products=norms, modules=len(layers) + 1, passes=passes)
+    # Norms run in all passes: 1 + 2 + ... + n in those that gather statistics, and n in the last.
     met = norms * (norms + 3) / 2
     left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S
     return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]

@@ -673,6 +673,7 @@ def main() -> None:
         write_own(folder)
         with context.Pool(1, enter, (str(folder), True)) as pool:
             built = {i: pool.apply(build, (i,)) for i in chosen}
+        # A fresh process for each attempt: a module that one file has imported must not help the next one to load.
         with context.Pool(1, enter, (str(folder), False), maxtasksperchild=1) as pool:
             outcomes = {i: outcome(pool, i, made) for i, made in built.items() if made.tensors}
     rows = [[CASES[i].library, CASES[i].kind, text.replace("\n", " ")] for i, text in outcomes.items()]

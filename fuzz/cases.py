@@ -91,12 +91,15 @@ class Case:
     seed: int = 0
     """Seed of the weights and the inputs."""
     blocks: tuple[Block, ...] = ()
+    """Blocks of the model, with their segments."""
     segments: tuple[SegmentPlan, ...] = ()
     """Segments on the whole model or on runs of blocks; those inside a block are in ``blocks``."""
     packed: bool = False
+    """Whether the plan packs saved tensors."""
     place: PlaceName = "device"
     """Place where tensors saved outside of segments wait for backward."""
     scenario: Scenario = PLAIN
+    """Training around the model."""
     steps: int = 3
     """Steps of the training."""
 

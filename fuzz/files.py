@@ -524,9 +524,10 @@ def _be_child(name: str, seed: int, indices: range, sender: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         for index in indices:
+            # Sent before reading, so that the parent knows the file if this process dies.
             os.write(sender, f"\n{index}".encode())
             Path(name).write_bytes(case(name, seed, index))
-            signal.alarm(_CASE_S)
+            signal.alarm(_CASE_S)  # no handler: the signal ends the process, which is a failure
             if reason := _read(name):
                 os.write(sender, f" {reason}".encode())
                 break

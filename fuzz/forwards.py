@@ -194,12 +194,16 @@ class Drawing(Mixing):
 
 @dataclass
 class Result:
+    """Output of a forward as an object that is no container of PyTorch's pytrees."""
+
     main: Tensor
     aside: list[Tensor]
     nothing: None = None
 
 
 class Pair(NamedTuple):
+    """Output of a forward as a named tuple."""
+
     main: Tensor
     flag: Tensor
     nothing: Any
@@ -267,6 +271,8 @@ class Expert(Mixing):
 
 
 class Mixture(nn.Module):
+    """Block that collects the losses of its experts in a list, and adds them to its output."""
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([Expert(), Expert()])
@@ -459,6 +465,8 @@ OPERATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 class Operators(nn.Module):
+    """Block that applies the function ``name`` of :data:`OPERATORS`."""
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -471,6 +479,8 @@ class Operators(nn.Module):
 
 
 class Residual(Holding):
+    """Block that adds its input to the output of its inner blocks."""
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = x + self.inner(x)
         return output
@@ -745,6 +755,8 @@ def _charge(x: Tensor) -> Tensor:
 
 
 class Scripted(Mixing):
+    """Layer followed by a function compiled by TorchScript."""
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _charge(self.linear(x))
         return output

@@ -104,6 +104,8 @@ class Packed(FirstOf):
 
 
 class SelfAttention(nn.Module):
+    """Residual block of causal self-attention by PyTorch's module."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
@@ -115,6 +117,8 @@ class SelfAttention(nn.Module):
 
 
 class ScaledDotProduct(nn.Module):
+    """Causal self-attention by PyTorch's function."""
+
     def __init__(self) -> None:
         super().__init__()
         self.projection = nn.Linear(WIDTH, 3 * WIDTH)

@@ -92,7 +92,7 @@ def _begin() -> None:
     """Set all the state of this file to its first values."""
     global GENERATOR, NUMPYS, PYTHONS, COUNT, AROUND, calls
     GENERATOR, BY_NAME["one"], default = (torch.Generator(torch.get_default_device()).manual_seed(1) for _ in range(3))
-    _default.__defaults__ = (default,)
+    _default.__defaults__ = (default,)  # a generator that only a default argument holds
     NUMPYS, PYTHONS, COUNT, AROUND = np.random.default_rng(1), random.Random(1), itertools.count(1.0), _counter()
     calls = Own.calls = 0.0
     IN_CONTEXT.set(0.0)

@@ -17,7 +17,7 @@ from memopt_cli.runtime import find_part
 
 _COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
 _SENT: Final = 0.3
-"""Probability that a drawn plan or segment sends what it stores away from the device."""
+"""Probability that a drawn plan or segment stores its tensors on the disk."""
 _KEPT: Final = (
     *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
     *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),

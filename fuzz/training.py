@@ -29,7 +29,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.effects import TOLERANCE, bit_equal, difference
 
 Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
-"""Outcome of a case; it is "noisy" if the plain training differs as much from itself, and "plain fails" if it fails."""
+"""Outcome of a case: "plain fails" without a plan, "noisy" if two plain trainings, or roundings, differ as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Trained:
 
 
 def outcome(case: Case) -> Outcome:
-    """Train the model of ``case`` with and without its plan, and compare what the two leave behind."""
+    """Train the model of ``case`` with and without its plan, and compare the two trainings."""
     plain = _trained(case, lambda model: model)
     if plain.error is not None:
         return Outcome("plain fails", told(plain.error))
