@@ -61,6 +61,7 @@ THEIRS = "0.2,0.5,0.8"
 """Values of PyTorch's ``activation_memory_budget``."""
 TIMEOUT_S = 120.0
 TURNS = 3
+"""Measurements of each plan."""
 HEADER = ["model", "budget", "PyTorch's", "peak", "step", "memopt's", "peak", "step", "to PyTorch's", "violations"]
 
 
@@ -148,6 +149,7 @@ class Bench:
     prepared: Prepared
     folders: contextlib.ExitStack
     found: dict[Plan, Measured | str] = field(default_factory=dict)
+    """Plan -> its measurement, or why it cannot run."""
     wrong: dict[Plan, str] = field(default_factory=dict)
     """Plan -> why it computes something else than the model; empty if it computes the same."""
     _compiling: dict[Plan, Prepared] = field(default_factory=dict)

@@ -164,8 +164,11 @@ class Bench:
 
     device: str
     until_s: float
+    """Time at which no further part begins, by ``time.monotonic``."""
     rows: dict[str, list[list[str]]]
+    """Part -> rows of its table."""
     texts: dict[str, str]
+    """Part -> text that it printed."""
 
     @property
     def left_s(self) -> float:
@@ -250,7 +253,9 @@ class Predicted:
 
     plan: Plan
     peak_bytes: int
+    """Predicted allocated peak in bytes; 0 if there is no prediction."""
     slowdown: float
+    """Predicted step time divided by that of the plain step; 1 if there is no prediction."""
 
 
 def _optimized(bench: Bench, case: Case) -> Predicted | None:

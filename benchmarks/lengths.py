@@ -55,7 +55,9 @@ from memopt_cli.training.step import Step
 from sample_models import gpt
 
 LOW, HIGH, UNIT = 32, 256, 16
+"""Shortest and longest inputs in tokens; lengths are multiples of the third number."""
 WANTED_SHARE, WANTED_SWITCHING = 0.9, 0.01
+"""Largest time of an epoch as a share of the other plan's, and of switching as a share of a step."""
 
 
 def skewed(steps: int) -> list[int]:

@@ -45,6 +45,7 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import StorageLog
 
 DECAY = 0.9
+"""Factor by which ES-D-RTRL's traces fade from step to step."""
 MEMORY_BATCH = 8
 """Samples in a batch where memory is measured: few, so that backward through 4096 steps fits a laptop."""
 ALGORITHMS: dict[str, Callable[..., OnlineAlgorithm]] = {

@@ -43,9 +43,13 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, synchronize
 
 _LAYERS = 20
+"""Layers of the models on which keeping products is measured."""
 _COUNTS = (5, 20, 60)
+"""Layers of the models to which the constants are fitted."""
 _CHUNKS = 16
+"""Chunks of the models with norms."""
 _NORM_COUNTS = [1, 2, 4, 8]
+"""Norms of these models."""
 
 
 class _Functions(nn.Module):
@@ -230,6 +234,7 @@ _BLOCKS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "two Conv2d, two BatchNorm2d, residual": (_ConvolutionBlock, torch.randn(4, 4, 4, 4)),
 }
 _IN_A_ROW = 24
+"""Blocks in a row, over which the time of a step is divided."""
 _WAYS = ("plain", "PyTorch's checkpoint", "segments", "packing")
 
 

@@ -33,6 +33,7 @@ from memopt_cli.training.step import Step, make_scaler
 
 ALLOWED = 0.01
 """Largest relative error that is allowed."""
+# Optimizer, micro-batches, largest gradient norm (``None``: gradients are not clipped), and precision of each step.
 _STEPS: tuple[tuple[str, int, float | None, Precision], ...] = (
     ("sgd", 1, None, "stored"),
     ("sgd", 4, None, "stored"),

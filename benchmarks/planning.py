@@ -91,9 +91,11 @@ class Bench:
     model: CostModel
     probes: Probes
     original: Counted
+    """Dry run of the step without a plan."""
     recorded_s: float
     """Seconds that loading and recording took."""
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
+    """Plan -> measurement of one step, or why it failed."""
 
     def planner(self, place: PlaceName = "device") -> Planner:
         """Return a new planner for the recorded step, which may send tensors to ``place``."""
@@ -171,6 +173,7 @@ class LongSearch:
         self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
         self._packable = one.model.packable_bytes > 0
         self.found: dict[Plan, Priced] = {}
+        """Plans that could be dry-run -> peak and slowdown, in the order in which they were found."""
         for plan in (Plan(), *start):
             self._try(plan)
 

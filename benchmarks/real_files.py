@@ -119,6 +119,7 @@ if __name__ == "__main__":
 """
 
 Build = Callable[[], Any]
+"""Function that builds a model, or a value for one."""
 Write = Callable[[Any, Any], object]
 """Function that saves a model under a path."""
 
@@ -128,9 +129,13 @@ class Case:
     """File to load: the model in it, and how it is saved."""
 
     library: str
+    """Library of the model, the first column of the table."""
     kind: str
+    """Model, or how it is saved, in words: the second column."""
     build: Build
+    """Function that builds the model."""
     write: Write = torch.save
+    """Function that saves it under a path."""
     code: str = ""
     """``package.module:callable`` that builds the model of a file of weights alone; empty if the file has the model."""
 

@@ -56,12 +56,17 @@ class Case:
     probes: int
     """Number of memopt's runs."""
     dry_runs: int
+    """Number of memopt's dry runs."""
     seconds: float
+    """Wall seconds of memopt."""
     trials: int
     """Number of the finder's trials."""
     finder_seconds: float
+    """Wall seconds of the finder."""
     cpu_seconds: float
+    """CPU seconds of memopt."""
     finder_cpu_seconds: float
+    """CPU seconds of the finder."""
 
     @property
     def is_right(self) -> bool:

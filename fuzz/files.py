@@ -163,11 +163,14 @@ def _broken_archive(data: bytes, draws: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Format:
-    """Kind of file: sound examples, a way to break one, and the function that reads it."""
+    """Format of files that memopt reads."""
 
     sound: Callable[[], list[bytes]]
+    """Function that makes sound files."""
     broken: Callable[[bytes, random.Random], bytes]
+    """Function that changes a sound file at random."""
     read: Callable[[str], object]
+    """Function that reads the file at a path as memopt does."""
 
 
 def _model() -> nn.Module:
