@@ -544,10 +544,7 @@ def _read(name: str) -> str:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             FORMATS[name].read(name)
     except MemoptError as err:
-        said_lines = [
-            err.message,
-            *err.hint.split("\n"),
-        ]  # a message is one line; a hint may have several
+        said_lines = [err.message, *err.hint.split("\n")]  # a message is one line, a hint may be more
         return "" if all(map(str.isprintable, said_lines)) else f"says {said_lines!r}"
     except BaseException as err:
         frame = traceback.extract_tb(err.__traceback__)[-1]
