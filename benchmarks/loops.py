@@ -324,7 +324,10 @@ class Leaky(nn.Module):
         self.hidden, self.out = snn.Leaky(0.9, learn_beta=True), snn.Leaky(0.8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sums of each class's spikes over the steps of ``x`` (steps, batch, features)."""
+        """Return the scores of each class: spikes and a tenth of the voltage, summed over steps.
+
+        ``x`` is (steps, batch, features).
+        """
         hidden, out = self.hidden.init_leaky(), self.out.init_leaky()
         spikes = []
         for step in x:

@@ -221,9 +221,8 @@ def _peak(way: Way, step: Step) -> int:
             return trace.count(step).tensor_peak_bytes
     before_bytes, resident_bytes = torch.cuda.memory_allocated(device), trace.resident_bytes(step)
     found = measure_allocated(lambda _: _take(way, step), device, before_bytes)
-    return (
-        found.peak_bytes - before_bytes + resident_bytes
-    )  # less the models of the other ways, which are on the device, too
+    # The models of the other ways are on the device, too: they are in ``before_bytes``, but not in ``resident_bytes``.
+    return found.peak_bytes - before_bytes + resident_bytes
 
 
 def rows_of(model: str, ready: Prepared, rounds: int, search_s: float) -> Iterator[tuple[Way, list[str]]]:

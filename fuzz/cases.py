@@ -60,9 +60,8 @@ KNOWN: Final = (
     Known(
         frozenset({"penalized", "freeze between"}),
         "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
-        frozenset(
-            {"bag", "largest of a bag", "embedding", "embedding with padding"}
-        ),  # the last two fail with an empty batch
+        # Embeddings fail with an empty batch alone.
+        frozenset({"bag", "largest of a bag", "embedding", "embedding with padding"}),
     ),
     Known(
         frozenset({"saved on the CPU", "change the inputs"}),
