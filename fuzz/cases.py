@@ -60,7 +60,7 @@ KNOWN: Final = (
     Known(
         frozenset({"penalized", "freeze between"}),
         "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
-        # Embeddings fail with an empty batch alone.
+        # The embeddings fail only with an empty batch.
         frozenset({"bag", "largest of a bag", "embedding", "embedding with padding"}),
     ),
     Known(

@@ -53,7 +53,7 @@ def _candidates(draws: random.Random, block: Block, module: nn.Module) -> Iterat
     parts = [path for path, _ in module.named_modules() if path and not path.startswith("inner.")]
     if parts and draws.random() < 0.3:
         yield _segment(draws, draws.choice(parts), {})
-    # Along the axis of the sum, outputs of chunks cannot be joined: the segment must then run whole.
+    # Along some axes the outputs of chunks cannot be joined: the segment must then run whole.
     if block.kind.startswith("summed") and draws.random() < 0.5:
         yield _segment(draws, "sum", {"chunks": draws.choice([2, 3]), "axis": draws.choice([0, 1, 2, -1])})
     if len(block.inner) > 1 and draws.random() < 0.2:
