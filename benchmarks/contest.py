@@ -55,7 +55,7 @@ class Contestant:
     search_s: float | None = None
     """Seconds of the search for this way; if ``None``, ``start`` sets it to the seconds that ``prepare`` took."""
     measuring_s: float = 0.0
-    """Seconds of the search that measured steps took; 0 if none was measured."""
+    """Seconds of the search spent on measuring steps; 0 if none was measured."""
     times_s: list[float] = field(default_factory=list)
     """Seconds of each step so far."""
     beside_s: list[float] = field(default_factory=list)

@@ -125,7 +125,7 @@ class Bench:
         return found.allocated_peak_bytes
 
     def budgets(self, planner: Planner, count: int) -> list[int]:
-        """Return ``count`` budgets in bytes, evenly spaced from the least peak of a plan up to the original's."""
+        """Return ``count`` budgets in bytes, evenly from the least peak of a plan to just below the original's."""
         high, least = self.original.allocated_peak_bytes, planner.least(LEVEL)
         low = min(high, max(least.peak_bytes, self.measured_peak(least.plan)))
         return [low + (high - low) * step // count for step in range(count)]
