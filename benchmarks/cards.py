@@ -1,10 +1,10 @@
-"""What ``--for CARD`` estimates, beside what the card takes.  Run it on that card.
+"""Compare the estimates of ``--for CARD`` with measurements on that card, which this machine must have.
 
     python benchmarks/cards.py h100-80gb [--only resnet]
 
-Every figure is the command line's: ``memopt profile --for`` and ``memopt optimize --for --budget 50%`` estimate,
-``memopt profile --device`` measures the original, ``memopt apply --confirm`` the plan.  *off*: the estimate less what
-was measured, over what was measured.  The sample models are those of ``make samples``.
+All figures come from the command line: ``memopt profile --for`` and ``memopt optimize --for --budget 50%`` estimate;
+``memopt profile --device`` measures the original, and ``memopt apply --confirm`` the plan.  *off* is the difference of
+estimate and measurement, divided by the measurement.  The sample models are those of ``make samples``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER = ["step", "allocated", "estimated", "off", "reserved", "estimated", "off
 
 
 def memopt(*words: str) -> dict[str, Any]:
-    """Return the JSON report of a command."""
+    """Run ``memopt`` with the arguments ``words``, and return its JSON report."""
     command = [sys.executable, "-m", "memopt_cli", *words, "--allow-package", "sample_models", "--json", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -42,7 +42,7 @@ def memopt(*words: str) -> dict[str, Any]:
 
 
 def estimated(name: str, card: str, folder: Path) -> dict[str, Any]:
-    """Of the original; a plan is left in the folder."""
+    """Return the estimate for model ``name`` without a plan, and write a plan to ``folder``."""
     model = f"sample_models/build/{name}.pt"
     out = ["--budget", BUDGET, "--plan-only", "-o", str(folder / f"{name}.pt")]
     memopt("optimize", model, *DIMS[name], "--for", card, *out)
@@ -50,7 +50,7 @@ def estimated(name: str, card: str, folder: Path) -> dict[str, Any]:
 
 
 def rows(name: str, estimate: dict[str, Any], folder: Path) -> list[list[str]]:
-    """Of the original, and of the plan."""
+    """Return the rows of model ``name`` without and with its plan."""
     model, plan = f"sample_models/build/{name}.pt", str(folder / f"{name}.plan.yaml")
     original = memopt("profile", model, *DIMS[name], "--device", DEVICE)["measurement"]
     confirmed = memopt("apply", model, plan, *DIMS[name], "--confirm", "--device", DEVICE)["confirmation"]
@@ -74,7 +74,7 @@ def _off(estimate: float, measured: float) -> str:
 
 
 def main() -> None:
-    """Every model; the estimates first, side by side, then one measurement at a time."""
+    """Estimate all models at once, then measure them one at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("card", help="the name of the card that this machine has, as --for takes it")
     parser.add_argument("--only", choices=list(DIMS), default=None)

@@ -1,15 +1,15 @@
-"""Compiled steps within a budget: the answer of ``memopt optimize --compile`` beside PyTorch's own memory budgets.
+"""Compare ``memopt optimize --compile`` within a budget with PyTorch's own activation memory budgets.
 
     python benchmarks/compiled.py [MODEL ...] [--backend inductor] [--budgets 65,50] [--theirs 0.1,0.2] [--minutes 12]
     python benchmarks/compiled.py --quick
 
-Models: gpt, bert and resnet, and with a dropout of 0.1 gpt_dropout, bert_dropout and resnet_dropout.  PyTorch's peer is
-the fastest ``activation_memory_budget`` of ``--theirs`` that fits and is right: compared with the model compiled
-without a budget, as memopt compares its own candidates.  Both are measured three times in turns, each time in a process
-of its own; a peak above the budget in any of them is a violation.
+Models: gpt, bert and resnet; with a dropout of 0.1 gpt_dropout, bert_dropout and resnet_dropout.  memopt's plan is
+compared with the fastest ``activation_memory_budget`` of ``--theirs`` that fits the budget and computes the same as the
+model compiled without one.  Both are measured three times in turns, each time in a process of its own.  It is a
+violation if any peak of memopt's plan is above the budget.
 
-Each row is printed as soon as it is known; those that would not end within ``--minutes`` are named.  ``--quick`` takes
-one model and two budgets, few of PyTorch's, and a backend that needs no C++ compiler; it keeps nothing in
+Each row is printed as soon as it is known; rows that would not end within ``--minutes`` are named and left out.
+``--quick`` tries the script: one model, two budgets, a backend that needs no C++ compiler, and nothing written to
 ``benchmarks/RESULTS.md``.
 """
 
@@ -56,10 +56,12 @@ from sample_models.resnet import ResNet
 
 DROPOUT = 0.1
 BUDGETS = "65,50,80,40,90"
-"""In percent, the most telling first: each is asked of every model before the next one is."""
+"""Budgets in percent of the eager peak, most important first: all models run at one before the next."""
 THEIRS = "0.2,0.5,0.8"
+"""Values of PyTorch's ``activation_memory_budget``."""
 TIMEOUT_S = 120.0
 TURNS = 3
+"""Measurements of each plan."""
 HEADER = ["model", "budget", "PyTorch's", "peak", "step", "memopt's", "peak", "step", "to PyTorch's", "violations"]
 
 
@@ -67,7 +69,7 @@ HEADER = ["model", "budget", "PyTorch's", "peak", "step", "memopt's", "peak", "s
 
 
 def gpt(dropout: float = 0.0, blocks: int = 6) -> nn.Module:
-    """The GPT of the sample models, with dropout after the perceptron of each block."""
+    """Build the GPT of the sample models, with dropout after the perceptron of each block."""
     torch.manual_seed(0)
     model = GPT(vocabulary=1000, context=128, width=192, heads=6, blocks=blocks)
     if dropout:
@@ -78,17 +80,17 @@ def gpt(dropout: float = 0.0, blocks: int = 6) -> nn.Module:
 
 
 def gpt_dropout() -> nn.Module:
-    """The same with dropout."""
+    """Build the GPT with dropout."""
     return gpt(DROPOUT)
 
 
 def small_gpt_dropout() -> nn.Module:
-    """The same with three blocks."""
+    """Build a GPT of three blocks with dropout."""
     return gpt(DROPOUT, blocks=3)
 
 
 def bert(dropout: float = 0.0) -> nn.Module:
-    """A BERT of transformers that fills in words."""
+    """Build a small BERT of transformers that predicts masked words."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -99,12 +101,12 @@ def bert(dropout: float = 0.0) -> nn.Module:
 
 
 def bert_dropout() -> nn.Module:
-    """The same with dropout, of hidden states and of attention."""
+    """Build the BERT with dropout of hidden states and of attention."""
     return bert(DROPOUT)
 
 
 def resnet(dropout: float = 0.0) -> nn.Module:
-    """The ResNet of the sample models, with dropout after each stage."""
+    """Build the ResNet of the sample models, with dropout after each stage."""
     torch.manual_seed(0)
     model = ResNet((2, 2, 2, 2), 32)
     if dropout:
@@ -115,7 +117,7 @@ def resnet(dropout: float = 0.0) -> nn.Module:
 
 
 def resnet_dropout() -> nn.Module:
-    """The same with dropout."""
+    """Build the ResNet with dropout."""
     return resnet(DROPOUT)
 
 
@@ -140,19 +142,20 @@ INPUTS = {
 
 @dataclass(slots=True)
 class Bench:
-    """A model, and what is known of its compiled steps; each plan has a folder of its own for the compiler."""
+    """Model, and the results of its compiled steps; the compiler has a cache folder for each plan."""
 
     name: str
     backend: str
     prepared: Prepared
     folders: contextlib.ExitStack
     found: dict[Plan, Measured | str] = field(default_factory=dict)
+    """Plan -> its measurement, or why it cannot run."""
     wrong: dict[Plan, str] = field(default_factory=dict)
-    """Why a plan is not right; empty if it is."""
+    """Plan -> why it computes something else than the model; empty if it computes the same."""
     _compiling: dict[Plan, Prepared] = field(default_factory=dict)
 
     def compiling(self, plan: Plan) -> Prepared:
-        """Return the model as it is measured with ``plan``."""
+        """Return the prepared model with the compiler cache of ``plan``."""
         if plan not in self._compiling:
             self._compiling[plan] = self.prepared.with_compiler_cache(self.folders)
         return self._compiling[plan]
@@ -166,7 +169,7 @@ class Bench:
         return found.measurement if isinstance(found, Measured) else None
 
     def is_right(self, plan: Plan) -> bool:
-        """Compare the compiled steps of ``plan`` once with those of the model compiled as it is."""
+        """Return whether the compiled model computes the same with ``plan`` as without; each plan is verified once."""
         if plan not in self.wrong:
             told = verified(self.compiling(plan), plan)
             passed = isinstance(told, Verification) and told.passed
@@ -176,7 +179,7 @@ class Bench:
         return not self.wrong[plan]
 
     def best_of_pytorch(self, budget_bytes: int, shares: Sequence[float]) -> Plan | None:
-        """Return the fastest plan of a memory budget alone that fits and is right; ``None`` if there is none."""
+        """Return a plan of the fastest of PyTorch's budgets ``shares`` that fits and is right; ``None`` if none is."""
         plans = [Plan(compile=CompilePlan(backend=self.backend, activation_memory_budget=share)) for share in shares]
         taken = [
             (found.step_s, plan) for plan in plans if (found := self.measured(plan)) and _fits(found, budget_bytes)
@@ -184,7 +187,7 @@ class Bench:
         return next((plan for _, plan in sorted(taken, key=lambda pair: pair[0]) if self.is_right(plan)), None)
 
     def in_turns(self, plans: Sequence[Plan]) -> dict[Plan, list[Measurement]]:
-        """Measure ``plans`` again and again, in turns, so that a busy moment decides nothing."""
+        """Measure ``plans`` :data:`TURNS` times in turns, so that a busy moment of the machine slows all of them."""
         found: dict[Plan, list[Measurement]] = {plan: [] for plan in plans}
         for _ in range(TURNS):
             for plan, taken in found.items():
@@ -202,7 +205,7 @@ def _fits(found: Measurement, budget_bytes: int) -> bool:
 
 
 def request_of(name: str, backend: str, settings: StepSettings, **changes: Any) -> OptimizeRequest:
-    """Ask for what ``memopt optimize --compile`` does, and write nothing."""
+    """Return the request of ``memopt optimize --compile`` for model ``name``, as a dry run that writes nothing."""
     return OptimizeRequest(
         source=ModelSource(location=f"benchmarks.compiled:{name}"),
         spec=InputSpec(tensors=tuple(map(parse_tensor, INPUTS[name])), source="here"),
@@ -257,7 +260,7 @@ def rows_of(bench: Bench, settings: StepSettings, share: float, theirs: Sequence
 def run(
     names: Sequence[str], options: argparse.Namespace, theirs: Sequence[float]
 ) -> tuple[list[list[str]], list[str]]:
-    """Print a row for each of the models ``names`` at each budget; return them, and those that are not run in time.
+    """Print a row for each of the models ``names`` at each budget; return the rows, and the names of those left out.
 
     No row begins that would end too late if it took as long as the longest one so far.
     """
@@ -284,7 +287,7 @@ def run(
 
 
 def main() -> None:
-    """Measure, print, and keep the rows unless it is quick."""
+    """Measure, print the rows, and write them unless ``--quick`` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--backend", default="inductor")

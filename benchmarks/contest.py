@@ -1,4 +1,8 @@
-"""Ways to take the same training step, each in a process of its own: its allocated peak, then steps in turns."""
+"""Compare ways to take the same training step: memory and time, each way in a process of its own.
+
+Each way (the plain model, a plan, ``torch.compile`` ...) is a :class:`Contestant`.  Its allocated peak is measured
+first.  Then the contestants take steps in turns, so that the load of the machine is the same for all.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +30,36 @@ from memopt_cli.trace import resident_bytes
 from memopt_cli.training.step import Step, place, seed_everything
 
 HEAT = 5
-"""Most contestants that run beside the first at a time: each takes up to 3 GiB on SpikingJelly's VGG."""
+"""Most contestants at a time besides the first: each takes up to 3 GiB of memory on SpikingJelly's VGG."""
 Prepare = Callable[[Step], nn.Module]
-"""Function that turns the model of a step into the one that is run; it must pickle, to reach the process."""
+"""Function from a step to the model that is run; it must pickle, to reach the contestant's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Peak of a contestant in bytes, and the seconds that it took to prepare and for its first step."""
+    """Report of a contestant's process once it is ready to take steps."""
 
     peak_bytes: int
+    """Allocated peak of a step in bytes."""
     prepared_s: float
+    """Seconds that ``prepare`` took."""
 
 
 @dataclass
 class Contestant:
-    """One way to take the step, its process, and the times of its steps."""
+    """Way to take the step, with its process and its times."""
 
     name: str
     subject: Subject
     prepare: Prepare
     search_s: float | None = None
-    """Seconds that it took to find this way; ``None``: the seconds to prepare it."""
+    """Seconds of the search for this way; if ``None``, ``start`` sets it to the seconds that ``prepare`` took."""
     measuring_s: float = 0.0
-    """Seconds of the search in which steps of memopt's plans, and of the original, were measured."""
+    """Seconds of the search spent on measuring steps; 0 if none was measured."""
     times_s: list[float] = field(default_factory=list)
+    """Seconds of each step so far."""
     beside_s: list[float] = field(default_factory=list)
-    """Step times of the first contestant in the same rounds; empty for the first itself."""
+    """Seconds of the first contestant's steps in the same rounds; empty for the first itself."""
     _process: BaseProcess | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -62,7 +69,7 @@ class Contestant:
         return statistics.median(own / first for own, first in pairs)
 
     def start(self, threads: int) -> str:
-        """Start it, if it does not run yet, and measure its peak; why it cannot take part, or nothing."""
+        """Start the process unless it runs, and measure the peak; return why that fails, or an empty text."""
         if self._process is not None:
             return ""
         context = multiprocessing.get_context("spawn")
@@ -81,7 +88,7 @@ class Contestant:
         return ""
 
     def take_step(self) -> None:
-        """Take and time one more step."""
+        """Take one more step, and append its seconds to ``times_s``."""
         self._pipe.send(True)
         self.times_s.append(self._pipe.recv())
 
@@ -110,7 +117,7 @@ def take(step: Step) -> None:
 def contest(
     contestants: Iterable[Contestant], rounds: int, threads: int
 ) -> Iterator[tuple[list[Contestant], list[str]]]:
-    """A few at a time, beside the first: those that ran, with peaks and steps, and why others do not, after each heat.
+    """Run :data:`HEAT` contestants at a time beside the first; then yield all that ran, and why others failed.
 
     Raises :class:`RuntimeError` if the first cannot run.
     """
@@ -179,7 +186,7 @@ def _serve(pipe: Connection, subject: Subject, prepare: Prepare, threads: int) -
         take(step)
         peak = measure_allocated(lambda _: take(step), subject.settings.device, resident_bytes(step)).peak_bytes
         pipe.send(Ready(peak, prepared_s))
-    except Exception as error:  # a way that does not work for this model is an answer
+    except Exception as error:  # not every way works for every model: the reason is the answer
         pipe.send(first_line(error))
         return
     while pipe.recv():

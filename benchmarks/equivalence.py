@@ -1,8 +1,9 @@
-"""``memopt verify`` on candidates that are right, and on some that are wrong: no false alarm, each cause by its name.
+"""Try ``memopt verify`` on equivalent models and on wrong ones: it must accept the first and name each cause.
 
     python benchmarks/equivalence.py [--only TEXT]
 
-It writes its section of RESULTS.md, unless only some pairs are run.  It needs
+Each pair is a model and another way to train it, by checkpoints, compilation or a plan.  The benchmark writes its
+section of RESULTS.md, unless ``--only`` chooses some pairs.  It needs
 
     pip install peft snntorch transformers
     pip install --no-deps spikingjelly
@@ -40,20 +41,23 @@ IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, and another way to train it."""
+    """Model, and another way to train it."""
 
     reference: Callable[[], nn.Module]
+    """Function that builds the model."""
     changed: Callable[[nn.Module], nn.Module]
+    """Function that changes a copy of the model to the other way."""
     inputs: Any
+    """Arguments of one step."""
     cause: str = ""
-    """Words of the likely cause; empty: the two are the same."""
+    """Part of the cause that ``memopt verify`` must name; empty if the two train alike."""
 
 
 # ---------------------------------------------------------------------------------------------- models
 
 
 class Block(nn.Module):
-    """Two layers around an activation, added to what comes in."""
+    """Residual block of two linear layers around a norm, an activation and dropout."""
 
     def __init__(self, activation: nn.Module, norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +73,7 @@ class Block(nn.Module):
 
 
 class Last(nn.Module):
-    """A layer and an activation at its end."""
+    """Block that ends with its activation."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class Last(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, each of them in ``around`` if there is one."""
+    """Network of ``blocks``, each called through the function ``around`` if that is set."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -100,7 +104,7 @@ class Net(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over eight steps, and what reads its last output."""
+    """LSTM over eight steps with a linear head on its last output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +120,7 @@ class Recurrent(nn.Module):
 
 
 class Router(nn.Module):
-    """One of four experts a row; the gates of two of them are the same."""
+    """Router of each row to one of four experts; two gates have equal weights, so that their scores tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,29 +145,29 @@ class Router(nn.Module):
 
 
 def net(activation: Callable[[], nn.Module] = nn.GELU, **options: Any) -> Callable[[], nn.Module]:
-    """Three blocks."""
+    """Return a function that builds a network of three blocks."""
     return lambda: Net(*(Block(activation(), **options) for _ in range(3)))
 
 
 def rrelu() -> nn.Module:
-    """Blocks that end with noise."""
+    """Build two blocks that end with RReLU, which draws random slopes."""
     return Net(*(Last(nn.RReLU()) for _ in range(2)))
 
 
 def convolutions() -> nn.Module:
-    """A plain convolutional network."""
+    """Build a plain convolutional network."""
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(8 * 14 * 14, 4))
 
 
 def spiking() -> nn.Module:
-    """SpikingJelly's neurons between layers."""
+    """Build linear layers with SpikingJelly's neurons between them."""
     neurons = library("spikingjelly.activation_based.neuron")
     return nn.Sequential(nn.Linear(16, 32), neurons.LIFNode(), nn.Linear(32, 16), neurons.IFNode(), nn.Linear(16, 4))
 
 
 def hugging_face(name: str, head: str, **options: Any) -> Callable[[], nn.Module]:
-    """A model of transformers by its configuration, small."""
+    """Return a function that builds a small model of transformers from the configuration ``options``."""
 
     def make() -> nn.Module:
         hf = library("transformers")
@@ -174,7 +178,7 @@ def hugging_face(name: str, head: str, **options: Any) -> Callable[[], nn.Module
 
 
 def adapters() -> nn.Module:
-    """GPT-2 with adapters of low rank and a head that is trained."""
+    """Build GPT-2 with LoRA adapters and a trained head."""
     peft = library("peft")
     config = peft.LoraConfig(target_modules=["c_attn"], r=4, init_lora_weights=False, modules_to_save=["lm_head"])
     model: nn.Module = peft.get_peft_model(GPT2(), config)
@@ -190,26 +194,26 @@ GPT2 = hugging_face("GPT2", "LMHeadModel", vocab_size=96, n_embd=32, n_layer=2, 
 
 
 def checkpointed(model: nn.Module, **options: Any) -> nn.Module:
-    """Each block in PyTorch's checkpoint."""
+    """Call each block of ``model`` through PyTorch's checkpoint."""
     model.around = lambda block, x: checkpoint(block, x, **(options or PLAIN))  # type: ignore[assignment]
     return model
 
 
 def enabled(model: nn.Module, **options: Any) -> nn.Module:
-    """As Hugging Face's models do it."""
+    """Turn on gradient checkpointing as models of transformers offer it."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or PLAIN)  # type: ignore[operator]
     return model
 
 
 def reentrant_adapters(model: nn.Module) -> nn.Module:
-    """The same on what peft wraps, without the hook that peft sets."""
+    """Turn on reentrant checkpoints, and remove peft's hook by which their inputs require gradients."""
     enabled(model.base_model.model, use_reentrant=True)  # type: ignore[arg-type,union-attr]
     model.get_input_embeddings()._forward_hooks.clear()  # type: ignore[operator]
     return model
 
 
 class InSequence(nn.Module):
-    """A Sequential by ``checkpoint_sequential``."""
+    """Sequential that runs by ``checkpoint_sequential``."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -223,20 +227,20 @@ class InSequence(nn.Module):
 
 
 def in_sequence(model: nn.Module) -> nn.Module:
-    """In two segments."""
+    """Run the Sequential ``model`` in two checkpointed segments."""
     assert isinstance(model, nn.Sequential)
     return InSequence(model)
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """Blocks in PyTorch's wrapper of checkpoints, which changes their names."""
+    """Wrap the blocks in PyTorch's checkpoint wrapper, which changes the names of their parameters."""
     wrapper = library("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     wrapper.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     return model
 
 
 def selective(model: nn.Module) -> nn.Module:
-    """Products of matrices are kept, the rest is computed again."""
+    """Checkpoint each block so that products of matrices are kept and all else is recomputed."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operator is torch.ops.aten.addmm.default
@@ -247,7 +251,7 @@ def selective(model: nn.Module) -> nn.Module:
 
 
 class Offloading(nn.Module):
-    """Saved tensors in the memory of the host."""
+    """Model that keeps its saved tensors in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -260,20 +264,20 @@ class Offloading(nn.Module):
 
 
 def by_memopt(model: nn.Module, inputs: Any = ROWS) -> nn.Module:
-    """Under memopt's plan of level 3."""
+    """Apply memopt's plan of level 3 to ``model``."""
     memopt_cli.optimize(model, inputs, level=3, max_slowdown=float("inf"))
     return model
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
-    """By torch.compile."""
+    """Compile ``model`` by torch.compile."""
     faster = torch.compile(model, **options)
     assert isinstance(faster, nn.Module)
     return faster
 
 
 def within_budget(model: nn.Module) -> nn.Module:
-    """By torch.compile, which recomputes what exceeds a budget."""
+    """Compile ``model`` with an activation memory budget, by which torch.compile recomputes."""
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = 0.3
@@ -281,7 +285,7 @@ def within_budget(model: nn.Module) -> nn.Module:
 
 
 def in_parts(model: nn.Module) -> nn.Module:
-    """Some gates are summed in another order."""
+    """Sum two of the router's gates in another order, so that ties are decided differently."""
     model.in_parts = True  # type: ignore[assignment]
     return model
 
@@ -347,7 +351,7 @@ WRONG = {
 
 
 def main() -> None:
-    """Run the pairs, one after the other."""
+    """Verify the pairs one after another, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="pairs whose name has this in it")
     given = parser.parse_args()

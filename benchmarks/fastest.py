@@ -1,16 +1,16 @@
-"""``memopt recommend-batch --search`` beside a sweep of plans and batches.
+"""Compare the answer of ``memopt recommend-batch --search`` with a sweep of plans and batch sizes.
 
     python benchmarks/fastest.py [--only NAME] [--optimizer adamw] [--samples 2 16]
 
-The sample models are those of ``make samples``; the others are of transformers.  Each is tried within what the original
-takes with so many ``--samples``, and 2 % more: a prediction may be so far off.  The sweep: the original, ``checkpoint``
-on every block, and the plans of ``memopt optimize --frontier`` at four times the original's largest batch, each with
-the largest batch that it takes, three quarters, half and a quarter of it.  The best of many runs is partly luck: the
-answer and the fastest pairs of the sweep, the original's and that of ``checkpoint`` among them, are then run again in
-turns, and their medians are what the table has.
+The sample models are those of ``make samples``; the others are of transformers.  The memory limit is the peak of the
+original with a batch of ``--samples``, plus 2 %, since a prediction may be off by that much.  The sweep runs the
+original, ``checkpoint`` on every block, and the plans of ``memopt optimize --frontier`` at four times that batch; each
+with the largest batch that fits, and three quarters, half and a quarter of it.  The best of many runs is partly luck.
+The answer, the fastest pairs of the sweep, and the best pairs of the original and of ``checkpoint`` therefore run again
+in turns; the table shows their medians.
 
-Wanted: the answer trains at least 97 % of the samples a second of the best of the sweep, the original's best batch and
-that of ``checkpoint`` on every block among it, from at most eight runs.  Times want a machine that does nothing else.
+Wanted: the search makes at most eight runs, and its answer trains at least 97 % of the samples per second of the best
+of all these pairs.  Times need a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ from memopt_cli.text.units import format_bytes
 
 TIME_LIMIT_S = 600.0
 SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Of the largest batch of a plan, those that are run."""
+"""Batches that the sweep runs, as shares of the largest batch of a plan."""
 WANTED = 0.97
+"""Least samples per second of the answer, as a share of the best of the sweep."""
 _ROOM = 1.02
-"""Times what the original takes with so many samples is the limit."""
+"""Memory limit, as a multiple of the original's peak."""
 _TURNS = 3
 _IN_TURNS = 3
-"""So many pairs of the sweep are run again in turns, beside the original's and that of ``checkpoint``."""
+"""Number of the sweep's fastest pairs that run again, besides those of the original and of ``checkpoint``."""
 HEADER = [
     "limit",
     "answer",
@@ -84,7 +85,7 @@ VIT = "benchmarks/out_of_memory.py:vit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Model, its inputs (``None``: those beside its file), and the paths of its blocks."""
+    """Model, the paths of its blocks, and its inputs; ``None``: those described beside its file."""
 
     model: str
     blocks: tuple[str, ...]
@@ -114,13 +115,13 @@ CASES = {
 
 @dataclass(slots=True, kw_only=True)
 class Sweep:
-    """Every plan at every share of its largest batch, within a limit."""
+    """Runs of plans at every share of their largest batch, within a memory limit."""
 
     prepared: Prepared
     limit_bytes: int
     trials: Trials
     first: int
-    """The batch that each plan is run with first."""
+    """Batch of each plan's first run, from which its largest batch is predicted."""
 
     def rates(self, plans: list[Plan]) -> dict[Pair, float]:
         """Return the samples per second of each plan at each batch that fits."""
@@ -133,7 +134,7 @@ class Sweep:
         return found
 
     def largest(self, plan: Plan) -> int:
-        """By dry runs, corrected by runs until one fits."""
+        """Return the largest batch of ``plan``, predicted by dry runs and corrected by runs until one fits."""
         limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
         model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
         model.runs[self.first] = self.trials.run(plan, self.first)
@@ -149,7 +150,7 @@ class Sweep:
         return isinstance(run, BatchProbe) and run.allocated_peak_bytes <= self.limit_bytes
 
     def in_turns(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        """Samples a second of each once more: medians of runs in turns."""
+        """Run ``pairs`` again in turns, and return the median samples per second of each."""
         runs: dict[Pair, list[float]] = {pair: [] for pair in pairs}
         for _, pair in itertools.product(range(_TURNS), runs):
             self.trials.found.pop(pair, None)
@@ -160,7 +161,7 @@ class Sweep:
 
 
 def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan]:
-    """Those of the frontier at a batch."""
+    """Return the plans on the frontier of memory and time at ``batch``."""
     frontier = OptimizeRequest(
         source=request.source,
         spec=None,
@@ -174,7 +175,7 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
 
 
 def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
-    """One for each limit."""
+    """Yield a row of ``case`` for each number of ``samples``, which sets the memory limit."""
     source = ModelSource(location=case.model, trust=Trust(code_paths=(".",)))
     settings = StepSettings(device="cuda:0" if torch.cuda.is_available() else "cpu", optimizer=optimizer)
     opening = Opening(source=source, spec=case.spec, settings=settings, timeout_s=TIME_LIMIT_S)
@@ -216,7 +217,10 @@ def cells(
     blocks: float,
     swept: tuple[Pair, float] | None,
 ) -> list[str]:
-    """Under :data:`HEADER`; rates are samples a second.  ``swept``: the best of the sweep, if it found any."""
+    """Return the cells under :data:`HEADER`; rates are samples per second.
+
+    ``swept`` is the best of the sweep; ``None`` if nothing in it fits.
+    """
     best = 0.0 if swept is None else swept[1]
     wanted = found.times_run <= 8 and rate >= WANTED * max(best, original, blocks)
     return [

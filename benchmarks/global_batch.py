@@ -1,11 +1,11 @@
-"""The advice of ``memopt recommend-batch --global-batch``, trained by hand for three steps of the optimizer.
+"""Check the advice of ``memopt recommend-batch --global-batch`` by training with it for three optimizer steps.
 
     python benchmarks/global_batch.py [--models gpt,resnet] [--optimizer adamw]
 
-For each model a limit, and a global batch of several times what fits into it.  What is advised is then trained in a
-process of its own by a plain loop: forward and backward of every micro-batch, the optimizer's step, ``zero_grad``,
-three times.  The most that its allocator had handed out at any instant must stay within the limit, and with 5 % more
-samples (at least one) than the largest batch that is said to fit, it must not.  Each model has a section in RESULTS.md.
+Each model has a memory limit, and a global batch several times as large as what fits into it.  A plain loop in a
+process of its own trains with the advised micro-batches: forward and backward of every micro-batch, the optimizer's
+step and ``zero_grad``, three times.  The allocated peak must stay within the limit.  With 5 % more samples (at least
+one) than the largest batch that is said to fit, it must exceed the limit.  Each model has a section in RESULTS.md.
 
 The sample models are those of ``make samples``.
 """
@@ -42,7 +42,7 @@ CASES = {
     "resnet": ("600MiB", 48),
     "spiking_vgg": ("500MiB", 6),
 }
-"""Limit, and samples of a step of the optimizer."""
+"""Model -> memory limit, and global batch: the samples of an optimizer step."""
 OPTIMIZER_STEPS = 3
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 OPTIONS = {"sgd": {"momentum": 0.9}, "adamw": {}}
@@ -51,27 +51,30 @@ HEADER = ["model", "limit", "advice", "its peak", "of the limit", "largest", "5 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One model."""
+    """Advice for one model, and the peaks of training with it."""
 
     model: str
     limit_bytes: int
     batch: int
-    """Of a micro-batch, as advised."""
+    """Samples of a micro-batch, as advised."""
     micro_batches: int
+    """Micro-batches of an optimizer step, as advised."""
     peak_bytes: int
+    """Allocated peak of training as advised."""
     largest: int
-    """The batch that is said to be the largest that fits."""
+    """Largest batch that fits, as memopt says."""
     more: int
-    """5 % more than that."""
+    """Batch that is 5 % larger than ``largest``."""
     more_bytes: int
+    """Allocated peak of training with the batch ``more``."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the batch fits, and one that is 5 % larger does not."""
+        """Whether the advised batch fits, and one that is 5 % larger than the largest does not."""
         return self.peak_bytes <= self.limit_bytes < self.more_bytes
 
     def cells(self) -> list[str]:
-        """Under :data:`HEADER`."""
+        """Return the cells under :data:`HEADER`."""
         share = f"{self.peak_bytes / self.limit_bytes:.1%}"
         advised = f"{self.micro_batches} of {self.batch}"
         peaks = format_bytes(self.peak_bytes), format_bytes(self.more_bytes)
@@ -128,7 +131,7 @@ def _alone(model: str, optimizer: str, batch: int, micro_batches: int) -> int:
 
 
 def trained_peak_bytes(model: str, optimizer: str, batch: int, micro_batches: int) -> int:
-    """Return the most bytes at any instant of the training."""
+    """Return the allocated peak of training in bytes."""
     sys.path.insert(0, str(SAMPLES.parent))
     net = importlib.import_module(f"sample_models.{model}").build().train()
     spec = with_batch(read_spec_file(_file(model).with_suffix(".inputs.yaml")), batch)
@@ -149,7 +152,7 @@ def trained_peak_bytes(model: str, optimizer: str, batch: int, micro_batches: in
 
 
 def main() -> int:
-    """Run the models asked for; 1 if the advice for one of them is wrong."""
+    """Run the models that ``--models`` names; return 1 if the advice for one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)

@@ -1,14 +1,14 @@
-"""What memopt costs and saves on a GPU, beside PyTorch's own checkpoint.
+"""Measure what memopt costs and saves on a GPU, and compare it with PyTorch's own checkpoint.
 
     PYTHONPATH=. python benchmarks/gpu.py [--device cuda:0] [--seconds 330] [--small]
 
-Steps of a ResNet-50, a ViT and a GPT in bf16, eager: plain, with ``torch.utils.checkpoint`` on every block, with a
-segment on every block, and under the plan that ``memopt optimize`` chooses, as predicted and as measured.  Then blocks
-of a few numbers, whose time is Python's; the ways of ``benchmarks/offload.py`` on a GPT of a billion parameters; the
-tests that need a GPU; ``memopt selftest``; and in what time is left, the answer of ``memopt optimize --compile inductor
---budget 60%`` on the GPT and the ResNet-50.
+First, eager steps of a ResNet-50, a ViT and a GPT in bf16: plain, with ``torch.utils.checkpoint`` on every block, with
+a segment on every block, and under the plan of ``memopt optimize``, whose predictions are shown, too.  Then blocks of a
+few numbers, whose time is that of Python; the comparison of ``benchmarks/offload.py`` on a GPT of a billion parameters;
+the tests that need a GPU; and ``memopt selftest``.  In the remaining time, the GPT and the ResNet-50 get the answer of
+``memopt optimize --compile inductor --budget 60%``.
 
-Each row is printed, and kept in ``build/gpu/rows.json``, as soon as it is known: where the time runs out, none is lost.
+Each row is printed, and stored in ``build/gpu/rows.json``, at once, so that none is lost when the time runs out.
 ``--small`` shrinks the models, to try the script on a CPU.  Needs no network, and no package besides memopt's own.
 """
 
@@ -52,7 +52,7 @@ STEPS = 7
 
 
 class ViT(nn.Module):
-    """A vision transformer without a class token: images ``[B, 3, H, W]`` -> scores ``[B, classes]``."""
+    """Vision transformer without a class token: images ``[B, 3, H, W]`` -> scores ``[B, classes]``."""
 
     def __init__(self, size: int, patch: int, width: int, heads: int, blocks: int, classes: int = 1000) -> None:
         super().__init__()
@@ -73,13 +73,15 @@ class ViT(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and the inputs of its step."""
+    """Model, and the inputs of its step."""
 
     build: Callable[[], nn.Module]
     block: type[nn.Module]
+    """Class of the modules that are checkpointed."""
     inputs: tuple[str, ...]
-    """As ``memopt optimize -i`` takes them."""
+    """Inputs as ``memopt optimize -i`` takes them."""
     make: Callable[[], tuple[Tensor, ...]]
+    """Function that makes the inputs."""
 
 
 def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -158,26 +160,29 @@ COMPILED_HEADER = ["step, bf16", "budget", "plan", "allocated peak", "step", ""]
 
 @dataclass(slots=True)
 class Bench:
-    """Runs what there is time for, and keeps every row at once."""
+    """Results so far, which are written after every row, and the time that is left."""
 
     device: str
     until_s: float
+    """Time at which no further part begins, by ``time.monotonic``."""
     rows: dict[str, list[list[str]]]
+    """Part -> rows of its table."""
     texts: dict[str, str]
+    """Part -> text that it printed."""
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Seconds until the time is over."""
         return self.until_s - time.monotonic()
 
     def row(self, part: str, cells: list[str]) -> None:
-        """Keep a row of a table."""
+        """Print a row of the table ``part``, and write all results."""
         print(" | ".join(cells), flush=True)
         self.rows.setdefault(part, []).append(cells)
         self._write()
 
     def text(self, part: str, text: str) -> None:
-        """Keep what a part printed."""
+        """Print the text of ``part``, and write all results."""
         print(f"{part}: {text}", flush=True)
         self.texts[part] = text
         self._write()
@@ -185,7 +190,7 @@ class Bench:
     def _write(self) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / "rows.json").write_text(json.dumps({"rows": self.rows, "texts": self.texts}, indent=1))
-        if self.device == "cpu":  # a trial
+        if self.device == "cpu":  # a trial of this script, which must not change RESULTS.md
             return
         steps = table(HEADER, self.rows.get("steps", []))
         compiled = table(COMPILED_HEADER, self.rows.get("compiled", []))
@@ -200,7 +205,7 @@ class Bench:
 
 
 def steps(bench: Bench, name: str, case: Case) -> None:
-    """Measure a step of ``case`` plainly and in the other ways, and add a row for each."""
+    """Measure a step of ``case`` in every way, the plain one first, and add a row for each."""
     ways = {way: prepare(case) for way, prepare in _WAYS.items()}
     predicted = _optimized(bench, case)
     if predicted is not None:
@@ -244,11 +249,13 @@ _WAYS = {"plain": _plain, "torch.utils.checkpoint": _checkpointed, "segments": _
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A plan of ``memopt optimize``, and what it was predicted to need."""
+    """Plan of ``memopt optimize``, with its predicted peak and time."""
 
     plan: Plan
     peak_bytes: int
+    """Predicted allocated peak in bytes; 0 if there is no prediction."""
     slowdown: float
+    """Predicted step time divided by that of the plain step; 1 if there is no prediction."""
 
 
 def _optimized(bench: Bench, case: Case) -> Predicted | None:
@@ -328,7 +335,7 @@ def _seconds(step: Step) -> float:
 
 
 def _run(arguments: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run Python in the repository; what takes longer than ``limit_s`` ends with exit code 124."""
+    """Run Python in the repository; after ``limit_s`` seconds stop it with exit code 124."""
     command = [sys.executable, *arguments]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, limit_s), check=False)
@@ -358,7 +365,7 @@ def _parts(bench: Bench, *, small: bool) -> Iterator[Callable[[], None]]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the parts in turn until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=330)

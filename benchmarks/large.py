@@ -1,4 +1,4 @@
-"""A transformer of 6.6 billion parameters, for predictions: never built with data."""
+"""Transformer of 6.6 billion parameters, for predictions alone: it is never built with data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH, HEADS, LAYERS, WORDS = 4096, 32, 32, 32000
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each behind a norm."""
+    """Block of causal attention and a feed-forward part, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: B × T × width."""
+        """Map ``x`` (B × T × width) to the same shape."""
         batch, length, _ = x.shape
         query, key, value = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model."""
+    """Language model whose forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: B × T; returns the loss."""
+        """Return the loss of predicting ``ids`` (B × T)."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
@@ -45,5 +45,5 @@ class Transformer(nn.Module):
 
 
 def build() -> nn.Module:
-    """With parameters as PyTorch draws them."""
+    """Build the model with PyTorch's random parameters."""
     return Transformer()

@@ -1,4 +1,4 @@
-"""A plan by length beside the plan of the longest inputs alone, over an epoch of skewed lengths, on gpt.
+"""Compare a plan by length with the plan of the longest inputs, over an epoch of gpt with inputs of many lengths.
 
     python benchmarks/lengths.py [--budget 50%] [--batch 4] [--steps 60]
 
@@ -6,9 +6,9 @@
 model, step by step in turns on the same inputs, whose lengths differ from step to step.  The allocated peak is measured
 at every length that occurs, on the model that switches.
 
-Wanted: no peak above the budget, the epoch at least 10 % shorter, and at most 1 % of a step of the shortest inputs
-spent on switching, which is what the modules by length do before their forwards.  Times want a machine that does
-nothing else; peaks repeat.
+Wanted: no peak above the budget; an epoch at least 10 % shorter; and switching, by which modules choose their settings
+for the length before forward, in at most 1 % of a step of the shortest inputs.  Times need a machine that does nothing
+else; peaks repeat to the byte.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ from memopt_cli.training.step import Step
 from sample_models import gpt
 
 LOW, HIGH, UNIT = 32, 256, 16
+"""Shortest and longest inputs in tokens; lengths are multiples of the third number."""
 WANTED_SHARE, WANTED_SWITCHING = 0.9, 0.01
+"""Largest time of an epoch as a share of the other plan's, and of switching as a share of a step."""
 
 
 def skewed(steps: int) -> list[int]:
-    """Lengths whose logarithms are normal: most are short, a few as long as they may be."""
+    """Return the lengths of ``steps`` inputs, log-normally distributed: most are short, a few have the full length."""
     drawn = random.Random(0)
     rounded = (UNIT * round(drawn.lognormvariate(4.3, 0.6) / UNIT) for _ in range(steps - 1))
     return [*(min(HIGH, max(LOW, length)) for length in rounded), HIGH]
@@ -85,7 +87,7 @@ def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
 
 
 def inputs_of(length: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, the same for the same length."""
+    """Return random token ids and targets, which depend on ``length`` alone."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(0, 8000, (2, batch, length), generator=generator).unbind()  # type: ignore[return-value]
 
@@ -108,12 +110,12 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
-    """Seconds of an epoch with each plan; which one goes first changes from step to step."""
+    """Return the seconds of an epoch with each of ``plans``, which take turns in changing order."""
     models = [apply_plan(gpt.build(), plan) for plan in plans]
     order = list(enumerate(models))
     spent = [0.0] * len(models)
     for _, model in order:
-        take(model, HIGH, batch)  # for the first time
+        take(model, HIGH, batch)  # warms up, untimed
     for length in random.Random(1).sample(lengths, len(lengths)):
         order.reverse()
         for index, model in order:
@@ -122,19 +124,19 @@ def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
 
 
 def peak_bytes(model: nn.Module, length: int, batch: int) -> int:
-    """The allocated peak of a step that adds to gradients, as memopt measures it."""
+    """Return the allocated peak in bytes of a step that adds to gradients, as memopt measures it."""
     step = Step(model=model, args=inputs_of(length, batch), kwargs={}, settings=StepSettings(device="cpu"))
     step.reset_gradients()
     return measure_allocated(step.take, "cpu", resident_bytes(step)).peak_bytes
 
 
 def switching_share(plan: Plan, batch: int, rounds: int = 200) -> float:
-    """What its modules by length do before their forwards, as a share of a step of the shortest inputs."""
+    """Return the time of choosing settings by length, as a share of a step of the shortest inputs."""
     model, inputs = apply_plan(gpt.build(), plan), inputs_of(LOW, batch)
     asked = [module for module in model.modules() if isinstance(settings_of(module), ConfigsByLength)]
 
     def ask() -> None:
-        with at_length(LOW), torch.no_grad():  # in which nothing is a segment
+        with at_length(LOW), torch.no_grad():  # without gradients no segment recomputes: only the choice is timed
             for module in asked:
                 _run_by_length(module, lambda *_: None, inputs, {})
 
@@ -150,7 +152,7 @@ def _row(row: RangeRow) -> list[str]:
 
 
 def main() -> int:
-    """Measure and write."""
+    """Measure, and write the section; return 1 if a result is not as wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="50%")
     parser.add_argument("--batch", type=int, default=4)

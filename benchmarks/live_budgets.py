@@ -1,7 +1,7 @@
-"""``memopt_cli.optimize`` within ten budgets on five live models: none is passed, and gradients are exact.
+"""Check ``memopt_cli.optimize`` on five models within ten budgets: no peak may exceed its budget, gradients are exact.
 
-Prints a line a model.  A budget that no plan meets is refused, which is no violation.  Exits with 1 if a measured peak
-passes its budget, or a gradient differs in a bit, at a level where none may.  ``--models`` measures some of them.
+Prints a line for each model.  A budget that no plan meets is refused, which is no failure.  Exits with 1 if a measured
+peak exceeds its budget or a gradient differs in a bit.  ``--models`` chooses some of the models.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from memopt_cli.records import Measurement
 
 
 class LSTMs(nn.Module):
-    """One upon another, each a module of its own; ``x`` of shape (time, batch, 64)."""
+    """Four LSTMs one after another, each a module of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(64, 64) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``x``."""
+        """Map ``x`` of shape (time, batch, 64) to the same shape."""
         for layer in self.layers:
             x = layer(x)[0]
         return x
@@ -46,7 +46,7 @@ BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of one step, with the same dropout each time."""
+    """Return the gradients of one step, with the same random numbers each time."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     model(x).pow(2).mean().backward()
@@ -55,15 +55,16 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one model: its peaks under plans, over that of the original, as text; and whether each was within its budget,
-    with exact gradients."""
+    """Results of one model."""
 
     texts: list[str]
+    """Peak under the plan for each budget as a share of the original's, or ``refused``."""
     kept: bool
+    """Whether all peaks were within their budgets, and all gradients exact."""
 
 
 def run(name: str, budgets: Sequence[float], level: int) -> Shares:
-    """One model within every budget."""
+    """Optimize model ``name`` for each of ``budgets``, and print its line."""
     build, shape = MODELS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
@@ -88,7 +89,7 @@ def run(name: str, budgets: Sequence[float], level: int) -> Shares:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the models, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS)

@@ -1,4 +1,4 @@
-"""Llama 3 70B by its configuration, and how a training script shards it: for predictions, never built with data."""
+"""Llama 3 70B from its configuration, sharded as in training; for predictions alone: it is never built with data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def build() -> nn.Module:
-    """With weights as transformers draws them."""
+    """Build the model with the random weights of transformers."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=8192,
@@ -26,7 +26,7 @@ def build() -> nn.Module:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every layer is a unit; products are of bfloat16, sums of gradients of float32."""
+    """Shard each layer of ``model`` by itself; compute in bfloat16, and add gradients in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -1,12 +1,13 @@
-"""Loops as people write them, with well-known libraries: the losses of three epochs, without a plan and with memopt's.
+"""Train real loops of well-known libraries twice, without a plan and with memopt's, and compare all losses.
 
     python benchmarks/loops.py [--only TEXT] [--level N]
 
-It writes its section of RESULTS.md, unless only some loops are run.  ``memopt optimize --plan-only`` makes a plan of
-each model from one batch; then the same loop runs twice from the same seeds, the second time with that plan.  Losses of
-a plan without chunks must be the same numbers; chunks add in another order.
+It writes its section of RESULTS.md, unless ``--only`` chooses some loops.  ``memopt optimize --plan-only`` makes a plan
+for each model from one batch; then the same loop runs three epochs twice from the same seeds, the second time with that
+plan.  Without chunks, all losses must be equal to the bit; chunks add gradients in another order, so that a small
+difference is allowed.
 
-What needs a library that is not installed is left out, and the library is named.  For all of them:
+A loop whose library is not installed is left out, and its row names the library.  To install all of them:
 
     pip install accelerate diffusers lightning monai peft snntorch torch_geometric transformers
     pip install --no-deps spikingjelly
@@ -38,32 +39,33 @@ from memopt_cli.records import Plan, from_data
 
 EPOCHS = 3
 CHUNKED = 1e-4
-"""Relative difference of a loss that another order of sums may make in three epochs."""
+"""Largest relative difference of a loss allowed to a plan with chunks, which sums in another order."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A model and the loop that trains it."""
+    """Model, and the loop that trains it."""
 
     model: Callable[[], nn.Module]
+    """Function that builds the model."""
     inputs: Callable[[], Any]
-    """Of one batch, as the model's forward takes them: a tuple or, by name, a dict."""
+    """Function that returns one batch as arguments of the model's forward: a tuple, or a dict by name."""
     train: Callable[[nn.Module], list[float]]
-    """Takes three epochs and gives every loss."""
+    """Function that trains the model for three epochs and returns every loss."""
 
 
 # ---------------------------------------------------------------------------------------------- language models
 
 
 def gpt2() -> nn.Module:
-    """A small GPT-2 with dropout, and its default cache."""
+    """Build a small GPT-2 with dropout and its default cache of keys and values."""
     hf = library("transformers")
     model: nn.Module = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=512, n_positions=64))
     return model
 
 
 def llama() -> nn.Module:
-    """A small Llama."""
+    """Build a small Llama."""
     hf = library("transformers")
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
@@ -73,21 +75,21 @@ def llama() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """LoRA on GPT-2: only the adapters train."""
+    """Build GPT-2 with LoRA adapters, which alone are trained."""
     peft = library("peft")
     model: nn.Module = peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
     return model
 
 
 def sentences() -> list[list[int]]:
-    """Token ids of sentences of many lengths."""
+    """Return the token ids of 24 random sentences of 5 to 47 tokens."""
     made = torch.Generator().manual_seed(1)
     lengths = torch.randint(5, 48, (24,), generator=made).tolist()
     return [torch.randint(1, 512, (n,), generator=made).tolist() for n in lengths]
 
 
 def padded(batch: list[list[int]]) -> dict[str, Tensor]:
-    """Padded on the right; labels of padding are ignored."""
+    """Return ``batch`` padded on the right, with an attention mask and labels that ignore the padding."""
     longest = max(map(len, batch))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in batch])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch])
@@ -95,7 +97,7 @@ def padded(batch: list[list[int]]) -> dict[str, Tensor]:
 
 
 def train_padded(model: nn.Module) -> list[float]:
-    """A loop by hand: AdamW, clipped, batches of other lengths."""
+    """Train by a plain loop with AdamW and gradient clipping, on batches of different lengths."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-3)
     rows, losses = sentences(), []
     for _ in range(EPOCHS):
@@ -110,7 +112,7 @@ def train_padded(model: nn.Module) -> list[float]:
 
 
 def train_by_trainer(model: nn.Module) -> list[float]:
-    """Hugging Face's Trainer: two micro-batches a step, an evaluation after each epoch."""
+    """Train by Hugging Face's Trainer, with two micro-batches a step and an evaluation after each epoch."""
     hf, rows = library("transformers"), sentences()
     with tempfile.TemporaryDirectory() as folder:
         arguments = hf.TrainingArguments(
@@ -143,12 +145,12 @@ def train_by_trainer(model: nn.Module) -> list[float]:
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
-    """The same random numbers each time, without touching the global generator."""
+    """Return random numbers that depend on ``seed`` alone, and leave the global generator as it was."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def train_pairs(model: nn.Module, pairs: list[tuple[Any, Tensor]], loss_of: Callable[..., Tensor]) -> list[float]:
-    """Three epochs over pairs of arguments and targets."""
+    """Train three epochs over ``pairs`` of arguments and target, with Adam."""
     optimizer, losses = torch.optim.Adam(model.parameters(), 1e-3), []
     for _ in range(EPOCHS):
         for given, target in pairs:
@@ -161,7 +163,7 @@ def train_pairs(model: nn.Module, pairs: list[tuple[Any, Tensor]], loss_of: Call
 
 
 def monai_unet() -> nn.Module:
-    """MONAI's UNet with residual units and instance norms."""
+    """Build MONAI's UNet with residual units and instance norms."""
     net = library("monai.networks.nets")
     model: nn.Module = net.UNet(
         spatial_dims=2,
@@ -176,7 +178,7 @@ def monai_unet() -> nn.Module:
 
 
 def train_segmentation(model: nn.Module) -> list[float]:
-    """Dice and cross-entropy; the last batch is smaller."""
+    """Train by MONAI's Dice and cross-entropy loss; the last batch is smaller than the others."""
     loss = library("monai.losses").DiceCELoss(to_onehot_y=True, softmax=True)
     sizes = (4, 4, 2)
     pairs = [((numbers(n, 1, 32, 32, seed=n),), (numbers(n, 1, 32, 32, seed=n) > 0).float()) for n in sizes]
@@ -184,7 +186,7 @@ def train_segmentation(model: nn.Module) -> list[float]:
 
 
 def diffusion_unet() -> nn.Module:
-    """A small UNet of diffusers'."""
+    """Build a small UNet of diffusers with attention."""
     model: nn.Module = library("diffusers").UNet2DModel(
         sample_size=16,
         in_channels=3,
@@ -199,7 +201,7 @@ def diffusion_unet() -> nn.Module:
 
 
 def train_diffusion(model: nn.Module) -> list[float]:
-    """Noise is predicted at random time steps, drawn in the loop; a moving average of the weights is kept beside."""
+    """Train the model to predict noise at random time steps, and keep a moving average of its weights."""
     scheduler = library("diffusers").DDPMScheduler(num_train_timesteps=100)
     average = library("diffusers.training_utils").EMAModel(model.parameters())
     optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
@@ -218,7 +220,7 @@ def train_diffusion(model: nn.Module) -> list[float]:
 
 
 class Classifier(nn.Module):
-    """Convolutions with batch norms and dropout."""
+    """Image classifier of convolutions with batch norms and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,13 +234,13 @@ class Classifier(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores."""
+        """Return the class scores of the images ``x``."""
         scores: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return scores
 
 
 def train_by_lightning(model: nn.Module) -> list[float]:
-    """Lightning's Trainer with clipping, accumulation and a validation loop."""
+    """Train by Lightning's Trainer, with gradient clipping, accumulation and a validation loop."""
     lightning, losses = library("lightning.pytorch"), []
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
@@ -278,7 +280,7 @@ def train_by_lightning(model: nn.Module) -> list[float]:
 
 
 class GraphNet(nn.Module):
-    """Attention over neighbours, pooled by graph, of PyTorch Geometric."""
+    """Classifier of graphs by PyTorch Geometric: attention over neighbours, then a mean for each graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +290,7 @@ class GraphNet(nn.Module):
         self.norm, self.head = geometric.GraphNorm(32), nn.Linear(32, 3)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-        """Class scores of each graph."""
+        """Return the class scores of each graph."""
         for layer in self.layers:
             x = layer(x, edge_index).relu()
         scores: Tensor = self.head(library("torch_geometric.nn").global_mean_pool(self.norm(x, batch), batch))
@@ -296,7 +298,7 @@ class GraphNet(nn.Module):
 
 
 def graphs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Four random graphs in one: features, edges, and the graph of each node."""
+    """Return a batch of four random graphs: features, edges, and the number of each node's graph."""
     made = torch.Generator().manual_seed(seed)
     nodes = 400 + 40 * seed
     edges = torch.randint(0, nodes, (2, 5 * nodes), generator=made)
@@ -304,7 +306,7 @@ def graphs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train_graphs(model: nn.Module) -> list[float]:
-    """Batches of graphs of other sizes."""
+    """Train on batches of graphs of different sizes."""
     pairs = [(graphs(seed), torch.tensor([0, 1, 2, seed % 3])) for seed in range(4)]
     return train_pairs(model, pairs, F.cross_entropy)
 
@@ -313,7 +315,7 @@ def train_graphs(model: nn.Module) -> list[float]:
 
 
 class Leaky(nn.Module):
-    """snnTorch's neurons over time, their membranes handed on."""
+    """Network of snnTorch's neurons over time, whose membrane voltages forward passes from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +324,10 @@ class Leaky(nn.Module):
         self.hidden, self.out = snn.Leaky(0.9, learn_beta=True), snn.Leaky(0.8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Spikes of each class over ``x`` (steps, batch, features)."""
+        """Return the scores of each class: spikes and a tenth of the voltage, summed over steps.
+
+        ``x`` is (steps, batch, features).
+        """
         hidden, out = self.hidden.init_leaky(), self.out.init_leaky()
         spikes = []
         for step in x:
@@ -333,13 +338,13 @@ class Leaky(nn.Module):
 
 
 def train_leaky(model: nn.Module) -> list[float]:
-    """Sequences of other lengths."""
+    """Train on sequences of different lengths."""
     pairs = [((numbers(steps, 64, 20, seed=steps) + 0.5,), torch.arange(64) % 5) for steps in (30, 30, 21)]
     return train_pairs(model, pairs, F.cross_entropy)
 
 
 def jelly() -> nn.Module:
-    """SpikingJelly's layers in multi-step mode, with batch norms."""
+    """Build a network of SpikingJelly's layers in multi-step mode, with batch norms."""
     layer, neuron = library("spikingjelly.activation_based.layer"), library("spikingjelly.activation_based.neuron")
     functional = library("spikingjelly.activation_based.functional")
     net = nn.Sequential(
@@ -360,7 +365,7 @@ def jelly() -> nn.Module:
 
 
 def train_jelly(model: nn.Module) -> list[float]:
-    """The network is reset after every step."""
+    """Train with Adam, and reset the neurons after every step as SpikingJelly requires."""
     reset = library("spikingjelly.activation_based.functional").reset_net
     optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
     for _ in range(EPOCHS):
@@ -379,7 +384,7 @@ def train_jelly(model: nn.Module) -> list[float]:
 
 
 class Adversaries(nn.Module):
-    """A generator and a discriminator."""
+    """Generator and discriminator of a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,13 +400,13 @@ class Adversaries(nn.Module):
         )
 
     def forward(self, noise: Tensor) -> Tensor:
-        """How real what is generated seems."""
+        """Return the discriminator's scores of the samples generated from ``noise``."""
         judged: Tensor = self.discriminator(self.generator(noise))
         return judged
 
 
 def train_adversaries(model: nn.Module) -> list[float]:
-    """In turns; the discriminator is frozen while the generator trains, and has a penalty of its gradients."""
+    """Train in turns the discriminator, with a gradient penalty, and the generator against the frozen discriminator."""
     generator, discriminator = model.generator, model.discriminator
     assert isinstance(generator, nn.Module)
     assert isinstance(discriminator, nn.Module)
@@ -429,7 +434,7 @@ def train_adversaries(model: nn.Module) -> list[float]:
 
 
 class Experts(nn.Module):
-    """The two best of four experts for each token; how evenly they are used is noted in a list, and on the module."""
+    """Mixture of experts: two of four for each token; forward appends a loss to a list and counts in a buffer."""
 
     used: Tensor
 
@@ -440,7 +445,7 @@ class Experts(nn.Module):
         self.register_buffer("used", torch.zeros(4))
 
     def forward(self, x: Tensor, auxiliary: list[Tensor]) -> Tensor:
-        """Of tokens (count, features)."""
+        """Return the mixed outputs for ``x`` (tokens, features), and append the balance loss to ``auxiliary``."""
         shares = self.gate(x).softmax(-1)
         best, chosen = shares.topk(2, dim=-1)
         self.used += torch.bincount(chosen.flatten(), minlength=4)
@@ -453,7 +458,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Layers of experts; gives scores and the auxiliary loss."""
+    """Model of three :class:`Experts` layers, which returns scores and the sum of their auxiliary losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +467,7 @@ class Mixture(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens (batch, length)."""
+        """Return the scores of ``tokens`` (batch, length), and the auxiliary loss."""
         x, auxiliary = self.embed(tokens).flatten(0, 1), list[Tensor]()
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = x + layer(norm(x), auxiliary)
@@ -470,12 +475,12 @@ class Mixture(nn.Module):
 
 
 def tokens(seed: int, batch: int = 6) -> Tensor:
-    """Random tokens."""
+    """Return ``batch`` rows of twelve random tokens."""
     return torch.randint(0, 100, (batch, 12), generator=torch.Generator().manual_seed(seed))
 
 
 def train_mixture(model: nn.Module) -> list[float]:
-    """The auxiliary loss weighs a hundredth."""
+    """Train by cross-entropy plus a hundredth of the auxiliary loss."""
     pairs = [((tokens(seed, batch),), tokens(seed + 9, batch).flatten()) for seed, batch in ((1, 6), (2, 6), (3, 4))]
     return train_pairs(model, pairs, lambda out, target: F.cross_entropy(out[0], target) + 0.01 * out[1])
 
@@ -499,7 +504,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def planned(name: str, level: int) -> tuple[Plan, str]:
-    """The plan that ``memopt optimize`` makes of a loop's model, and how many segments it has."""
+    """Return the plan that ``memopt optimize`` makes for the model of loop ``name``, and its segments in words."""
     loop = LOOPS[name]
     with tempfile.TemporaryDirectory() as folder:
         torch.save(loop.inputs(), Path(folder, "inputs.pt"))
@@ -517,7 +522,7 @@ def planned(name: str, level: int) -> tuple[Plan, str]:
 
 
 def trained(loop: Loop, plan: Plan | None) -> list[float]:
-    """The losses, from the same seeds."""
+    """Return all losses of ``loop`` under ``plan``, or without one if ``None``; always from the same seeds."""
     torch.manual_seed(0)
     model = loop.model()
     if plan is not None:
@@ -529,7 +534,7 @@ def trained(loop: Loop, plan: Plan | None) -> list[float]:
 
 
 def run(name: str, level: int) -> list[str]:
-    """A row of the table."""
+    """Train loop ``name`` with and without a plan, and return its row of the table."""
     loop = LOOPS[name]
     try:
         plan, segments = planned(name, level)
@@ -545,7 +550,7 @@ def run(name: str, level: int) -> list[str]:
 
 
 def rows_of(names: list[str], level: int) -> Iterator[list[str]]:
-    """Each row as it is found."""
+    """Yield the row of each loop, and print it at once."""
     for name in names:
         row = run(name, level)
         print(" | ".join(row), flush=True)

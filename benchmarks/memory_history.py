@@ -1,11 +1,12 @@
-"""``memopt check`` along a scripted history of a repository, while other processes keep every core busy.
+"""Run ``memopt check`` on each commit of a scripted repository, while other processes keep every core busy.
 
     python benchmarks/memory_history.py [--runs 50] [--other-torch PYTHON]
 
-A model in code, the plan that it trains under and its baseline are committed; each change is a commit of its own on top
-of that.  The exit code and the sentence that explains it are held against what the change was.  ``--other-torch`` is an
-interpreter with another version of PyTorch, which records the baseline of one case; without it that case changes the
-version that the baseline names.  At last the unchanged step is checked ``--runs`` times, for how many peaks are seen.
+The first commit has a model in code, the plan under which it trains, and its baseline.  Each other commit makes one
+change to the first.  ``memopt check`` must end with the exit code, and print the explanation, that fit the change.
+``--other-torch`` is a Python interpreter with another version of PyTorch, which records the baseline of one case;
+without it, that case edits the version in the baseline.  Finally the unchanged step is checked ``--runs`` times: its
+peak must be the same each time.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ BUSY = "import torch\na = torch.randn(512, 512)\nwhile True: a @ a"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One change, and what ``memopt check`` has to say of it."""
+    """Change of the repository, and the answer that ``memopt check`` must give."""
 
     subject: str
     edits: tuple[tuple[str, str], ...] = ()
-    """Texts and what takes their place, wherever they stand in the code and the plan."""
+    """Texts and their replacements, everywhere in the code and the plan."""
     exit_code: int
+    """Exit code of ``memopt check``."""
     said: str
-    """A pattern of the sentence that explains it."""
+    """Regular expression for the sentence that explains the change."""
 
 
 HISTORY = (
@@ -108,7 +110,7 @@ HISTORY = (
 
 
 class Repository:
-    """A folder under git, with a model in code."""
+    """Git repository with a model in code, its plan and its baseline."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,7 +135,7 @@ class Repository:
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def make(self, commit: Commit) -> None:
-        """The commit, on top of the first."""
+        """Make ``commit`` on top of the first."""
         self.git("checkout", "-q", "-B", "change", "first")
         for name in ("net.py", "net.memopt.plan.yaml"):
             text = (self.folder / name).read_text(encoding="utf-8")
@@ -143,14 +145,14 @@ class Repository:
         self.commit(commit.subject)
 
     def judge(self, subject: str, exit_code: int, said: str) -> list[str]:
-        """A row: what was expected of ``memopt check``, and what it did."""
+        """Run ``memopt check``, and return a row with its answer and whether that is the expected one."""
         done = self.memopt("check", "net:build", "-q")
         sentences = [line for line in (done.stdout + done.stderr).splitlines() if re.search(said, line)]
         is_right = done.returncode == exit_code and sentences
         return [subject, str(done.returncode), sentences[0] if sentences else "–", "yes" if is_right else "NO"]
 
     def record_elsewhere(self, python: str | None) -> None:
-        """A baseline of the first commit, by another PyTorch."""
+        """Replace the baseline by one of another PyTorch: recorded by ``python``, or edited if that is ``None``."""
         self.git("checkout", "-q", "-B", "change", "first")
         if python is not None:
             self.memopt("baseline", "net:build", *INPUTS, "-q", "--force", python=python).check_returncode()
@@ -159,7 +161,7 @@ class Repository:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "2.6.0"}))
 
     def peaks(self, runs: int) -> set[int]:
-        """Tensor peaks of the first commit, each in a fresh process."""
+        """Return the different tensor peaks of the first commit in ``runs`` checks, each in a fresh process."""
         self.git("checkout", "-q", "-f", "first")
         checks = (self.memopt("check", "net:build", "--json", "-q") for _ in range(runs))
         return {json.loads(check.stdout)["changes"][0]["after"] for check in checks}
@@ -167,7 +169,7 @@ class Repository:
 
 @contextlib.contextmanager
 def load() -> Iterator[None]:
-    """As many busy processes as there are cores."""
+    """Keep every core busy with a process of its own inside the context."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
@@ -178,7 +180,7 @@ def load() -> Iterator[None]:
 
 
 def main() -> int:
-    """Check every commit; 1 if a verdict or an explanation is wrong, or the peaks differ."""
+    """Check every commit; return 1 if an exit code or explanation is wrong, or the peaks differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--other-torch", metavar="PYTHON")

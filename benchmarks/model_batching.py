@@ -1,18 +1,21 @@
-"""Forward and backward of many models: memopt's batched model beside the loop, ``vmap`` and torchmb 0.2.
+"""Time forward and backward of many small models: memopt's batched model, a loop, ``vmap`` and torchmb 0.2.
 
     python benchmarks/model_batching.py [--cases mlp-17x64,gru-16x32] [--rounds 15] [--threads 2] [--save]
     python benchmarks/model_batching.py --first-call [--cases resnet18-5x7]
 
-The contestants of a case take turns, so that the load of the machine is the same for all; what is shown are medians.
-The loop is separate modules, each called and each with gradients of its own: what a user writes without any of these.
-Then the same models take one step both ways, in float64 and in float32.  A ReLU or a maximum whose inputs lie within
-float32's rounding of each other may send a gradient elsewhere, so that the loop's own float32 gradients are far from
-its float64 ones; what is asked of float32 is therefore to be as near to float64 as the loop is.
-torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); where it cannot run a case the
-table says so.
+The contestants of a case take turns, so that the load of the machine is the same for all; the table shows medians.
+The loop is what a user writes without any library: separate modules, called one after another.
 
-``--first-call`` tells instead what choosing a route costs: the first call of a batched model, and its first step, which
-ends with backward, as so many steps of the loop, in CPU time.
+Then memopt and the loop take one step with the same weights, in float64 and in float32.  Where two inputs of a maximum
+differ by less than float32's rounding (or the input of a ReLU is as near to 0), a gradient may take another path, so
+that even the loop's float32 gradients are far from its float64 ones.  In float32, memopt must therefore only be as near
+to float64 as the loop is.
+
+torchmb is optional (``pip install --no-deps torchmb==0.2 && pip install einops``); the table says where it cannot run
+a case.
+
+``--first-call`` shows instead what the choice of a route costs: the CPU time of a batched model's first call, and of
+its first forward and backward, divided by that of a step of the loop.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ from memopt_cli.model_batching import BatchModule
 from memopt_cli.verification.effects import difference
 
 Step = Callable[[], None]
-"""One forward and backward."""
+"""Function that runs one forward and backward."""
 
 
 class LeNet(nn.Module):
-    """LeNet-5 for 28×28 images."""
+    """LeNet-5 for images of 28×28."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class LeNet(nn.Module):
         self.fc3 = nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (n, 1, 28, 28) to scores (n, 10)."""
+        """Return the scores (n, 10) of images (n, 1, 28, 28)."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = torch.flatten(x, 1)
@@ -57,7 +60,7 @@ class LeNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut."""
+    """Residual block of two 3×3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -72,14 +75,14 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, h, w) to (n, outputs, h/stride, w/stride)."""
+        """Map (n, inputs, h, w) to (n, outputs, h/stride, w/stride)."""
         hidden = self.relu(self.bn1(self.conv1(x)))
         output: Tensor = self.relu(self.bn2(self.conv2(hidden)) + self.shortcut(x))
         return output
 
 
 def resnet18() -> nn.Module:
-    """ResNet-18 for 32×32 images."""
+    """Build a ResNet-18 for images of 32×32."""
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
     strides = [1, 1, 2, 1, 2, 1, 2, 1]
     blocks = [BasicBlock(i, o, s) for i, o, s in zip(widths, widths[1:], strides, strict=False)]
@@ -88,17 +91,17 @@ def resnet18() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """64-128-64-10, as for scikit-learn's digits."""
+    """Build a perceptron of widths 64-128-64-10, as for scikit-learn's digits."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def wide_mlp() -> nn.Module:
-    """784-128-64-10, as for MNIST: bound by the memory of its weights."""
+    """Build a perceptron of widths 784-128-64-10, as for MNIST, whose speed reading the weights limits."""
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 class Gru(nn.Module):
-    """A GRU of 64 units over sequences of 16 features."""
+    """GRU of 64 units over sequences of 16 features, with a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,13 +109,13 @@ class Gru(nn.Module):
         self.out = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, time, 16) to (n, 10)."""
+        """Return the scores (n, 10) of sequences (n, time, 16)."""
         scores: Tensor = self.out(self.gru(x)[0][:, -1])
         return scores
 
 
 class Transformer(nn.Module):
-    """Two encoder layers of width 64 over 32 tokens."""
+    """Classifier of 32 tokens with two encoder layers of width 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class Transformer(nn.Module):
         self.out = nn.Linear(64, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(n, 32) to (n, 10)."""
+        """Return the scores (n, 10) of tokens (n, 32)."""
         hidden = self.encoder(self.embedding(tokens) + self.position)
         scores: Tensor = self.out(hidden.mean(dim=1))
         return scores
@@ -131,16 +134,20 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """So many models, each with a batch of its own."""
+    """Number of equal models, and the batch that each of them takes."""
 
     make: Callable[[], nn.Module]
     models: int
+    """Number of models."""
     images: int
+    """Samples in the batch of each model."""
     shape: tuple[int, ...]
+    """Shape of one sample."""
     tokens: bool = False
+    """Whether samples are token ids rather than numbers."""
 
     def inputs(self) -> Tensor:
-        """(models, images, …)."""
+        """Return random inputs of shape (models, images, *shape)."""
         shape = (self.models, self.images, *self.shape)
         return torch.randint(0, 100, shape) if self.tokens else torch.randn(shape)
 
@@ -164,32 +171,34 @@ class Gaps:
     """Largest relative difference of outputs and gradients between two ways to take one step."""
 
     fp64: float
-    """memopt and the loop, in float64."""
+    """Difference between memopt and the loop, both in float64."""
     fp32: float
-    """memopt in float32 and the loop in float64."""
+    """Difference between memopt in float32 and the loop in float64."""
     loop_fp32: float
-    """The loop in float32 and in float64."""
+    """Difference between the loop in float32 and in float64."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The medians of one case, in milliseconds; a contestant that cannot run it has the reason instead."""
+    """Result of one case."""
 
     case: str
     route: str
-    """What memopt chose."""
+    """Route that memopt chose."""
     times_ms: dict[str, float]
+    """Contestant -> median time of a step in milliseconds."""
     cannot: dict[str, str]
+    """Contestant that cannot run the case -> the reason."""
     gaps: Gaps
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the best of the others memopt is."""
+        """Time of the fastest other contestant divided by memopt's."""
         return min(t for name, t in self.times_ms.items() if name != "memopt") / self.times_ms["memopt"]
 
 
 def memopt_step(case: Case, inputs: Tensor) -> tuple[Step, str]:
-    """memopt's step, and the route it chose by itself."""
+    """Return memopt's step, and the route that memopt chose by itself."""
     batched = BatchModule(case.make(), case.models, example_inputs=(inputs,))
     (used,) = [trial for trial in batched.trials if trial.used]
 
@@ -201,7 +210,7 @@ def memopt_step(case: Case, inputs: Tensor) -> tuple[Step, str]:
 
 
 def loop_step(case: Case, inputs: Tensor) -> Step:
-    """Separate modules, one after the other."""
+    """Return the step of separate modules, one after another."""
     models = [case.make() for _ in range(case.models)]
 
     def step() -> None:
@@ -213,7 +222,7 @@ def loop_step(case: Case, inputs: Tensor) -> Step:
 
 
 def vmap_step(case: Case, inputs: Tensor) -> Step:
-    """``torch.func`` as its tutorial on ensembles writes it."""
+    """Return the step by ``torch.func``, as PyTorch's tutorial on ensembles writes it."""
     models = [case.make() for _ in range(case.models)]
     parameters, buffers = torch.func.stack_module_state(models)
     skeleton = copy.deepcopy(models[0]).to("meta")
@@ -231,7 +240,7 @@ def vmap_step(case: Case, inputs: Tensor) -> Step:
 
 
 def torchmb_step(case: Case, inputs: Tensor) -> Step:
-    """torchmb's batched model."""
+    """Return the step of torchmb's batched model."""
     import torchmb  # type: ignore[import-not-found]
 
     batched = torchmb.BatchModule(case.make(), batch=case.models)
@@ -249,7 +258,7 @@ OTHERS = {"loop": loop_step, "vmap": vmap_step, "torchmb": torchmb_step}
 
 
 def gaps_of(case: Case) -> Gaps:
-    """Compare one step of the same models, by memopt and by the loop."""
+    """Compare memopt with the loop on one step of the same models."""
     models = [case.make() for _ in range(case.models)]
     inputs = case.inputs()
     steps = {dtype: in_precision(case, models, inputs, dtype) for dtype in (torch.float64, torch.float32)}
@@ -264,7 +273,7 @@ def gaps_of(case: Case) -> Gaps:
 def in_precision(
     case: Case, models: list[nn.Module], inputs: Tensor, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a step leaves, by memopt and by the loop, as float64."""
+    """Return outputs and gradients of a step in ``dtype``, by memopt and by the loop, converted to float64."""
     models = [copy.deepcopy(model).to(dtype) for model in models]
     given = inputs if case.tokens else inputs.to(dtype)
     cotangent = torch.randn(case.models, case.images, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -290,7 +299,7 @@ def _as_float64(output: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def run(name: str, rounds: int) -> Result:
-    """Time one case."""
+    """Time the contestants on case ``name`` for ``rounds`` rounds, and compare their results."""
     case = CASES[name]
     torch.manual_seed(0)
     inputs = case.inputs()
@@ -314,7 +323,7 @@ def run(name: str, rounds: int) -> Result:
 
 
 def first_call(name: str, *, check: bool) -> str:
-    """What the first call costs."""
+    """Return as text what the first call and the first step cost in case ``name``."""
     case = CASES[name]
     torch.manual_seed(0)
     inputs = case.inputs()
@@ -339,7 +348,7 @@ HEADER = ["ms", "memopt", *OTHERS, "speed", "route", "float64", "float32", "the 
 
 
 def row(result: Result) -> list[str]:
-    """One line of the table."""
+    """Return the row of ``result`` in the table."""
     times = (result.times_ms.get(name) for name in ("memopt", *OTHERS))
     shown = ["–" if t is None else f"{t:.2f}" for t in times]
     gaps = (f"{gap:.0e}" for gap in (result.gaps.fp64, result.gaps.fp32, result.gaps.loop_fp32))
@@ -347,7 +356,7 @@ def row(result: Result) -> list[str]:
 
 
 def markdown(results: list[Result], rounds: int, threads: int) -> str:
-    """What goes into ``RESULTS.md``."""
+    """Return the section of ``RESULTS.md``."""
     about = (
         f"Forward and backward of MODELSxIMAGES, median of {rounds} in turns, {threads} threads. *speed*: against the "
         "best of the others. *float64*: largest relative difference from the loop; *float32*: memopt's, and the "

@@ -1,15 +1,15 @@
-"""Plans that send tensors away, beside plans that do not, and beside PyTorch's hooks that send everything.
+"""Compare plans that offload tensors with plans that do not, and with PyTorch's hooks that offload all of them.
 
     python benchmarks/offload.py [MODEL ...] [--device cpu] [--rounds 5] [--threads 2] [--search-time 20] [--small]
 
-Models: gpt, resnet and spiking_vgg (``make samples``), and unet.  A step is taken plainly; with ``save_on_cpu``, which
-makes pinned copies, on the CPU other copies; with hooks that write everything to a file and read it again; and under
-memopt's plans for half of the activation peak, without and with ``--offload``: ``disk`` on the CPU, ``host`` on a GPU.
-Each way has a model of its own in this process, and they take their steps in turns.
+Models: gpt, resnet and spiking_vgg (``make samples``), and unet.  A step is taken plainly; with PyTorch's
+``save_on_cpu``, which copies all saved tensors to host memory, pinned if there is a GPU; with hooks that write all of
+them to a file; and under memopt's plans for half of the activation peak, without and with ``--offload`` (``disk`` on
+the CPU, ``host`` on a GPU).  Each way has its own model in this process, and the ways take turns.
 
-A peak is predicted by a dry run.  On the CPU it is counted from tensors, and one that differs from its prediction in a
-byte ends the script with exit code 1; on a GPU, the allocator has counted it.  Each row is printed as soon as it is
-known.  ``--small`` takes a tiny GPT, to try the script; it keeps nothing in ``benchmarks/RESULTS.md``.
+A dry run predicts the peak of memopt's plans.  On the CPU the peak is counted from tensors; the script ends with exit
+code 1 if a count differs from its prediction by a byte.  On a GPU the peak is the allocator's.  Each row is printed as
+soon as it is known.  ``--small`` tries the script on a tiny GPT, and writes nothing to ``benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ HEADER = [
 
 @contextlib.contextmanager
 def everything_in_file() -> Iterator[None]:
-    """Write whatever autograd saves to a file, and read it when backward asks for it; each waits for the other."""
+    """Write each tensor that autograd saves to a file, and read it in backward; neither overlaps with computation."""
     with tempfile.TemporaryFile(buffering=0) as file:
 
         def write(tensor: Tensor) -> tuple[int, Tensor, torch.device]:
@@ -104,22 +104,25 @@ def saved_bytes(step: Step) -> int:
 
 @dataclass(slots=True)
 class Way:
-    """A way to take a step, and what was found out about it."""
+    """Way to take a step, with its predictions and measurements."""
 
     name: str
     plan: Plan = field(default_factory=Plan)
     hooks: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     predicted_bytes: int | None = None
-    """Peak of a dry run; ``None`` if there was none."""
+    """Peak of a dry run in bytes; ``None`` if there was none."""
     simulated_s: float | None = None
-    """Seconds for which the step waits, by the cost model; ``None`` if it was not asked."""
+    """Seconds that the step waits for transfers, by the cost model; ``None`` without a plan of memopt."""
     slowdown: float | None = None
-    """Step time by the cost model, divided by that of the plain step; ``None`` if it was not asked."""
+    """Step time by the cost model, divided by that of the plain step; ``None`` without a plan of memopt."""
     counted_bytes: int = 0
+    """Measured peak on the device in bytes."""
     elsewhere_bytes: int = 0
+    """Most bytes in other places at once."""
     times_s: list[float] = field(default_factory=list)
+    """Seconds of each step."""
     waits_s: list[float] = field(default_factory=list)
-    """Seconds for which each step waited."""
+    """Seconds that each step waited for transfers."""
 
     @property
     def step_s(self) -> float:
@@ -128,7 +131,7 @@ class Way:
 
     @property
     def sends_all(self) -> bool:
-        """Whether its hooks send all that autograd saves."""
+        """Whether hooks offload all tensors that autograd saves."""
         return self.hooks is not contextlib.nullcontext
 
     def row(self, model: str, plain_s: float, device: str) -> list[str]:
@@ -218,7 +221,8 @@ def _peak(way: Way, step: Step) -> int:
             return trace.count(step).tensor_peak_bytes
     before_bytes, resident_bytes = torch.cuda.memory_allocated(device), trace.resident_bytes(step)
     found = measure_allocated(lambda _: _take(way, step), device, before_bytes)
-    return found.peak_bytes - before_bytes + resident_bytes  # the models of the other ways are there, too
+    # The models of the other ways are on the device, too: they are in ``before_bytes``, but not in ``resident_bytes``.
+    return found.peak_bytes - before_bytes + resident_bytes
 
 
 def rows_of(model: str, ready: Prepared, rounds: int, search_s: float) -> Iterator[tuple[Way, list[str]]]:
@@ -230,7 +234,7 @@ def rows_of(model: str, ready: Prepared, rounds: int, search_s: float) -> Iterat
 
 
 def main() -> None:
-    """Measure, print, and keep the rows unless they are of the tiny model."""
+    """Measure, print the rows, and write them unless ``--small`` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL")
     parser.add_argument("--device", default="cpu")

@@ -1,11 +1,12 @@
-"""Online learning of a recurrent LIF network (100 -> 200 -> 10): memory by the number of steps, time of a step.
+"""Measure online learning of a recurrent LIF network (100 -> 200 -> 10): memory by sequence length, time of a step.
 
     python benchmarks/online.py [--steps 16,256,1024,4096] [--rounds 15] [--threads 1] [--compile] [--write]
 
-Memory is the tensor peak, counted at the dispatcher, of one sequence forward and backward, inputs made as they are
-needed; the same bytes in every run.  Time is that of a sequence of 16 steps of 128 samples over 16: the contestants
-take turns, so that the load of the machine is the same for all, and what is shown are medians.  *By hand* are the
-algorithms' equations for this very network written out on tensors, without autograd.
+Memory is the tensor peak of forward and backward over one sequence, whose inputs are made step by step; it is counted
+at PyTorch's dispatcher, and is the same in every run.  The time of a step is that of a sequence of 16 steps, with a
+batch of 128, divided by 16.  The contestants take turns, so that the load of the machine is the same for all, and the
+table shows medians.  *By hand* is an implementation of each algorithm for this one network, on plain tensors without
+autograd.
 """
 
 from __future__ import annotations
@@ -44,21 +45,22 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import StorageLog
 
 DECAY = 0.9
+"""Factor by which ES-D-RTRL's traces fade from step to step."""
 MEMORY_BATCH = 8
-"""Samples, so that back-propagation through 4096 steps fits a laptop."""
+"""Samples in a batch where memory is measured: few, so that backward through 4096 steps fits a laptop."""
 ALGORITHMS: dict[str, Callable[..., OnlineAlgorithm]] = {
     "ES_D_RTRL": lambda net, **mode: ES_D_RTRL(net, DECAY, **mode),
     "D_RTRL": D_RTRL,
 }
 Run = Callable[[], object]
-"""Gradients of one sequence."""
+"""Function that computes the gradients of one sequence."""
 
 
 # ---------------------------------------------------------------------------------------------- contestants
 
 
 def manual(name: str, net: LIFNet, x: Tensor) -> OnlineAlgorithm:
-    """An algorithm told of the batch, compiled for one step's inputs ``[B, I]``."""
+    """Return the algorithm ``name`` in its batched mode, compiled for the inputs ``x`` ``[B, I]`` of one step."""
     init_all_states(net, x.shape[0])
     algorithm = ALGORITHMS[name](net, mode=Batching())
     algorithm.compile_graph(x)
@@ -66,7 +68,7 @@ def manual(name: str, net: LIFNet, x: Tensor) -> OnlineAlgorithm:
 
 
 def automatic(name: str, net: LIFNet, x: Tensor) -> tuple[Vmap, Run]:
-    """An algorithm for one sample under vmap, and what starts its states anew."""
+    """Return the algorithm ``name`` for one sample under vmap, and a function that resets its states."""
     algorithm = ALGORITHMS[name](net)
     init_all_states(net)
     algorithm.compile_graph(x[0])
@@ -74,12 +76,12 @@ def automatic(name: str, net: LIFNet, x: Tensor) -> tuple[Vmap, Run]:
 
 
 def surrogate(u: Tensor) -> Tensor:
-    """Slope of the spike at ``u`` above threshold."""
+    """Return the surrogate slope of the spike at ``u`` above threshold."""
     return (0.3 * (1 - u.abs())).clamp_min_(0)
 
 
 class ByHand:
-    """The network and its gradients on plain tensors: all that an implementation for this one network would do."""
+    """Network with its gradients on plain tensors: the least work that an implementation for this network does."""
 
     def __init__(self, net: LIFNet, batch: int) -> None:
         self.parameters = [net.syn.weight, net.syn.bias, net.out.linear.weight]
@@ -87,7 +89,7 @@ class ByHand:
         self.decay, self.batch = net.neu.decay, batch
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Add the gradients of a sequence to ``.grad``; the mean loss."""
+        """Add the gradients of a sequence to ``.grad``, and return the mean loss."""
         self.start(inputs)
         v, r = inputs.new_zeros(self.batch, N_HIDDEN), inputs.new_zeros(self.batch, N_OUT)
         total, spikes = inputs.new_zeros(()), v
@@ -108,16 +110,16 @@ class ByHand:
         return total / len(inputs)
 
     def start(self, inputs: Tensor) -> None:
-        """Make the traces."""
+        """Set the eligibility traces to zero."""
         raise NotImplementedError
 
     def of_weights(self, t: int, z: Tensor, jacobian: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the traces; gradients of weight and bias."""
+        """Advance the traces by one step, and return the gradients of weight and bias."""
         raise NotImplementedError
 
 
 class ESByHand(ByHand):
-    """ES-D-RTRL."""
+    """ES-D-RTRL, whose traces are a vector of inputs and one of neurons for each sample."""
 
     def start(self, inputs: Tensor) -> None:
         self.of_input = inputs.new_zeros(self.batch, N_IN + N_HIDDEN)
@@ -131,7 +133,7 @@ class ESByHand(ByHand):
 
 
 class FullByHand(ByHand):
-    """D-RTRL."""
+    """D-RTRL, whose trace is a matrix as large as the weight for each sample."""
 
     def start(self, inputs: Tensor) -> None:
         self.trace = inputs.new_zeros(self.batch, N_HIDDEN, N_IN + N_HIDDEN)
@@ -147,12 +149,12 @@ class FullByHand(ByHand):
 
 
 def steps_of(count: int) -> Iterator[Tensor]:
-    """Inputs, each made when it is needed."""
+    """Yield the inputs of ``count`` steps, each made when it is needed."""
     return (torch.rand(MEMORY_BATCH, N_IN) for _ in range(count))
 
 
 def tensor_peak_bytes(strategy: str, steps: int) -> int:
-    """Of one sequence."""
+    """Return the tensor peak in bytes of forward and backward over one sequence by ``strategy``."""
     net, labels = LIFNet(), torch.zeros(MEMORY_BATCH, dtype=torch.int64)
     model: nn.Module = net
     if strategy == "through time":
@@ -169,7 +171,7 @@ def tensor_peak_bytes(strategy: str, steps: int) -> int:
 
 
 def memory(steps: list[int]) -> dict[str, dict[int, int]]:
-    """Strategy -> steps -> bytes."""
+    """Return strategy -> number of steps -> tensor peak in bytes."""
     return {s: {t: tensor_peak_bytes(s, t) for t in steps} for s in (*ALGORITHMS, "through time")}
 
 
@@ -177,7 +179,7 @@ def memory(steps: list[int]) -> dict[str, dict[int, int]]:
 
 
 def contestants(name: str, *, compiled: bool) -> dict[str, Run]:
-    """What computes the gradients of the same sequence by one algorithm."""
+    """Return the implementations of algorithm ``name``, all for the same sequence."""
     net = LIFNet()
     other = copy.deepcopy(net)  # a model's states are either batched or one per lane
     inputs, labels = torch.rand(N_TIME, N_BATCH, N_IN), torch.randint(0, N_OUT, (N_BATCH,))
@@ -209,14 +211,14 @@ def contestants(name: str, *, compiled: bool) -> dict[str, Run]:
 
 
 def check_same_loss(runs: dict[str, Run]) -> None:
-    """A contestant that computes something else is none."""
+    """End the program if the contestants do not compute the same loss."""
     losses = {name: float(run()) for name, run in runs.items()}  # type: ignore[arg-type]
     if max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
         raise SystemExit(f"the contestants disagree: {losses}")
 
 
 def step_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Median seconds of one step; in turns."""
+    """Return the median seconds of one step by each of ``runs``, which take turns."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -230,7 +232,7 @@ def step_seconds(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def memory_table(found: dict[str, dict[int, int]]) -> str:
-    """Rows: strategies; columns: steps, and the last over the first."""
+    """Return a table of peaks: a row for each strategy, a column for each number of steps, and last over first."""
     steps = list(next(iter(found.values())))
     rows = [
         [name, *map(format_bytes, peaks.values()), f"{peaks[steps[-1]] / peaks[steps[0]]:.3g}×"]
@@ -240,7 +242,7 @@ def memory_table(found: dict[str, dict[int, int]]) -> str:
 
 
 def time_table(name: str, seconds: dict[str, float]) -> str:
-    """One line per contestant, beside what is written by hand and beside manual batching."""
+    """Return a table of step times, with their ratios to the version by hand and to manual batching."""
     rows = [
         [who, f"{s * 1e3:.2f} ms", f"{s / seconds['by hand']:.2f}×", f"{s / seconds['manual']:.2f}×"]
         for who, s in seconds.items()
@@ -249,7 +251,7 @@ def time_table(name: str, seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure memory and time, print the tables, and write them if ``--write`` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="16,256,1024,4096")
     parser.add_argument("--rounds", type=int, default=15)

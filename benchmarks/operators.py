@@ -1,13 +1,13 @@
-"""The counter of storages beside the allocator, on models of one operator each.
+"""Compare memopt's count of tensor bytes with PyTorch's allocator, on models of one operator each.
 
     python benchmarks/operators.py [OPERATOR ...]
 
-The operators are those of PyTorch's own tests (``op_db``) that have a derivative in float32.  Of each, the inputs of
-those tests are taken, where they can be made longer at a size at which a step holds 64 KiB, and compared: the tensor
-peak as it is counted on real tensors, on tensors without data, and by the allocator in a step that nobody watches, what
-kernels take for themselves left out; and the outputs and gradients of the operator as a segment, and packed.
+The operators are those of PyTorch's own tests (``op_db``) that have a derivative in float32, on the inputs of those
+tests, enlarged where possible until a step holds 64 KiB.  The tensor peak is counted on real tensors and on tensors
+without data, and compared with the peak of the allocator in a plain step, without the workspace of kernels.  Outputs
+and gradients of the operator are also compared with those as a segment, and with packing.
 
-Without names the section of ``benchmarks/RESULTS.md`` is written.
+Without names, all operators run, and the section of ``benchmarks/RESULTS.md`` is written.
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ from memopt_cli.training.step import Step, seed_everything
 from memopt_cli.verification.effects import effects
 
 _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
-"""What PyTorch runs before a kernel that takes no such views; the dispatcher shows it."""
+"""Operators that PyTorch runs before a kernel that takes no conjugate or negative views, seen at the dispatcher."""
 _GENERATOR_BYTES = torch.get_rng_state().nbytes
-"""Of the generator's state, which some of PyTorch's tests keep aside."""
+"""Bytes of the random generator's state, which some of PyTorch's tests copy: no tensor of the step."""
 LEAST_BYTES = 1 << 16
+"""Bytes that a step should hold: of a smaller one, a difference of a few bytes is a large error."""
 MOST_BYTES = 1 << 25
+"""Bytes that a step may hold."""
 _MOST_SAMPLES = 12
+"""Inputs that are tried for each operator and scale."""
 _LONGEST_S = 20
+"""Seconds that one operator may take."""
 SCALES = (1, 2, 4, 8, 16, 32)
+"""Factors by which the dimensions of PyTorch's test inputs are enlarged, in turn."""
 TOLERANCE = 0.02
+"""Largest relative difference between count and allocator that is not reported."""
 PLANS = {"segment": Plan(segments=(SegmentPlan(path="operator"),)), "packed": Plan(packed=True)}
 _OPINFO = "torch.testing._internal.opinfo"
 _SIZED = (
@@ -56,28 +62,30 @@ _SIZED = (
     f"{_OPINFO}.definitions.linalg",
     f"{_OPINFO}.definitions.special",
 )
-"""Modules of PyTorch's tests that make the inputs, with the sizes as global variables."""
+"""Modules of PyTorch's tests that make the inputs; their global variables :data:`_SIZES` are the sizes."""
 _SIZES = ("XS", "S", "M", "L")
 
 
 class Skipped(Exception):
-    """An operator of which no step can be taken."""
+    """Raised for an operator that cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One operator; peaks in bytes."""
+    """Result for one operator."""
 
     allocated: int
+    """Peak of the allocator in bytes."""
     counted: int
+    """Peak counted on real tensors, in bytes."""
     dry_run: int | str
-    """Or why there is none."""
+    """Peak counted on tensors without data, in bytes, or the reason why there is none."""
     unequal: tuple[str, ...]
-    """Plans under which the step computes something else."""
+    """Keys of :data:`PLANS` under which outputs or gradients differ."""
 
     @property
     def off_by(self) -> float:
-        """How far what is counted is from what is allocated, relative to that; of the two counts the worse."""
+        """Relative difference of the worse of the two counts from the allocator's peak."""
         counts = [self.counted, *([self.dry_run] if isinstance(self.dry_run, int) else [])]
         return max(abs(c / self.allocated - 1) for c in counts)
 
@@ -87,7 +95,7 @@ class Compared:
 
 
 class Operator(nn.Module):
-    """Calls a function on its inputs, and on what it has itself, of which tensors are buffers."""
+    """Module that calls a function on its inputs and on constants; those that are tensors are buffers."""
 
     def __init__(self, call: Callable[..., Any], leaves: Sequence[Any]) -> None:
         super().__init__()
@@ -105,7 +113,7 @@ class Operator(nn.Module):
 
 
 class OneOperator(nn.Module):
-    """Gives an operator the inputs that are differentiated, as parameters."""
+    """Model of one :class:`Operator`, whose differentiated inputs are the parameters."""
 
     def __init__(self, call: Callable[..., Any], leaves: Sequence[Any]) -> None:
         super().__init__()
@@ -118,7 +126,7 @@ class OneOperator(nn.Module):
 
 @contextmanager
 def scaled(factor: int) -> Iterator[None]:
-    """Within, the inputs that PyTorch's tests make have dimensions as many times as long."""
+    """Multiply the sizes of the inputs that PyTorch's tests make by ``factor`` inside the context."""
     modules = [importlib.import_module(name) for name in _SIZED]
     before = [(m, name, getattr(m, name)) for m in modules for name in _SIZES if hasattr(m, name)]
     try:
@@ -131,7 +139,7 @@ def scaled(factor: int) -> Iterator[None]:
 
 
 def samples(operator: Any, factor: int) -> Iterator[Step]:
-    """Steps of one operator on the inputs of its tests that are differentiated."""
+    """Yield a step of ``operator`` for each input of its tests that has a tensor to differentiate."""
     seed_everything(0)
     with scaled(factor):
         for sample in operator.sample_inputs("cpu", torch.float32, requires_grad=True):
@@ -147,7 +155,7 @@ def samples(operator: Any, factor: int) -> Iterator[Step]:
 
 
 def step_of(operator: Any) -> Step:
-    """The first sample of a size that tells, at the least scale at which there is one; else the largest."""
+    """Return the first step of at least :data:`LEAST_BYTES`, at the smallest scale that has one; else the largest."""
     best: tuple[int, Step] | None = None
     before = 0
     for factor in SCALES:
@@ -167,7 +175,7 @@ def step_of(operator: Any) -> Step:
 
 
 def tensors_allocated(step: Step) -> int:
-    """The allocator's peak in a step that no mode watches, what kernels allocate for themselves left out."""
+    """Return the allocator's peak in a step without dispatch modes, less the workspace of kernels, in bytes."""
     held = resident_bytes(step)
     seed_everything(0)
     naming = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
@@ -184,7 +192,7 @@ def tensors_allocated(step: Step) -> int:
 def _allocations(
     tree: Any, overloads: dict[tuple[int, str], str], kernel_ends: int | None = None
 ) -> Iterator[tuple[int, int, int, int | None]]:
-    """Time in ns, bytes (negative where they are freed), address, and when the kernel that runs then ends."""
+    """Yield time in ns, bytes (negative if freed), address, and end of the kernel then running (``None`` if none)."""
     for event in tree:
         ends = None if event.name in _COPIES else kernel_ends
         if event.name == "[memory]":
@@ -198,18 +206,18 @@ def _allocations(
 
 @functools.cache
 def is_kernel(name: str, overload: str) -> bool:
-    """Whether an operator is seen whole at the dispatcher: it is not made of others that are seen there."""
+    """Return whether the dispatcher sees the operator itself, rather than the operators that it is composed of."""
     if not name.startswith("aten::"):
         return False
     full = f"{name}.{overload}" if overload else name
     try:
         return not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:
+    except RuntimeError:  # the dispatcher has no operator of this name
         return True
 
 
 def _peak(events: list[tuple[int, int, int, int | None]]) -> int:
-    """The most bytes alive of what outlives the kernel that allocated it."""
+    """Return the most bytes alive at once, without those freed before the kernel that allocated them ends."""
     lives: list[tuple[int, int]] = []
     born: dict[int, tuple[int, int, int | None]] = {}
     for when, change, address, kernel in events:
@@ -228,7 +236,7 @@ def _peak(events: list[tuple[int, int, int, int | None]]) -> int:
 
 
 def compare(operator: Any) -> Compared:
-    """Raises what the operator raises, or :class:`Skipped`."""
+    """Compare the peaks and results of ``operator``; raise its own error, or :class:`Skipped`."""
     step = step_of(operator)
     tensors_allocated(step)  # the first run also fills caches
     allocated = tensors_allocated(step)
@@ -248,21 +256,21 @@ def compare(operator: Any) -> Compared:
 
 
 def is_equal(step: Step, plan: Plan) -> bool:
-    """Whether outputs and gradients under a plan are those of the plain step, bit for bit."""
+    """Return whether outputs and gradients under ``plan`` equal those of the plain step to the bit."""
     wanted = effects(replace(step, model=copy.deepcopy(step.model)))
     found = effects(replace(step, model=apply_plan(copy.deepcopy(step.model), plan)))
     return wanted.keys() == found.keys() and all(same_bits(wanted[name], found[name]) for name in wanted)
 
 
 def with_derivative() -> Iterator[Any]:
-    """The operators of PyTorch's tests that have a derivative in float32."""
+    """Return the operators of PyTorch's tests that have a derivative in float32."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return (o for o in op_db if o.supports_autograd and torch.float32 in o.dtypes)
 
 
 def tried(operator: Any) -> Compared | str:
-    """Or why it could not be compared."""
+    """Return the comparison of ``operator``, or the reason why there is none."""
     signal.alarm(_LONGEST_S)
     try:
         return compare(operator)
@@ -285,7 +293,7 @@ def _name(operator: Any) -> str:
 
 
 def report(found: dict[str, Compared | str]) -> str:
-    """Markdown: how many there are of each kind, and all that is off or unequal by name."""
+    """Return the report in Markdown: counts, and the name of each operator that differs or was not compared."""
     compared = {name: c for name, c in found.items() if isinstance(c, Compared)}
     off = {name: c for name, c in compared.items() if c.off_by > TOLERANCE}
     skipped = [[name, reason] for name, reason in found.items() if isinstance(reason, str)]
@@ -310,7 +318,7 @@ def report(found: dict[str, Compared | str]) -> str:
 
 
 def main() -> None:
-    """Compare the operators one after another, and report."""
+    """Compare the operators one after another, and report the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*")
     chosen = parser.parse_args().operators

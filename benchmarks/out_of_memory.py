@@ -1,10 +1,11 @@
-"""``memopt explain`` on thirty steps under a limit: does the first suggestion fit, and is the module the right one?
+"""Check ``memopt explain`` on thirty steps: does its first suggestion fit the limit, and is its module right?
 
     python benchmarks/out_of_memory.py [--only TEXT]
 
-It writes its section of RESULTS.md, unless only some cases are run.  Each suggestion is run again, in a process of its
-own; the module is compared with the record of a step that is run on data.  It needs the sample models (``make
-samples``) and transformers.
+Each of ten models runs under three memory limits that it exceeds.  The first suggestion is tried in a process of its
+own.  The module in which memory is said to run out is compared with the record of a step on data.  The benchmark writes
+its section of RESULTS.md, unless ``--only`` chooses some cases.  It needs the sample models (``make samples``) and
+transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from memopt_cli.records import BatchProbe, InputSpec, ModelSource, Plan, StepSet
 from memopt_cli.records.progress import Progress
 
 SHARES = (0.8, 0.6, 0.45)
-"""Of what the step takes beside what stays whatever is done."""
+"""Limits, as shares of the activation peak; the memory that stays whatever is done is added."""
 IDS = "input_ids:BxS@int64=0..96"
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 256, "num_key_value_heads": 4, "use_cache": False}
@@ -38,7 +39,7 @@ LLAMA = {**SIZES, "intermediate_size": 256, "num_key_value_heads": 4, "use_cache
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as the command line names it, and its inputs; none where they lie beside the file."""
+    """Model as the command line names it, with ``-i`` and ``--dim``; no inputs if a file beside the model has them."""
 
     model: str
     inputs: tuple[str, ...] = ()
@@ -53,28 +54,28 @@ def _hugging_face(name: str, head: str, **options: Any) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """A language model."""
+    """Build a small GPT-2."""
     return _hugging_face("GPT2", "LMHeadModel", vocab_size=96, n_embd=64, n_layer=4, n_head=4, use_cache=False)
 
 
 def llama() -> nn.Module:
-    """Another."""
+    """Build a small Llama."""
     return _hugging_face("Llama", "ForCausalLM", **LLAMA)
 
 
 def bert() -> nn.Module:
-    """One that reads both ways."""
+    """Build a small BERT."""
     return _hugging_face("Bert", "ForMaskedLM", **SIZES, intermediate_size=256)
 
 
 def vit() -> nn.Module:
-    """Images as sequences."""
+    """Build a small vision transformer."""
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     return _hugging_face("ViT", "ForImageClassification", **sizes, intermediate_size=256, image_size=64, patch_size=8)
 
 
 def convnext() -> nn.Module:
-    """Convolutions."""
+    """Build a small ConvNeXt."""
     return _hugging_face(
         "ConvNext", "ForImageClassification", hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], image_size=64
     )
@@ -92,7 +93,7 @@ CASES = {
 
 
 def main() -> None:
-    """Every case under every limit."""
+    """Run every case under every limit, print the rows and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     given = parser.parse_args()
@@ -114,7 +115,7 @@ _HEADINGS = ["step", "takes", "limit", "first suggestion", "fits", "memory runs 
 
 def _rows(name: str, case: Case) -> list[list[str]]:
     prepared = _prepared(case)
-    traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # with the workspaces that its kernels take
+    traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # on data, to record the workspaces of its kernels
     assert isinstance(traced, Traced), traced
     record = traced.trace
     held = [bytes_ + op.workspace_bytes for bytes_, op in zip(live_bytes(record)[1:], record.ops, strict=True)]
@@ -170,7 +171,7 @@ def _ask(prepared: Prepared, job: Job[Any]) -> Any:
 
 
 def _run_again(prepared: Prepared, said: dict[str, Any]) -> int | None:
-    """The allocated peak of the first suggestion, in another process."""
+    """Return the allocated peak in bytes of the suggestion ``said``, in another process; ``None`` if it fails."""
     settings = prepared.subject.settings
     if said["change"] == "autocast":
         settings = replace(settings, precision="bf16")

@@ -1,12 +1,14 @@
-"""What a segment costs beside its kernels, on layers of a few numbers: where the cost model's constants come from.
+"""Measure the time that a segment adds besides its kernels, from which the cost model's constants come.
 
     python benchmarks/overhead.py [--rounds 25]
 
-CPU time of one thread, medians of steps, plainly and with one segment in 1, 2 and 4 chunks.  What the segment adds
-beside one forward is a sum over its runs, the modules and operators in these, and the operators that chunks run more
-often; the constants are the least squares of the relative errors.  Then what it costs an operator that its segment
-keeps the outputs of products; norms in chunks that gather the statistics of the batch, in one pass more than there are
-norms; and the peer: blocks of a few numbers as segments, packed, and in PyTorch's own checkpoint, in turns.
+Layers of a few numbers make the kernels so short that the rest is seen.  Times are CPU time of one thread, medians of
+many steps, plainly and with one segment in 1, 2 and 4 chunks.  The time that a segment adds besides a second forward is
+taken as a sum of constants: one for each run of the segment, for each module and operator in it, and for each operator
+that chunks run again.  The constants minimize the squares of the relative errors.
+
+Three more tables show what keeping the outputs of products adds to each operator; what each norm adds where chunks
+gather batch statistics; and what a block adds as a segment, with packing, and in PyTorch's own checkpoint.
 """
 
 from __future__ import annotations
@@ -41,13 +43,17 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, synchronize
 
 _LAYERS = 20
+"""Layers of the models on which keeping products is measured."""
 _COUNTS = (5, 20, 60)
+"""Layers of the models to which the constants are fitted."""
 _CHUNKS = 16
+"""Chunks of the models with norms."""
 _NORM_COUNTS = [1, 2, 4, 8]
+"""Norms of these models."""
 
 
 class _Functions(nn.Module):
-    """Operators of one module."""
+    """Module whose forward calls ``layer`` again and again, with one linear layer."""
 
     def __init__(self, layers: int, layer: Callable[[Tensor, nn.Linear], Tensor]) -> None:
         super().__init__()
@@ -90,7 +96,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Tensor]] = {
 
 
 def _median_s(run: Callable[[], object], rounds: int) -> float:
-    """Return the median seconds of CPU time of ``run``."""
+    """Return the median CPU seconds of ``run``."""
     return statistics.median(_cpu_s(run) for _ in range(rounds + 1))
 
 
@@ -106,9 +112,9 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 
 class _Segments:
-    """A module as several segments: the seconds that each adds to a step beside running forward once more.
+    """Seconds that a module adds to a step as each of ``segments``, besides those of a second forward.
 
-    A round takes every one in its turn, since a machine may run at half its speed a minute later.
+    All take turns in every round, since a machine may run at half its speed a minute later.
     """
 
     def __init__(self, module: nn.Module, x: Tensor, segments: Sequence[SegmentPlan], rounds: int) -> None:
@@ -120,11 +126,11 @@ class _Segments:
         for model, segment in zip(models, segments, strict=True):
             apply_plan(model, Plan(segments=(segment,)))
         self.added_s = _medians_beside(plain, models, x, rounds)
-        """In the order of ``segments``."""
+        """Seconds that each segment adds, in the order of ``segments``."""
 
 
 def _medians_beside(plain: nn.Module, models: Sequence[nn.Module], x: Tensor, rounds: int) -> list[float]:
-    """Return for each of ``models`` the median seconds of its step less a step and a forward of ``plain``."""
+    """Return the median seconds of a step of each of ``models``, less those of a step and a forward of ``plain``."""
     added: list[list[float]] = [[] for _ in models]
     for _ in range(_WARM_UP + rounds):
         with torch.no_grad():
@@ -136,11 +142,12 @@ def _medians_beside(plain: nn.Module, models: Sequence[nn.Module], x: Tensor, ro
 
 
 _WARM_UP = 17
-"""Steps in which a segment is compared with its recomputation twice."""
+"""First steps, not timed: in these a segment also checks its recomputation."""
 
 
 def _terms(chunks: int, rerun: Rerun) -> list[int]:
-    """How often each constant counts."""
+    """Return how many times each constant is in the time of a segment."""
+    # The first chunk takes the place of the plain run; others add one in forward, recomputation and backward each.
     again = 3 * (chunks - 1)
     return [chunks, chunks * rerun.modules, chunks * rerun.ops, again * rerun.ops, again * rerun.products]
 
@@ -179,11 +186,12 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     plans = [SegmentPlan(path="0", keep=keep) for keep in ((), (product,))]
     segments = _Segments(make(_LAYERS), x, plans, rounds)
     whole_s, keeping_s = segments.added_s
+    # Divided by 2, since each operator runs in forward and in the recomputation.
     return [name, f"{(keeping_s - whole_s) / (2 * segments.rerun.ops) * 1e6:.0f} µs"]
 
 
 def _chunked_row(norms: int, rounds: int) -> list[str]:
-    """Of each chunk, and of that what is left for every time it comes to a norm."""
+    """Return the row of ``norms``: what each chunk adds, and the part of it for each time that it runs a norm."""
     layers = [layer for _ in range(norms) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
     x = torch.randn(_CHUNKS, 4, 2, 2, requires_grad=True)
     segment = SegmentPlan(path="0", chunks=_CHUNKS, batch_statistics=True)
@@ -191,8 +199,10 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     forward_s = _median_s(lambda: module(x), rounds)
     (added_s,) = _Segments(module, x, [segment], rounds).added_s
     chunk_s = (added_s + forward_s) / _CHUNKS
+    # A layer is three operators; the pass up to norm number ``before`` ends with a convolution and that norm.
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
     rerun = Rerun(ops=len(layers), products=norms, modules=len(layers) + 1, passes=passes)
+    # Norms run in all passes: 1 + 2 + ... + n in those that gather statistics, and n in the last.
     met = norms * (norms + 3) / 2
     left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S
     return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]
@@ -224,13 +234,14 @@ _BLOCKS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "two Conv2d, two BatchNorm2d, residual": (_ConvolutionBlock, torch.randn(4, 4, 4, 4)),
 }
 _IN_A_ROW = 24
+"""Blocks in a row, over which the time of a step is divided."""
 _WAYS = ("plain", "PyTorch's checkpoint", "segments", "packing")
 
 
 def beside_pytorch(rounds: int, device: str = "cpu") -> str:
-    """Return the table of what a block costs in a step plainly, and what each way adds.
+    """Return a table of the time of a block in a plain step, and of what each way adds.
 
-    CPU time on the CPU; on another ``device`` time on the wall, until it is done.
+    On the CPU, it is CPU time; on another ``device``, wall time until the device is done.
     """
     rows = []
     for name, (kind, x) in _BLOCKS.items():
@@ -242,7 +253,7 @@ def beside_pytorch(rounds: int, device: str = "cpu") -> str:
 
 
 def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
-    """Return the median seconds of a block in a step, each of the ways in its turn."""
+    """Return the median seconds of a block in a step in each of :data:`_WAYS`, which take turns."""
     device = str(x.device)
     models = {way: nn.Sequential(*(kind() for _ in range(_IN_A_ROW))).to(device) for way in _WAYS}
     now = time.process_time if device == "cpu" else time.perf_counter
@@ -265,7 +276,7 @@ def _block_times(kind: type[nn.Module], x: Tensor, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, print the tables and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()

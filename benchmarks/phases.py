@@ -1,11 +1,11 @@
-"""Every phase of a step, predicted beside measured.
+"""Compare predicted with measured peaks in each phase of a step.
 
     python benchmarks/phases.py [--models gpt,resnet,lora]
 
 Models: gpt and resnet of ``sample_models``, and a small Llama of Hugging Face whose attention has LoRA adapters
-(``pip install transformers peft``).  Each takes a step as :data:`SETTINGS` say; the peaks of its forward, backward,
-clipping and update are measured by the profiler, and predicted by a dry run on tensors without data, which knows of the
-kernels only what workspace they took.  The error is that of the phase that is farthest off; 1 % is allowed.
+(``pip install transformers peft``).  Each takes a step with each of :data:`SETTINGS`.  The profiler measures the peaks
+of forward, backward, clipping and update; a dry run on tensors without data predicts them, but takes the workspaces of
+kernels from the measurement.  The largest error of all phases may be 1 %.
 
 Each model has a section in RESULTS.md.
 """
@@ -32,6 +32,8 @@ from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step, make_scaler
 
 ALLOWED = 0.01
+"""Largest relative error that is allowed."""
+# Optimizer, micro-batches, largest gradient norm (``None``: gradients are not clipped), and precision of each step.
 _STEPS: tuple[tuple[str, int, float | None, Precision], ...] = (
     ("sgd", 1, None, "stored"),
     ("sgd", 4, None, "stored"),
@@ -48,23 +50,23 @@ SETTINGS = tuple(
     for optimizer, micro_batches, clip_norm, precision in _STEPS
 )
 _MOST_SKIPPED = 16
-"""Of a scaler's first steps."""
+"""Most steps that a gradient scaler may skip at first, while gradients overflow."""
 HEADER = ["step", "phase", "measured", "predicted", "error"]
 
 
 def gpt() -> tuple[nn.Module, dict[str, Any]]:
-    """Of ``sample_models``, and two sequences."""
+    """Return the GPT of ``sample_models``, and two sequences."""
     tokens = torch.randint(8000, (2, 2, 256))
     return importlib.import_module("sample_models.gpt").build(), {"input_ids": tokens[0], "targets": tokens[1]}
 
 
 def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    """Of ``sample_models``, and two small images."""
+    """Return the ResNet of ``sample_models``, and two small images."""
     return importlib.import_module("sample_models.resnet").build(), {"images": torch.randn(2, 3, 32, 32)}
 
 
 def lora() -> tuple[nn.Module, dict[str, Any]]:
-    """A Llama of four layers with adapters, all else of it frozen, and two sequences."""
+    """Return a frozen Llama of four layers with LoRA adapters, and two sequences."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,7 +81,7 @@ MODELS = {"gpt": gpt, "resnet": resnet, "lora": lora}
 
 
 def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) -> Step:
-    """With the optimizer's state made, and the gradients that it is to find."""
+    """Return a step of ``model`` whose optimizer has its state already, and whose gradients are reset."""
     make = optimizer_maker(parse_optimizer(settings.optimizer))
     step = Step(
         model=model.train(),
@@ -100,14 +102,14 @@ def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) ->
 
 
 def peaks(step: Step) -> tuple[Mapping[Phase, int], Mapping[Phase, int]]:
-    """Of every phase in bytes: measured, predicted."""
+    """Return the measured and the predicted peaks of every phase, in bytes."""
     measured = measure_allocated(step.take, "cpu", resident_bytes(step))
     predicted = FakeStep(step).count(measured.workspaces).phases
     return measured.phases, {peak.phase: peak.allocated_peak_bytes for peak in predicted}
 
 
 def told(settings: StepSettings) -> str:
-    """In a few words."""
+    """Return ``settings`` in a few words."""
     parts = [settings.optimizer]
     parts += [f"accumulates {settings.micro_batches}"] if settings.micro_batches > 1 else []
     parts += ["clips"] if settings.clip_norm else []
@@ -116,7 +118,7 @@ def told(settings: StepSettings) -> str:
 
 
 def run(name: str) -> tuple[list[list[str]], float]:
-    """Rows under :data:`HEADER`, and the largest error."""
+    """Return the rows of model ``name`` under :data:`HEADER`, and the largest error."""
     rows, worst = [], 0.0
     for settings in SETTINGS:
         torch.manual_seed(0)
@@ -131,7 +133,7 @@ def run(name: str) -> tuple[list[list[str]], float]:
 
 
 def main() -> int:
-    """Run the models asked for; 1 if a phase of one is farther off than allowed."""
+    """Run the models that ``--models`` names; return 1 if an error is larger than :data:`ALLOWED`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     is_near = True

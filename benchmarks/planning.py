@@ -1,4 +1,7 @@
-"""A model, its recorded step and a planner on it, as ``memopt optimize`` has them; a long search to compare with."""
+"""Planner of ``memopt optimize`` for a recorded step, and a long random search of plans to compare it with.
+
+The benchmarks of plans open a model with :func:`bench`, which records its step once.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +61,14 @@ def prepared(name: str, device: str = "cpu") -> Prepared:
 
 
 def opened(location: str, spec: InputSpec, settings: StepSettings) -> Prepared:
-    """Open the model that the function at ``location`` makes, its Sequentials divided into runs of layers."""
+    """Open the model that the function at ``location`` makes, with runs of layers in Sequentials as candidates."""
     opening = Opening(source=ModelSource(location=location), spec=spec, settings=settings, timeout_s=TIMEOUT_S)
     ready = prepare(opening, progress=Progress(), ask=None)
     return replace(ready, subject=replace(ready.subject, layer_runs=True))
 
 
 def spec_of(name: str) -> InputSpec:
-    """Return the inputs of the model's step."""
+    """Return the inputs of a step of model ``name``."""
     if name == SPIKINGJELLY:
         from benchmarks.spikingjelly_vgg import SPEC
 
@@ -79,7 +82,7 @@ def spec_of(name: str) -> InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """One model with one recorded step; dry runs are remembered."""
+    """Model with one recorded step, whose dry runs and measurements are remembered."""
 
     name: str
     prepared: Prepared
@@ -88,16 +91,18 @@ class Bench:
     model: CostModel
     probes: Probes
     original: Counted
+    """Dry run of the step without a plan."""
     recorded_s: float
     """Seconds that loading and recording took."""
     measured: dict[Plan, Measurement | Failure] = field(default_factory=dict)
+    """Plan -> measurement of one step, or why it failed."""
 
     def planner(self, place: PlaceName = "device") -> Planner:
-        """Return a planner that knows nothing yet but the recorded step, and may send tensors to ``place``."""
+        """Return a new planner for the recorded step, which may send tensors to ``place``."""
         return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL), place=place)
 
     def priced(self, plan: Plan) -> Priced | None:
-        """Return the dry run of a plan; ``None`` if the plan cannot run."""
+        """Return the dry run of ``plan``; ``None`` if the plan cannot run."""
         counted = self.probes.count(plan)
         if not isinstance(counted, Counted):
             return None
@@ -113,14 +118,14 @@ class Bench:
         return self.measured[plan]
 
     def measured_peak(self, plan: Plan) -> int:
-        """Return the allocated peak of the step under a plan, in bytes."""
+        """Return the measured allocated peak of the step under ``plan``, in bytes."""
         found = self.measure(plan)
         if not isinstance(found, Measurement):
             raise SystemExit(f"{self.name}: a plan could not be measured: {found}")
         return found.allocated_peak_bytes
 
     def budgets(self, planner: Planner, count: int) -> list[int]:
-        """Budgets in bytes, evenly from the least peak that is reached, by dry run and measured, to the original's."""
+        """Return ``count`` budgets in bytes, evenly from the least peak of a plan to just below the original's."""
         high, least = self.original.allocated_peak_bytes, planner.least(LEVEL)
         low = min(high, max(least.peak_bytes, self.measured_peak(least.plan)))
         return [low + (high - low) * step // count for step in range(count)]
@@ -128,7 +133,7 @@ class Bench:
 
 @contextlib.contextmanager
 def bench(name: str, ready: Prepared | None = None, search_s: float | None = None) -> Iterator[Bench]:
-    """Record a step of ``ready``, or of the model ``name``, of which dry runs are possible for ``search_s`` seconds."""
+    """Record a step of ``ready`` or of model ``name``; ``search_s`` limits the seconds of the search."""
     started = time.perf_counter()
     ready = ready or prepared(name)
     with Sessions(ready, "full size", notes=[]) as session:
@@ -157,9 +162,9 @@ def bench(name: str, ready: Prepared | None = None, search_s: float | None = Non
 
 
 class LongSearch:
-    """Random changes of plans that no other beats in both peak and time, for a given time: dry runs and the cost model.
+    """Local search by random changes of the best plans so far: those that no other beats in both peak and time.
 
-    It starts from what it is given, so it is never worse than that.
+    Dry runs give the peak, the cost model the time.  The plans that it starts from count as found.
     """
 
     def __init__(self, one: Bench, start: Sequence[Plan]) -> None:
@@ -168,18 +173,19 @@ class LongSearch:
         self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
         self._packable = one.model.packable_bytes > 0
         self.found: dict[Plan, Priced] = {}
+        """Plans that could be dry-run -> peak and slowdown, in the order in which they were found."""
         for plan in (Plan(), *start):
             self._try(plan)
 
     def run(self, seconds: float) -> list[Priced]:
-        """Search for ``seconds``, and return every plan of which a dry run was made."""
+        """Search for ``seconds``, and return every plan that could be dry-run."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._step()
         return list(self.found.values())
 
     def first(self, count: int) -> list[Priced]:
-        """Return the first plans that are not the original: those it started from, then what it made of them."""
+        """Return the first ``count`` plans besides the original: those that the search started from, then new ones."""
         while len(self.found) <= count:
             self._step()
         return list(self.found.values())[1 : count + 1]

@@ -1,20 +1,19 @@
-"""Plans beside the usual ways to save memory, and predictions beside measurements.
+"""Compare memopt's plans with the usual ways to save memory, and predicted with measured peaks.
 
     python benchmarks/plans.py [MODEL ...] [--case CASE] [--rounds 5] [--threads 2] [--seconds 60] [--level 4] ...
 
 Models: gpt, resnet, spiking_vgg, lif_rnn, char_rnn (``make samples``) and spikingjelly_vgg.  Cases, each a section of
 ``benchmarks/RESULTS.md``, named by the models:
 
-contest    the model as it is, ``checkpoint`` on every block, ``torch.compile`` with an activation memory budget,
-           memopt's levels and budgets, however slow; on SpikingJelly's VGG also SpikingJelly's levels.
-           A few at a time.
-accuracy   five plans a model: the cost model's peak beside the dry run's beside the measured one.
-shortlist  of thousands of plans the six that the cost model likes best, beside the best of a long search.
-budgets    ten budgets a model: the measured peak of the plan, and the fastest plan of a long search; plans are kept.
-steps      the steps of the plans that the case budgets has kept, in turns.
+contest    peak and step time of the unchanged model, ``checkpoint`` on every block, ``torch.compile`` with activation
+           memory budgets, memopt's levels and budgets without a limit on time, and SpikingJelly's levels on its VGG.
+accuracy   the peak of five plans for each model, by the cost model, by a dry run and measured.
+shortlist  the lowest peak among the six plans that the cost model ranks first, and among all plans of a long search.
+budgets    whether the plans for ten budgets stay within them; stores these plans and the fastest of a long search.
+steps      step times of the plans that the case budgets stored, taken in turns.
 growth     the time of a search on models of 64, 256 and 1024 layers.
 
-Peaks repeat to the byte; the cases contest, steps and growth measure time and want a machine that does nothing else.
+Peaks repeat to the byte.  The cases contest, steps and growth measure time, and need a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -79,6 +78,7 @@ BLOCKS = {
 }
 """Classes that a user would checkpoint by hand, by model."""
 COMPILE_BUDGETS = (0.5, 0.2, 0.0)
+"""Values of PyTorch's ``activation_memory_budget``."""
 SHARES = (0.8, 0.6, 0.44)
 """Budgets for memopt, as shares of the original's peak."""
 KEPT = Path("build/budgets")
@@ -87,18 +87,19 @@ TURN_S = 0.2
 """Seconds of a plan's turn, which has as many steps as fit."""
 FIVE, TEN = 5, 10
 LAYERS = (64, 256, 1024)
+"""Layers of the models of the case ``growth``."""
 
 
 # ---------------------------------------------------------------------------------------------- contest
 
 
 def as_it_is(step: Step) -> nn.Module:
-    """Nothing is done."""
+    """Return the model of ``step`` unchanged."""
     return step.model
 
 
 def every_block(step: Step, class_name: str) -> nn.Module:
-    """Checkpoint every module of a class, as one does by hand."""
+    """Checkpoint every module of class ``class_name``, as users do by hand."""
     for module in step.model.modules():
         if type(module).__name__ == class_name:
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
@@ -106,7 +107,7 @@ def every_block(step: Step, class_name: str) -> nn.Module:
 
 
 def compiled(step: Step, budget: float) -> nn.Module:
-    """PyTorch's own trade of time for memory; the first step compiles."""
+    """Compile the model with PyTorch's activation memory ``budget``, and take the first step, which compiles."""
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = budget
@@ -117,12 +118,12 @@ def compiled(step: Step, budget: float) -> nn.Module:
 
 
 def planned(step: Step, plan: Plan) -> nn.Module:
-    """Apply a plan of memopt's."""
+    """Apply memopt's ``plan`` to the model."""
     return apply_plan(step.model, plan)
 
 
 def spikingjelly(step: Step, level: int) -> nn.Module:
-    """Return the model that SpikingJelly's search makes."""
+    """Return the model that SpikingJelly's search makes at ``level``."""
     from benchmarks.spikingjelly_vgg import search
 
     return search(step, level)
@@ -152,7 +153,10 @@ def contestants(name: str, highest: int, *, compilers: bool) -> Iterator[Contest
 
 
 def of_memopt(name: str, subject: Subject, rows: Sequence[LevelRow]) -> Contestant:
-    """The plan of the last row, for which all of them were searched; what two of them share was measured once."""
+    """Return the contestant with the plan of the last row; its search took the time of all ``rows``.
+
+    Rows with equal plans share one measurement, whose time counts once.
+    """
     measured = {row.outcome for row in rows if isinstance(row.outcome, Measurement)}
     return Contestant(
         name,
@@ -164,7 +168,7 @@ def of_memopt(name: str, subject: Subject, rows: Sequence[LevelRow]) -> Contesta
 
 
 def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
-    """What ``memopt optimize`` finds, level by level or for a budget; the original first."""
+    """Return the rows of ``memopt optimize`` for a level or a budget; the first is the original."""
     ready = prepared(name)
     request = OptimizeRequest(
         source=ready.subject.source,
@@ -179,7 +183,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Write a section for every model, again after every heat."""
+    """Write a section for every model, anew after each group of contestants."""
     for name in names:
         ways = contestants(name, options.level, compilers=options.compile)
         for ran, failed in contest(ways, options.rounds, options.threads):
@@ -199,7 +203,7 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def accuracy(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Cost model, dry run and measurement of five plans a model: the planner's; where it has fewer, random ones."""
+    """Compare the peaks of five plans for each model: the planner's, or random ones where it has fewer."""
     rows, dry_errors, model_errors = [], [], []
     header = ["", "plan", "cost model", "dry run", "measured", "model to dry run", "dry run to measured"]
     for name in names:
@@ -238,7 +242,7 @@ def _spread(what: str, errors: Sequence[float]) -> str:
 
 
 def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
-    """The cost model's choice among all plans that a long search looked at, beside the best of them."""
+    """Compare the cost model's choice among all plans of a long search with the best of them."""
     rows = []
     header = ["", "plans", "lowest", "of the six", "the planner's", "six to lowest", "planner's to lowest"]
     text = (
@@ -267,7 +271,7 @@ def shortlist(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Ten budgets a model from one recorded step: measured peaks; plans to be timed are kept."""
+    """Measure the plans for ten budgets of each model, from one recorded step, and store plans for the case steps."""
     rows = []
     header = ["", "ten budgets", "violated", "most used", "median used", "plans of the long search"]
     text = (
@@ -303,7 +307,7 @@ def budgets(names: Sequence[str], options: argparse.Namespace) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class OneStepEach(PlanMeasurements):
-    """Measurements of one step of each plan, which are not timed."""
+    """Measurements of one step for each plan, without its time."""
 
     bench: Bench
 
@@ -315,7 +319,7 @@ class OneStepEach(PlanMeasurements):
 
 
 def no_optimizer(one: Bench) -> InBackwardPlans:
-    """Return plans with the optimizer in backward for a step that has none."""
+    """Return a search of plans with the optimizer in backward that is switched off: the step has no optimizer."""
     return InBackwardPlans(
         count=one.probes.count,
         measurements=OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
@@ -327,7 +331,7 @@ def no_optimizer(one: Bench) -> InBackwardPlans:
 
 
 def steps(names: Sequence[str], options: argparse.Namespace) -> None:
-    """The steps of the plans kept, in one process; those for one budget in turns."""
+    """Time the steps of the stored plans in one process; plans for the same budget take turns."""
     rows = []
     header = ["", "plans", "median", "worst of ten budgets"]
     text = (
@@ -362,7 +366,7 @@ def _times(step: Step, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
 
 
 def _step_s(step: Step) -> float:
-    """Seconds of a step, of short ones the mean of several."""
+    """Return the mean seconds of as many steps as :data:`TURN_S` allows, at least one."""
     started, steps, spent_s = time.perf_counter(), 0, 0.0
     while spent_s < TURN_S:
         take(step)
@@ -374,20 +378,20 @@ def _step_s(step: Step) -> float:
 
 
 class Layer(nn.Module):
-    """A residual block of two linear layers."""
+    """Residual block of two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, width]``."""
+        """Map ``[B, width]`` to the same shape."""
         out: Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
         return out
 
 
 def growth(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Planning for half of the activations, by dry runs alone."""
+    """Time the search of a plan for half of the activation peak, by dry runs alone."""
     rows = []
     header = ["layers", "operators", "recorded in", "search", "one plan priced", "dry runs", "in all", "peak of it"]
     for layers in LAYERS:

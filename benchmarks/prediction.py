@@ -1,10 +1,10 @@
-"""The cost model beside dry runs, on random plans.
+"""Compare the peaks that the cost model predicts with those of dry runs, on random plans.
 
     python benchmarks/prediction.py [MODEL ...] [--plans 40] [--seed 0] [--drawn 12] [--verbose]
 
-Models: gpt, resnet, spiking_vgg, lif_rnn and char_rnn (``sample_models``), and ``drawn``, as many small steps as
-``--drawn`` says, layers nested as chance has it.  Of each, plans are drawn: a few modules, some of them in chunks where
-these were found to compute the same, some with kept outputs.  A plan that no dry run can take is left out.
+Models: gpt, resnet, spiking_vgg, lif_rnn and char_rnn (``sample_models``), and ``drawn``: ``--drawn`` small models of
+randomly nested layers.  A random plan makes segments of a few modules; some run in chunks, where these were found to
+compute the same, and some keep outputs.  A plan that cannot be dry-run is left out.
 
 Without models the section of ``benchmarks/RESULTS.md`` is written.
 """
@@ -37,7 +37,7 @@ _SMALL_BATCH = 2
 _MOST_SEGMENTS = 4
 _CHUNKS = (2, 3, 4, 8)
 _WORST = 10
-"""Number of plans that are shown, those predicted worst."""
+"""Number of plans in the table of the largest errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Predicted:
     counted_bytes: int
     """Peak of the plan's dry run, in bytes."""
     error: float
-    """Of the prediction, relative to that."""
+    """Relative error of the prediction."""
 
 
 class Draws:
-    """Plans of one step, as chance has it."""
+    """Source of random plans for one step."""
 
     def __init__(self, step: Step, small: Step, seed: str) -> None:
-        """``small``: the same step, of which chunks are tried."""
+        """Record ``step``; ``small`` is the same step with a small batch, on which chunks are tried."""
         self.subject = Subject(step.model, *step.args, **step.kwargs)
         self._small = small
         self._chance = random.Random(seed)
@@ -66,7 +66,7 @@ class Draws:
         self._costly = sorted({op.name for op in ops if op.phase == "forward" and op.flops})
 
     def plan(self) -> Plan:
-        """Some of its modules as segments."""
+        """Return a plan with one to four random modules as segments."""
         paths = self._chance.sample(
             self.subject.usable, min(len(self.subject.usable), self._chance.randint(1, _MOST_SEGMENTS))
         )
@@ -82,7 +82,7 @@ class Draws:
         return SegmentPlan(path=path, chunks=self._chance.choice(_CHUNKS), **asdict(rule))
 
     def _rule(self, path: str) -> ChunkRule | None:
-        """Modules of one class that take inputs of one shape are taken to be alike."""
+        """Return the rule by which the module at ``path`` may run in chunks, or ``None``; equal modules share one."""
         module = self._modules[path]
         kind = module.class_name, module.input_shape, module.output_bytes, module.saved_bytes
         if kind not in self._rules:
@@ -92,7 +92,7 @@ class Draws:
 
 
 def steps(name: str, drawn_steps: int) -> Iterator[tuple[str, Step, Step]]:
-    """The steps of that name, each with one of its own, and a small one of each."""
+    """Yield the steps of model ``name``: a name, the step, and the step with a small batch."""
     if name == DRAWN:
         for seed in range(drawn_steps):
             step = drawn(seed).real
@@ -112,19 +112,19 @@ def _step(name: str, spec: InputSpec) -> Step:
 
 
 def predicted(name: str, step: Step, small: Step, plans: int, seed: int) -> Iterator[Predicted]:
-    """The plans that are drawn and can be dry-run, each once."""
+    """Yield the prediction and dry run of each different plan among ``plans`` random ones."""
     draws = Draws(step, small, f"{seed} {name}")
     for plan in dict.fromkeys(draws.plan() for _ in range(plans)):
         try:
             counted_bytes = draws.subject.dry_run(plan)
-        except Exception as error:  # it is refused, or the model cannot run so
+        except Exception as error:  # the plan is refused, or the model cannot run under it
             print(f"{name}: {first_line(error)}: {told(plan)}", file=sys.stderr)
             continue
         yield Predicted(name, plan, counted_bytes, draws.subject.error(plan))
 
 
 def told(plan: Plan) -> str:
-    """Return a plan in one line."""
+    """Return ``plan`` in one line."""
     return "; ".join(map(_told, plan.segments))
 
 
@@ -135,12 +135,12 @@ def _told(segment: SegmentPlan) -> str:
 
 
 def share_within(found: list[Predicted], tolerance: float) -> str:
-    """In percent."""
+    """Return the share of errors within ``tolerance``, in percent."""
     return f"{sum(abs(one.error) <= tolerance for one in found) / max(1, len(found)):.0%}"
 
 
 def report(found: list[Predicted]) -> str:
-    """Markdown: shares by model, and the plans that are farthest off."""
+    """Return the report in Markdown: errors by model, and the plans with the largest errors."""
     by_model: dict[str, list[Predicted]] = {}
     for one in found:
         by_model.setdefault(one.model.split()[0], []).append(one)
@@ -165,7 +165,7 @@ def report(found: list[Predicted]) -> str:
 
 
 def main() -> None:
-    """Predict, dry-run, and report."""
+    """Draw plans, compare their predictions with dry runs, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", choices=[*NAMES, DRAWN, []])
     parser.add_argument("--plans", type=int, default=40, help="of every model")

@@ -1,9 +1,9 @@
-"""One rank of many, predicted, beside what real ranks count: ``python benchmarks/ranks.py``.
+"""Compare the predicted peak of one rank of many with that of real ranks: ``python benchmarks/ranks.py``.
 
 Every layout of ``tests/training/sharded/cases.py`` is predicted in a process of its own, and counted in as many
-processes as it has ranks, joined by gloo.  Then one prediction is made twenty times over, and a model of 6.6 billion
-parameters is predicted at 8, 64 and 1024 ranks, and Llama 3 70B is planned for at 256.  The section of
-``benchmarks/RESULTS.md`` is written.
+processes as it has ranks, joined by gloo.  One prediction is repeated twenty times, and must not change.  Then a model
+of 6.6 billion parameters is predicted at 8, 64 and 1024 ranks, and Llama 3 70B gets a plan at 256 ranks.  The results
+are a section of ``benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUDGET = "60GiB"
 
 
 def beside_real_ranks() -> tuple[list[list[str]], int]:
-    """Rows under :data:`HEADER`, and the largest difference in bytes but for DDP."""
+    """Return the rows under :data:`HEADER`, and the largest difference in bytes, those of DDP excepted."""
     rows, worst = [], 0
     for cases in ((*TWO, *REPLICATED), THREE, FOUR):
         with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +42,7 @@ def beside_real_ranks() -> tuple[list[list[str]], int]:
 
 
 def of_large_model(ranks: str) -> list[str]:
-    """What the command line takes for it: peak, seconds, and memory of its largest process."""
+    """Predict the large model at ``ranks``; return its peak, and the seconds and memory of the prediction."""
     flags = ["--fake", "--ranks", ranks, "--parallel", "fsdp", "-i", "1x2048@int64=0..32000", "--json", "-q"]
     command = [sys.executable, "-m", "memopt_cli", "profile", "benchmarks/large.py:build", *flags]
     started = time.monotonic()
@@ -55,7 +55,7 @@ def of_large_model(ranks: str) -> list[str]:
 
 
 def of_llama() -> list[str]:
-    """Tensor peaks of the first rank without a plan and with one, the slowdown that is priced, and seconds."""
+    """Plan for Llama; return the peaks of a rank without and with the plan, its predicted slowdown, and seconds."""
     flags = ["--ranks", "256", "--parallel", "benchmarks/llama.py:shard", "--optimizer", "adamw", "--json", "-q"]
     goal = ["-i", "input_ids:1x4096@int64=0..128256", "--budget", _BUDGET, "--plan-only", "--unverified"]
     started = time.monotonic()
@@ -75,7 +75,7 @@ def of_llama() -> list[str]:
 
 
 def main() -> int:
-    """Write the section; 1 if a prediction is not what was counted, or not the same every time."""
+    """Write the section; return 1 if a prediction differs from the count, or from itself."""
     rows, worst = beside_real_ranks()
     peaks = {FULLY_SHARDED.predicted().tensor_peak_bytes for _ in range(_TIMES)}
     large = [of_large_model(ranks) for ranks in LARGE]

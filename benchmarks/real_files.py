@@ -1,16 +1,17 @@
-"""Model files as people save them, of well-known libraries: which of them memopt loads, and with which flags.
+"""Save models of well-known libraries as people do, and show which files memopt loads, and with which flags.
 
     python benchmarks/real_files.py [--only TEXT] [--folder FOLDER]
 
-It writes its section of RESULTS.md; of some rows, one of their own.
+It writes its section of RESULTS.md; with ``--only``, which takes the rows that contain the text, a section of their
+own.  With ``--folder`` the files stay there.
 
 Every file is built here, from a small configuration with random weights.  Then memopt is used as a user would: first
-without a flag and, where it stops, with exactly the flags that its hint prints, until the file loads or the hint prints
-none that is new.  ``--trust-pickle``, which checks nothing, is never added.  A file counts as loaded if the tensors of
-its model have the names and the bytes that they were saved with.  Every try is a process of its own.  ``--only`` takes
-the rows that contain the text; with ``--folder`` the files stay there.  What a second hint prints follows "then".
+without a flag and, where it refuses, with exactly the flags that its hint prints, until the file loads or a hint has no
+new flag.  Flags of a second hint follow the word "then".  ``--trust-pickle``, which checks nothing, is never added.  A
+file counts as loaded if its model's tensors have the names and the bytes that were saved.  Every attempt is a process
+of its own.
 
-What needs a library that is not installed is left out, and the library is named.  For all of them:
+A file whose library is not installed is left out, and the library is named.  To install all of them:
 
     pip install cloudpickle diffusers dill einops joblib lightning ncps norse omegaconf pandas peft safetensors snntorch
     pip install loguru scikit-learn timm torch_geometric torchmetrics torchvision transformers
@@ -118,41 +119,46 @@ if __name__ == "__main__":
 """
 
 Build = Callable[[], Any]
+"""Function that builds a model, or a value for one."""
 Write = Callable[[Any, Any], object]
-"""Saves a model under a path."""
+"""Function that saves a model under a path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A file, and how it is made."""
+    """File to load: the model in it, and how it is saved."""
 
     library: str
+    """Library of the model, the first column of the table."""
     kind: str
+    """Model, or how it is saved, in words: the second column."""
     build: Build
+    """Function that builds the model."""
     write: Write = torch.save
+    """Function that saves it under a path."""
     code: str = ""
-    """What builds the model where the file has its weights alone: ``package.module:callable``."""
+    """``package.module:callable`` that builds the model of a file of weights alone; empty if the file has the model."""
 
 
 def net() -> Any:
-    """A small network."""
+    """Build a small network."""
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
 
 
 def own(name: str = "Net") -> Any:
-    """A class, function or value of the user's package."""
+    """Return the class, function or value ``name`` of the user's package."""
     return getattr(library("own"), name)
 
 
 def changed(change: Callable[[Any], object]) -> Any:
-    """A small network, after ``change``."""
+    """Build a small network and apply ``change`` to it."""
     model = net()
     change(model)
     return model
 
 
 def with_attribute(value: Build) -> Any:
-    """A small network that keeps a value."""
+    """Build a small network with ``value()`` as an attribute."""
     return changed(lambda model: setattr(model, "attribute", value()))
 
 
@@ -160,35 +166,35 @@ def with_attribute(value: Build) -> Any:
 
 
 def zipped(model: Any, path: Path) -> None:
-    """Compressed as a whole."""
+    """Pickle ``model`` into a file compressed by gzip."""
     with gzip.open(path, "wb") as stream:
         pickle.dump(model, stream)
 
 
 def distributed(model: Any, path: Path) -> None:
-    """Wrapped, in a group of one process."""
+    """Save ``model`` wrapped in DistributedDataParallel, in a group of one process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{path.resolve()}.group", rank=0, world_size=1)
     torch.save(nn.parallel.DistributedDataParallel(model), path)
     torch.distributed.destroy_process_group()
 
 
 def by_script(_: Any, path: Path) -> None:
-    """By the script that defines the class."""
+    """Run the script that defines the class and saves it, so that the pickle names ``__main__``."""
     subprocess.run([sys.executable, SCRIPT, path.name], check=True)
 
 
 def adam(model: Any) -> Any:
-    """An optimizer."""
+    """Return Adam for the parameters of ``model``."""
     return torch.optim.Adam(model.parameters())
 
 
 def beside(**others: Callable[[Any], Any]) -> Write:
-    """In a checkpoint, as its entry ``model``."""
+    """Return a function that saves a checkpoint with the entry ``model`` and the entries ``others``."""
     return lambda m, p: torch.save({"model": m, **{name: of(m) for name, of in others.items()}}, p)
 
 
 def weights(key: str = "", of: Callable[[Any], Any] = lambda m: m, **others: Any) -> Write:
-    """The state dict alone, or as an entry of a checkpoint."""
+    """Return a function that saves the state dict alone, or as the entry ``key`` of a checkpoint."""
     return lambda m, p: torch.save({key: of(m).state_dict(), **others} if key else of(m).state_dict(), p)
 
 
@@ -229,7 +235,7 @@ WEIGHTS: dict[str, Write] = {
 
 
 def quantized(model: Any) -> Any:
-    """Statically: calibrated and converted."""
+    """Return ``model`` quantized statically: prepared, calibrated and converted."""
     ao = library("torch.ao.quantization")
     model = nn.Sequential(ao.QuantStub(), *model, ao.DeQuantStub()).eval()
     model.qconfig = ao.get_default_qconfig("x86")
@@ -239,7 +245,7 @@ def quantized(model: Any) -> Any:
 
 
 def dynamic(model: Any) -> Any:
-    """With weights in 8 bits."""
+    """Return ``model`` quantized dynamically, with weights in 8 bits."""
     return library("torch.ao.quantization").quantize_dynamic(model, {nn.Linear, nn.LSTM})
 
 
@@ -327,13 +333,13 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 
 
 def transformer(name: str) -> Any:
-    """A model of transformers."""
+    """Build the model ``name`` of transformers."""
     kind = getattr(library("transformers"), name)
     return kind(kind.config_class(**TRANSFORMERS[name]))
 
 
 def lora(task: str | None) -> Any:
-    """An adapter on a model that was read from a folder."""
+    """Build a LoRA adapter on GPT-2 loaded from a folder, as users start from downloaded weights."""
     if not Path("gpt2").exists():
         transformer("GPT2LMHeadModel").save_pretrained("gpt2")
     base, peft = library("transformers").AutoModelForCausalLM.from_pretrained("gpt2"), library("peft")
@@ -341,12 +347,12 @@ def lora(task: str | None) -> Any:
 
 
 def diffuser(name: str, **settings: Any) -> Any:
-    """A model of diffusers."""
+    """Build the model ``name`` of diffusers."""
     return getattr(library("diffusers"), name)(norm_num_groups=8, **settings)
 
 
 def in_folder(model: Any, path: Path, **options: Any) -> None:
-    """As these libraries do."""
+    """Save ``model`` to a folder by ``save_pretrained``."""
     model.save_pretrained(path, **options)
 
 
@@ -367,20 +373,20 @@ HUGGING_FACE: dict[str, dict[str, Build]] = {
 
 
 def run(model: Any, *shape: int) -> Any:
-    """After a forward: neurons have states."""
+    """Run one forward, so that the neurons of ``model`` have states, and return the model."""
     model(torch.randn(*shape))
     return model
 
 
 def leaky() -> Any:
-    """snnTorch's neurons, with a gradient that pickles: those that its functions return are closures."""
+    """Build snnTorch's neurons with a surrogate gradient that pickles; the functions of snnTorch return closures."""
     snn, gradient = library("snntorch"), library("snntorch.surrogate").StraightThroughEstimator.apply
     given = {"spike_grad": gradient, "init_hidden": True}
     return nn.Sequential(nn.Linear(4, 8), snn.Leaky(0.9, **given), nn.Linear(8, 8), snn.Synaptic(0.9, 0.8, **given))
 
 
 def spikingjelly() -> Any:
-    """SpikingJelly's neurons over time."""
+    """Build a network of SpikingJelly's neurons in multi-step mode."""
     base = "spikingjelly.activation_based"
     layer, neuron, surrogate = library(f"{base}.layer"), library(f"{base}.neuron"), library(f"{base}.surrogate")
     model = nn.Sequential(
@@ -392,7 +398,7 @@ def spikingjelly() -> Any:
 
 
 def trained() -> Any:
-    """A LightningModule of one's own, after a step, with its trainer."""
+    """Return the user's LightningModule after one training step; it holds its trainer."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     model = library("own.lit").Lit()
     library("lightning.pytorch").Trainer(max_steps=1, accelerator="cpu", **quiet).fit(model)
@@ -400,40 +406,40 @@ def trained() -> Any:
 
 
 def seeded() -> Any:
-    """With the weights that the script gives it."""
+    """Build the user's network with the seed, and so the weights, of the script."""
     torch.manual_seed(0)
     return own()()
 
 
 def timm(name: str, **settings: Any) -> Any:
-    """A model of timm's."""
+    """Build the model ``name`` of timm."""
     return library("timm").create_model(name, pretrained=False, **settings)
 
 
 def geometric(name: str) -> Any:
-    """A network on graphs."""
+    """Build the network ``name`` of PyTorch Geometric."""
     return getattr(library("torch_geometric.nn"), name)(4, 8, num_layers=2, out_channels=2)
 
 
 def vision(name: str, **settings: Any) -> Any:
-    """A model of torchvision's."""
+    """Build the model ``name`` of torchvision with random weights."""
     return library("torchvision.models").get_model(name, weights=None, **settings)
 
 
 def detector(name: str) -> Any:
-    """The same with a backbone, which would be fetched."""
+    """Build the model ``name`` of torchvision without the download of its backbone's weights."""
     return vision(name, weights_backbone=None)
 
 
 def small_vgg() -> Any:
-    """With a head that is trained anew."""
+    """Build VGG-11 with a new head of two classes."""
     model = vision("vgg11_bn")
     model.classifier = nn.Linear(25088, 2)
     return model
 
 
 def features() -> Any:
-    """torchvision's layers, one by one."""
+    """Build a list of layers that torchvision offers by themselves."""
     backbone = library("torchvision.models._utils").IntermediateLayerGetter(vision("resnet18"), {"layer1": "low"})
     pyramid = library("torchvision.ops").FeaturePyramidNetwork([64], 8)
     return nn.ModuleList([library("torchvision.transforms").Normalize([0.5], [0.5]), backbone, pyramid])
@@ -542,16 +548,21 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A model in memory, of which only a hash is told; or why there is none."""
+    """Result of building or loading a model in a subprocess: a hash of its tensors, or why there is none."""
 
     tensors: str = ""
-    """Empty if there is no model."""
+    """Hash of all tensors; empty if there is no model."""
     message: str = ""
+    """Reason why there is no model; empty if there is one."""
     hint: str = ""
+    """memopt's hint on it; empty if there is none."""
 
 
 def hash_of(model: nn.Module) -> str:
-    """Of names and bytes of all tensors: packed weights are in the state dict alone, some buffers not in it."""
+    """Return a hash of the names and bytes of all tensors of ``model``.
+
+    Packed weights of quantized layers are in the state dict alone; non-persistent buffers are not in it.
+    """
     named = {**model.state_dict(), **dict(model.named_buffers())}
     return hashlib.sha256(b"".join(name.encode() + _bytes(named[name]) for name in sorted(named))).hexdigest()
 
@@ -568,14 +579,14 @@ def _bytes(value: Any) -> bytes:
 
 
 def write_own(folder: Path) -> None:
-    """The user's package and script."""
+    """Write the user's package and script to ``folder``."""
     (folder / "own").mkdir(exist_ok=True)
     for name, text in {"own/__init__.py": OWN, "own/lit.py": OWN_LIGHTNING, SCRIPT: OWN + SCRIPT_END}.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def enter(folder: str, importable: bool) -> None:
-    """Of a subprocess: it works in the folder, where one that builds imports the user's package."""
+    """Prepare a subprocess to work in ``folder``; ``importable`` lets it import the user's package, to build models."""
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
@@ -584,12 +595,12 @@ def enter(folder: str, importable: bool) -> None:
 
 
 def file_name(number: int) -> str:
-    """Of a case, in the folder."""
+    """Return the file name of case ``number``."""
     return f"{number:03}.pt"
 
 
 def build(number: int) -> Made:
-    """Write a file."""
+    """Build and save the model of case ``number``."""
     case = CASES[number]
     try:
         model = case.build()
@@ -597,17 +608,17 @@ def build(number: int) -> Made:
         return Made(tensors=hash_of(model))
     except ImportError as err:
         return Made(message=f"left out: {err}")
-    except Exception as err:  # a library that cannot save its model
+    except Exception as err:  # some libraries cannot save their own models
         return Made(message=f"cannot be saved: {type(err).__name__}: {err}".partition("\n")[0])
 
 
 def attempt(source: ModelSource) -> Made:
-    """Load a file."""
+    """Load the model of ``source`` by memopt."""
     try:
         return Made(tensors=hash_of(load_model(source).module))
     except MemoptError as err:
         return Made(message=err.message, hint=err.hint or "")
-    except Exception as err:  # would be a bug of memopt's
+    except Exception as err:  # memopt may refuse a file, but never crash on it
         return Made(message=f"{type(err).__name__}: {err}", hint="a crash")
 
 
@@ -615,7 +626,7 @@ _FLAG = re.compile(r"--(allow-package|allow-global|code-path|key|weights) ('[^']
 
 
 def with_flags(source: ModelSource, hint: str, code: str) -> tuple[ModelSource, str]:
-    """The source with the flags that a hint prints, and these."""
+    """Return ``source`` with the flags that ``hint`` prints added, and these flags as text."""
     flags = []
     for flag, quoted in _FLAG.findall(hint):
         value = quoted.strip("'").replace("YOUR_SCRIPT.py", SCRIPT)
@@ -638,7 +649,7 @@ def with_flags(source: ModelSource, hint: str, code: str) -> tuple[ModelSource, 
 
 
 def outcome(pool: Any, number: int, built: Made) -> str:
-    """Of a file: ``no flag``, the flags that it needed, or why it is not loaded."""
+    """Return how file ``number`` loads: ``no flag``, the flags that it needs, or why memopt refuses it."""
     source, flags = ModelSource(location=file_name(number)), list[str]()
     while True:
         tried = pool.apply(attempt, (source,))
@@ -653,7 +664,7 @@ def outcome(pool: Any, number: int, built: Made) -> str:
 
 
 def main() -> None:
-    """Build the files, try each and print a table."""
+    """Build the files, load each, print a table and write the section."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="rows that contain this text")
     parser.add_argument("--folder", type=Path, help="where the files are written and stay")
@@ -667,6 +678,7 @@ def main() -> None:
         write_own(folder)
         with context.Pool(1, enter, (str(folder), True)) as pool:
             built = {i: pool.apply(build, (i,)) for i in chosen}
+        # A fresh process for each attempt: a module that one file has imported must not help the next one to load.
         with context.Pool(1, enter, (str(folder), False), maxtasksperchild=1) as pool:
             outcomes = {i: outcome(pool, i, made) for i, made in built.items() if made.tensors}
     rows = [[CASES[i].library, CASES[i].kind, text.replace("\n", " ")] for i, text in outcomes.items()]

@@ -1,13 +1,13 @@
-"""``memopt recommend-batch`` beside a doubling-and-bisection finder whose trials run in subprocesses, too.
+"""Compare ``memopt recommend-batch`` with a finder that doubles and bisects the batch size.
 
     python benchmarks/recommend_batch.py [--models gpt,resnet] [--limits 900MiB,2500MiB]
 
 Each model at each limit has a section in RESULTS.md.
 
 The finder is Lightning's algorithm (``Tuner.scale_batch_size(mode="binsearch")``): double from 2 until a trial fails,
-then bisect until the largest batch is known; a trial is a probe of memopt in a fresh subprocess, so that both measure
-the same thing.  Its answer is exact, and memopt's is held against it: it must fit, and 5 % more (at least one sample)
-must not.  The CPU seconds, of all subprocesses together, tell the two apart on a loaded machine, too.
+then bisect until the largest batch is known.  Each trial is a probe of memopt in a fresh subprocess, so that both
+measure the same thing.  The finder's answer is exact; memopt's batch must fit, and 5 % more (at least one sample) must
+not.  CPU seconds, summed over all subprocesses, allow a comparison on a busy machine, too.
 
 The sample models are those of ``make samples``.  The limits emulate small cards.
 """
@@ -45,21 +45,28 @@ HEADER = ["batch", "largest", "runs", "dry runs", "finder's trials", "time", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One model at one limit."""
+    """Answers of memopt and the finder for one model at one limit."""
 
     model: str
     limit_bytes: int
     recommended: int
+    """Batch that memopt recommends."""
     largest: int
-    """By the finder."""
+    """Largest batch that fits, by the finder."""
     probes: int
+    """Number of memopt's runs."""
     dry_runs: int
+    """Number of memopt's dry runs."""
     seconds: float
+    """Wall seconds of memopt."""
     trials: int
-    """The finder's."""
+    """Number of the finder's trials."""
     finder_seconds: float
+    """Wall seconds of the finder."""
     cpu_seconds: float
+    """CPU seconds of memopt."""
     finder_cpu_seconds: float
+    """CPU seconds of the finder."""
 
     @property
     def is_right(self) -> bool:
@@ -72,7 +79,7 @@ class Case:
         return self.is_right and self.probes <= 6 and 3 * self.seconds <= self.finder_seconds
 
     def cells(self) -> list[str]:
-        """Under :data:`HEADER`."""
+        """Return the cells under :data:`HEADER`."""
         counts = (self.recommended, self.largest, self.probes, self.dry_runs, self.trials)
         ratios = (self.seconds / self.finder_seconds, self.cpu_seconds / self.finder_cpu_seconds)
         times = (f"{self.seconds:.1f} s", f"{self.finder_seconds:.1f} s")
@@ -80,7 +87,7 @@ class Case:
 
 
 def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
-    """The largest batch within the limit by doubling and bisection, and the number of trials."""
+    """Return the largest batch within ``limit_bytes`` by doubling and bisection, and the number of trials."""
     tried: dict[int, bool] = {}
 
     def fits(batch: int) -> bool:
@@ -100,13 +107,13 @@ def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the subprocesses that have ended."""
+    """Return the CPU seconds of this process and of its subprocesses that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def run(model: str, limit_bytes: int) -> Case:
-    """Run memopt and the finder on one case, one after the other."""
+    """Run memopt, then the finder, on ``model`` within ``limit_bytes``."""
     source = ModelSource(
         location=str(SAMPLES / "build" / f"{model}.pt"), trust=Trust(code_paths=(str(SAMPLES.parent),))
     )
@@ -134,7 +141,7 @@ def run(model: str, limit_bytes: int) -> Case:
 
 
 def main() -> int:
-    """Run the cases asked for; 1 if one of them is wrong or slow."""
+    """Run the cases that the options name; return 1 if one of them is wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(LIMITS))
     parser.add_argument("--limits", help="instead of each model's own three")

@@ -1,4 +1,4 @@
-"""``benchmarks/RESULTS.md``: a section for every benchmark case, written by the script whose command stands in it."""
+"""Write ``benchmarks/RESULTS.md``, which has a section for every benchmark case, with the command that wrote it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 
 
 def write_section(title: str, command: str, markdown: str, path: Path = RESULTS) -> None:
-    """Put ``markdown`` under ``## title``, with the command, the versions and the machine, in place of what was there.
+    """Replace the section ``## title`` by ``markdown`` with the command, the versions and the machine.
 
     Its headings begin at ``###``.  A new section comes last.
     """
@@ -32,7 +32,7 @@ def write_section(title: str, command: str, markdown: str, path: Path = RESULTS)
 
 
 def this_command() -> str:
-    """How this script was started, as one would type it in the repository."""
+    """Return the command that started this script, as typed in the repository."""
     script = Path(sys.argv[0]).resolve().relative_to(RESULTS.parents[1])
     return shlex.join(["python", script.as_posix(), *sys.argv[1:]])
 
@@ -40,7 +40,7 @@ def this_command() -> str:
 def machine(
     packages: tuple[str, ...] = ("torch", "torchvision", "timm", "spikingjelly", "snntorch", "transformers"),
 ) -> str:
-    """Day, versions of Python and of ``packages`` as far as they are installed, and the machine with its GPU."""
+    """Return the date, the versions of Python and of the installed ``packages``, and the machine with its GPU."""
     found = [f"Python {platform.python_version()}", *(v for v in map(_version, packages) if v)]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hardware = f"{platform.machine()}, {os.cpu_count()} cores, {ram_bytes / 2**30:.0f} GiB RAM"
@@ -50,7 +50,7 @@ def machine(
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -63,7 +63,7 @@ def _version(package: str) -> str:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """Title -> what stands between it and the next."""
+    """Return title -> text of each section."""
     titles = list(_SECTION.finditer(text))
     ends = [following.start() for following in titles[1:]] + [len(text)]
     return {

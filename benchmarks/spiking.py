@@ -1,9 +1,9 @@
-"""The networks of ``examples/spiking_nets.py`` at the sizes of their tutorials: the table in ``docs/spiking.md``.
+"""Write the table in ``docs/spiking.md``: the networks of ``examples/spiking_nets.py`` at their tutorials' sizes.
 
     python benchmarks/spiking.py [--only CSNN]
 
-Runs ``memopt optimize`` on each, as its row says, and writes the table into the page; with ``--only`` it prints the row
-alone.  Peaks repeat; steps are timed, and the machine should do nothing else.  It takes some ten minutes.
+Runs ``memopt optimize`` on each network, with the command in its row; with ``--only`` it runs one network and just
+prints its row.  Steps are timed, so that the machine should do nothing else; peaks repeat.  All take about ten minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REALISTIC = {
     "LearnedBeta": "TxBx100=spikes:0.2 --dim T=100 --dim B=128",
     "OwnNet": "TxBx64 --dim T=100 --dim B=128",
 }
-"""Network -> its inputs, as they follow ``-i``."""
+"""Network -> its inputs, as written after ``-i``."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def with_table(page: str, rows: list[list[str]]) -> str:
-    """Return the text of ``page`` with these rows in place of those between its two comments."""
+    """Return the text of ``page`` with the table between its two comments replaced by one of ``rows``."""
     header = ["network", "peak", "with the plan", "step", "`memopt optimize examples/spiking_nets.py:` …"]
     made = f"\n{table(header, rows)}\n\n{machine(('torch', 'spikingjelly', 'snntorch'))}\n\n"
     text, count = _TABLE.subn(lambda _: made, page)
@@ -66,7 +66,7 @@ def with_table(page: str, rows: list[list[str]]) -> str:
 
 
 def row_of(name: str) -> Iterator[str]:
-    """Run the command of the network ``name``, and yield the cells of its row; one that fails ends the program."""
+    """Run the command of network ``name``, and yield the cells of its row; end the program if it fails."""
     arguments = f"-i {REALISTIC[name]}"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "net.memopt.pt"

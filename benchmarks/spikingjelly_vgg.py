@@ -1,9 +1,9 @@
 """SpikingJelly's own VGG, from its tutorial on memory optimization, and SpikingJelly's own search on it.
 
 Eight blocks of 3x3 convolution, batch norm and LIF neurons on T = 10 frames of batch 4, then a classifier; the loss is
-the sum of its outputs.  SpikingJelly's search measures with CUDA's meter; here the exact counter of storages takes its
-place, once a trial instead of after a step to warm up, and its clock of forwards is the wall clock, once instead of
-fifteen times: both make its search faster than it is.
+the sum of its outputs.  SpikingJelly's search measures peaks and times with CUDA.  Here memopt's exact count of
+tensor bytes replaces the peak, without a step to warm up, and the wall time of one forward replaces fifteen timings.
+Both make SpikingJelly's search faster than it really is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEC = InputSpec(tensors=(parse_tensor("BxTx2x48x48@float32=spikes:0.2"),), dims
 
 
 class Block(nn.Module):
-    """Convolution and norm, then neurons: ``[T, B, C, H, W]``."""
+    """Block of convolution, batch norm and LIF neurons on ``[T, B, C, H, W]``."""
 
     def __init__(self, inputs: int, outputs: int, *, pooled: bool) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Spikes."""
+        """Return the spikes of the neurons."""
         spikes: Tensor = self.neurons(self.convolution(x))
         return spikes
 
 
 class VGG(nn.Module):
-    """Frames ``[B, T, 2, 48, 48]`` -> logits ``[T, B, 10]``."""
+    """Network from frames ``[B, T, 2, 48, 48]`` to logits ``[T, B, 10]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class VGG(nn.Module):
         functional.set_step_mode(self, "m")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Neurons start from rest."""
+        """Reset the neurons, and return the logits of the frames ``x``."""
         functional.reset_net(self)
         spikes = self.features(x.transpose(0, 1).contiguous())
         logits: Tensor = self.classifier(spikes.flatten(2))
@@ -64,19 +64,19 @@ class VGG(nn.Module):
 
 
 def build() -> nn.Module:
-    """The same weights every time."""
+    """Build the VGG with the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return VGG()
 
 
 def total(output: Tensor) -> Tensor:
-    """Return the loss of the outputs: their sum."""
+    """Return the sum of ``output``, which is the loss."""
     return output.sum()
 
 
 def search(step: Step, level: int) -> nn.Module:
-    """SpikingJelly's levels, as its tutorial calls them."""
+    """Return the model of ``step`` after SpikingJelly's search at ``level``, called as in its tutorial."""
     pipeline._measure_peak = lambda model, example: _peak(step)
     pipeline._forward_costs = _forward_seconds
     found: nn.Module = optimize_memory(
@@ -97,7 +97,7 @@ def _peak(step: Step) -> float:
 
 
 def _forward_seconds(model: nn.Module, example: Any, process_group: Any) -> dict[str, float]:
-    """Path of a segment -> wall time of its forward."""
+    """Return path of a segment -> wall seconds of its forward."""
     seconds: dict[str, float] = {}
     handles = []
     for path, wrapper in pipeline._checkpoint_leaves(model):

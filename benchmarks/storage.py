@@ -1,16 +1,16 @@
-"""Ways to hold a tensor: packed, partly kept, in exact chunks.
+"""Measure packing, and plans with packing, kept outputs and exact chunks.
 
     python benchmarks/storage.py [--case CASE] [--rounds 5] [--threads 2]
 
 Cases, each a section of ``benchmarks/RESULTS.md``:
 
-kernels  packing 64 MiB of float32 spikes into bits, its check included, and unpacking them, beside a copy of them.
-vgg      SpikingJelly's own VGG: packing alone; SpikingJelly's level 4; memopt's plans at the peak that reaches, at 0.60
-         of its activation peak, and at the least peak.
-resnet   the sample model at a half and at a third of its activation peak.
-unet     a 2-D U-Net at a half and at a third of its activation peak.
+kernels  speed of packing 64 MiB of float32 spikes into bits, with the check, and of unpacking, relative to a copy.
+vgg      SpikingJelly's own VGG with packing alone, with SpikingJelly's level 4, and with memopt's plans at three
+         budgets: the peak of that level, 0.60 of its activation peak, and the least peak.
+resnet   the sample model with plans for a half and a third of its activation peak.
+unet     a 2-D U-Net with plans for a half and a third of its activation peak.
 
-Peaks repeat to the byte; steps are taken in turns, and the machine should do nothing else.
+Peaks repeat to the byte.  Steps are taken in turns, but the machine should do nothing else.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.trace import resident_bytes
 
 _SPIKES = 16 * 2**20
-"""Elements: 64 MiB of float32."""
+"""Elements of a float32 tensor of 64 MiB."""
 _LEVEL_4 = "SpikingJelly level 4"
 _SHARE = 0.60
-"""Of the activation peak of SpikingJelly's level 4."""
+"""Budget, as a share of the activation peak of SpikingJelly's level 4."""
 
 
 # ---------------------------------------------------------------------------------------------- kernels
 
 
 def kernels(options: argparse.Namespace) -> None:
-    """Rates relative to a copy."""
+    """Compare the speed of packing and unpacking spikes with that of a copy."""
     spikes = (torch.rand(_SPIKES, generator=torch.Generator().manual_seed(0)) < 0.2).float()
     codec = COMPRESSORS["bit"]
     packed = codec.compress(spikes)
@@ -63,7 +63,7 @@ def kernels(options: argparse.Namespace) -> None:
 
 
 def _in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, the first round not counted."""
+    """Return the median seconds of each of ``ways``, which take turns; the first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, run in ways.items():
@@ -77,7 +77,7 @@ def _in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def vgg(options: argparse.Namespace) -> None:
-    """Beside SpikingJelly."""
+    """Compare packing and memopt's plans with level 4 of SpikingJelly, on its own VGG."""
     subject = prepared(SPIKINGJELLY).subject
     theirs = Contestant(_LEVEL_4, subject, functools.partial(spikingjelly, level=4))
     failed = theirs.start(options.threads)
@@ -94,7 +94,7 @@ def vgg(options: argparse.Namespace) -> None:
 
 
 def shares(name: str, options: argparse.Namespace) -> None:
-    """At shares of the activation peak of the original."""
+    """Compare plans for a half and a third of the original's activation peak, on model ``name``."""
     with bench(name) as one:
         peak, resident = one.original.allocated_peak_bytes, one.original.resident_bytes
     budgets = {f"memopt at 1/{part}": resident + (peak - resident) // part for part in (2, 3)}
@@ -102,7 +102,7 @@ def shares(name: str, options: argparse.Namespace) -> None:
 
 
 def _plans(name: str, budgets: Mapping[str, int | None]) -> Iterator[Contestant]:
-    """The planner's, for each budget in bytes (``None``: the least peak); each is found as if it were the only one."""
+    """Yield the planner's plan for each budget in bytes (``None``: the least peak), each found by a new search."""
     for label, budget in budgets.items():
         with bench(name) as one:
             started = time.perf_counter()
@@ -143,7 +143,7 @@ def _show(
 
 
 def _resident_bytes(subject: Subject) -> int:
-    """All parameters, gradients and inputs, as an activation peak leaves them out."""
+    """Return the bytes of parameters, gradients and inputs, which an activation peak leaves out."""
     step = make_step(subject)
     return resident_bytes(step) + sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
 
@@ -162,7 +162,7 @@ CASES: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    """Run the cases."""
+    """Run the case that ``--case`` names, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, help="all of them, one after another, if none is named")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""A 2-D U-Net (Ronneberger et al. 2015) with batch norms, as MONeT plans one: its own forward joins the skips."""
+"""2-D U-Net (Ronneberger et al. 2015) with batch norms, as in the paper on MONeT; forward joins the skips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPEC = InputSpec(tensors=(parse_tensor("Bx3x128x128@float32=normal"),), dims={"B
 
 
 def twice(inputs: int, outputs: int) -> nn.Sequential:
-    """Two 3x3 convolutions, each normalized and rectified."""
+    """Build two 3x3 convolutions, each with a batch norm and a ReLU."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         conv = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
@@ -24,7 +24,7 @@ def twice(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Images ``[B, 3, H, W]`` -> scores ``[B, 2, H, W]``; H and W are multiples of 16."""
+    """U-Net from images ``[B, 3, H, W]`` to scores ``[B, 2, H, W]``; H and W are multiples of 16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class UNet(nn.Module):
         self.scores = nn.Conv2d(WIDTHS[0], 2, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """What went down is joined with what comes up."""
+        """Return the scores; each level on the way up also gets the output of its level on the way down."""
         x, skips = self.first(images), []
         for down in self.down:
             skips.append(x)
@@ -49,7 +49,7 @@ class UNet(nn.Module):
 
 
 def build() -> nn.Module:
-    """The same weights every time."""
+    """Build the U-Net with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return UNet()

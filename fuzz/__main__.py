@@ -1,8 +1,8 @@
-"""Random inputs for what memopt takes.
+"""Try memopt on random models, plans, trainings and broken files, and report what fails.
 
 export OMP_NUM_THREADS=1
-python -m fuzz training --count 1000          # models, plans and trainings: the plan changes nothing
-python -m fuzz training --seed 7 --first 500  # others; a failure is made as small as it gets, and printed
+python -m fuzz training --count 1000          # random models, plans, trainings: a plan must change nothing
+python -m fuzz training --seed 7 --first 500  # other cases; a failure is reduced to a small one and printed
 python -m fuzz training --case '{"blocks":[{"kind":"lstm"}],"packed":true}'
 python -m fuzz files zip.pt plan.yaml         # broken files of every format
 """
@@ -26,18 +26,18 @@ from memopt_cli.runtime.places import schedule
 Judge = Callable[[Case], Outcome]
 
 _PROGRESS = 1000
-"""Number of cases between two lines of progress, which count how the cases so far have ended."""
+"""Number of cases between two lines of progress, which count the outcomes so far."""
 
 
 def main() -> None:
-    """One kind of fuzz, by its name."""
+    """Run the kind of fuzz that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
     for name, judge in (("training", training.outcome), ("peaks", peaks.outcome)):
         _add_arguments(kinds.add_parser(name), judge)
     files.add_arguments(kinds.add_parser("files"))
     given = parser.parse_args()
-    schedule._LEAST_BYTES = 1  # type: ignore[misc]  # the tensors of these models are too small to be sent otherwise
+    schedule._LEAST_BYTES = 1  # type: ignore[misc]  # else the small tensors of these models are never sent
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("threads of a case would sum in another order than the main one: set OMP_NUM_THREADS=1")
     sys.exit(min(given.run(given), 1))
@@ -53,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser, judge: Judge) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Returns the number of failures."""
+    """Run the cases, print failures and counts, and return the number of failures."""
     torch.set_num_threads(1)
     if given.device.type != "cpu":
         torch.set_default_device(given.device)

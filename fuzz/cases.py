@@ -1,4 +1,7 @@
-"""A case: a model, a plan and a training, drawn from a number or read from text."""
+"""A case of the fuzz: a random model with a plan and a training.
+
+A case is drawn from a seed and a number, so that it can be repeated, or read from the text that a failure prints.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from memopt_cli.records import PlaceName, Plan, SegmentPlan, from_data
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Names of blocks and events that are known to fail together, and are therefore not drawn."""
+    """Combination of blocks and events that is known to fail for a reason outside memopt, and is not drawn."""
 
     names: frozenset[str]
-    """Blocks and parts of a scenario that fail together, or only with one of ``others``, if that is not empty."""
+    """Blocks and parts of a scenario that all must be in a case for it to fail."""
     why: str
+    """Reason of the failure."""
     others: frozenset[str] = frozenset()
+    """Further names, at least one of which must also be in the case; empty if ``names`` are enough."""
 
     def applies(self, names: set[str]) -> bool:
-        """Return whether a case with these ``names`` is known to fail."""
+        """Return whether a case with the blocks and events ``names`` is known to fail."""
         return self.names <= names and (not self.others or not self.others.isdisjoint(names))
 
 
@@ -55,7 +60,8 @@ KNOWN: Final = (
     Known(
         frozenset({"penalized", "freeze between"}),
         "packed, what was trained when it was saved has one, on a way that PyTorch cannot differentiate twice",
-        frozenset({"bag", "largest of a bag", "embedding", "embedding with padding"}),  # the last two of an empty batch
+        # The embeddings fail only with an empty batch.
+        frozenset({"bag", "largest of a bag", "embedding", "embedding with padding"}),
     ),
     Known(
         frozenset({"saved on the CPU", "change the inputs"}),
@@ -79,27 +85,31 @@ KNOWN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Everything that one run needs: a model, a plan and a training."""
+    """Model, plan and training of one run."""
 
     seed: int = 0
     """Seed of the weights and the inputs."""
     blocks: tuple[Block, ...] = ()
+    """Blocks of the model, with their segments."""
     segments: tuple[SegmentPlan, ...] = ()
     """Segments on the whole model or on runs of blocks; those inside a block are in ``blocks``."""
     packed: bool = False
+    """Whether the plan packs saved tensors."""
     place: PlaceName = "device"
     """Place where tensors saved outside of segments wait for backward."""
     scenario: Scenario = PLAIN
+    """Training around the model."""
     steps: int = 3
+    """Steps of the training."""
 
     @property
     def plan(self) -> Plan:
-        """The plan of the whole model."""
+        """Plan of the whole model."""
         return plan_of(self.blocks, self.segments, self.packed, self.place)
 
     @property
     def is_exact(self) -> bool:
-        """Whether results must be equal to the bit: chunks change the order of sums, and kept outputs some kernels."""
+        """Whether results must be equal to the bit: not with kept outputs, nor with chunks, which reorder sums."""
         return all(segment.chunks == 1 and not segment.keep for segment in self.plan.segments)
 
     @property
@@ -125,7 +135,7 @@ def build(case: Case) -> Network:
 
 
 def drawn_case(seed: int, index: int) -> Case:
-    """Draw the case number ``index`` of ``seed``, none that is known to fail."""
+    """Draw case number ``index`` of ``seed``, again and again until it is not known to fail."""
     draws = random.Random(f"training {seed} {index}")
     while True:
         case = _drawn(draws)
@@ -142,7 +152,7 @@ def _is_known(case: Case) -> bool:
 
 
 def _planned(draws: random.Random, case: Case) -> Case:
-    """Return ``case`` with a random plan; in double precision if the plan is not exact."""
+    """Return ``case`` with a random plan, and in double precision if the plan is not exact."""
     model = build(case)
     segments, blocks = drawn_around(draws, case.blocks, model), drawn_segments(draws, case.blocks, model)
     case = replace(case, segments=segments, blocks=blocks)
@@ -176,7 +186,7 @@ _DTYPES: Final = ("float32", "float32", "float32", "float64", "bfloat16")
 
 
 def to_text(case: Case) -> str:
-    """Return ``case`` as JSON for a command line, without fields that have their defaults."""
+    """Return ``case`` as JSON for a command line, without fields at their defaults."""
     return json.dumps(_said(case), separators=(",", ":"))
 
 

@@ -1,10 +1,11 @@
-"""Broken files of every format that memopt reads: each is read, or refused by a sentence.
+"""Read broken files of every format that memopt reads: each must load, or be refused by a memopt error.
 
     python -m fuzz files                          # a hundred thousand of each, for hours
     python -m fuzz files zip.pt plan.yaml --count 1000
 
-A sound file is taken into pieces (opcodes, words, bytes; of an archive those of one record), a few pieces are changed,
-and what that gives is read in a process of its own.  What is neither read nor refused is printed, and kept in
+A sound file is split into pieces (opcodes of a pickle, words of a text, otherwise bytes; in an archive, the pieces of
+one or two records) and a few pieces are changed.  Forked processes, with limits on time and memory, read the results.
+A file on which memopt crashes, hangs or prints unprintable characters is a failure: it is reported, and kept in
 ``fuzz-failures``.
 """
 
@@ -60,9 +61,11 @@ from memopt_cli.search.batch_size.length_strategies import read_histogram, read_
 from memopt_cli.search.estimation.cards import device_profile
 
 _CASE_S: Final = 60
+"""Seconds that one file may take."""
 _CASE_BYTES: Final = 4 << 30
-"""What one case may take; address space, of which PyTorch reserves more than it uses."""
+"""Bytes of address space that reading may add; generous, for PyTorch reserves far more than it uses."""
 _PER_PROCESS: Final = 500
+"""Files that one process reads before the next process takes over."""
 _NUMBERS: Final = "0 -1 1e999 -1e999 NaN Infinity .inf .nan 1_0 0x7f 1:30 9223372036854775808 4294967297".split()
 _WORDS: Final = [
     *_NUMBERS,
@@ -94,14 +97,14 @@ def _split_words(data: bytes, draws: random.Random) -> list[bytes]:
 def _split_opcodes(data: bytes, draws: random.Random) -> list[bytes]:
     try:
         starts = [at for _, _, at in pickletools.genops(data) if at is not None]
-    except Exception:  # a piece of a pickle, or none
+    except Exception:  # cut off, or no pickle at all
         return _split_bytes(data, draws)
     ends = [*starts[1:], starts[-1] + 1]
     return [*(data[start:end] for start, end in zip(starts, ends, strict=True)), data[ends[-1] :]]
 
 
 def _change(pieces: list[bytes], others: Sequence[bytes], draws: random.Random) -> bytes:
-    """One to four pieces dropped, doubled, swapped, damaged, or replaced by another."""
+    """Return ``pieces`` joined, after one to four changes: pieces dropped, copied, damaged or replaced."""
     for _ in range(draws.choice([1, 1, 2, 4])):
         at = draws.randrange(len(pieces))
         match draws.randrange(7):
@@ -133,12 +136,12 @@ def _broken(data: bytes, draws: random.Random, *, text: bool = False) -> bytes:
 
 
 def _broken_archive(data: bytes, draws: random.Random) -> bytes:
-    """Mostly sound on the outside, so that what is within is read."""
+    """Return the archive with one or two broken records; one time in five break the bytes of the archive itself."""
     if draws.random() < 0.2:
         return _broken(data, draws)
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         records = {name: file.read(name) for name in file.namelist()}
-    # The pickles and programs are small among the weights, and it is in them that a reader can go wrong.
+    # Pickles and programs are few among the records of weights, but most mistakes of a reader are about them.
     weights = [4 if name.endswith((".pkl", ".py", ".json")) else 1 for name in records]
     for name in draws.choices(list(records), weights, k=draws.choice([1, 1, 2])):
         match draws.randrange(12):
@@ -160,11 +163,14 @@ def _broken_archive(data: bytes, draws: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Format:
-    """Kind of file: sound examples, a way to break one, and the function that reads it."""
+    """Format of files that memopt reads."""
 
     sound: Callable[[], list[bytes]]
+    """Function that makes sound files."""
     broken: Callable[[bytes, random.Random], bytes]
+    """Function that changes a sound file at random."""
     read: Callable[[str], object]
+    """Function that reads the file at a path as memopt does."""
 
 
 def _model() -> nn.Module:
@@ -205,7 +211,7 @@ def _read_model(path: str) -> None:
 
 @functools.cache
 def _folders() -> dict[str, bytes]:
-    """A model of ``save_pretrained``, whose weights are in two files, and an adapter on it: path -> content."""
+    """Return path -> content of a model that ``save_pretrained`` wrote in several files, and of an adapter on it."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -224,7 +230,7 @@ def _sound_part(part: str) -> Callable[[], list[bytes]]:
 
 
 def _read_in(part: str) -> Callable[[str], None]:
-    """The model or adapter of whose folder the file is ``part``."""
+    """Return a function that loads the model or adapter with its file ``part`` replaced by the broken one."""
 
     def read(path: str) -> None:
         for name, content in _folders().items():
@@ -261,12 +267,12 @@ def _read_config(path: str) -> None:
 
 @functools.cache
 def _commands() -> Any:
-    """Typer makes them anew each time, which takes longer than all that is read."""
+    """Return memopt's commands; cached, for Typer takes longer to build them than memopt to read a file."""
     return typer.main.get_command(app)
 
 
 def _read_batch(path: str) -> None:
-    """Its values are data: whatever they are, the parts that go by them can be made, and take batches."""
+    """Read a file of batch shaping, and run three steps with it: whatever values it accepts must also work."""
     manager = memopt_cli.batching.BatchShapeManager(_model(), config=memopt_cli.batching.read_batch_shaping(path))
     manager.initialize_for_training()
     for step in range(3):
@@ -362,7 +368,7 @@ _REPORTS: Final = (TextReport(), MarkdownReport(), GithubReport(None), JunitRepo
 
 
 def _read_checked(path: str) -> None:
-    """By ``memopt check``, of the model that it was recorded of; what is said of it can be printed."""
+    """Run ``memopt check`` with a broken baseline of its own model, and require every report to be printable."""
     Path("model.pt").write_bytes(_zips()[0])
     request = CheckRequest(source=ModelSource(location="model.pt"), baseline_path=path, limits=(parse_limit("peak:0"),))
     said = io.StringIO()
@@ -383,7 +389,7 @@ def _require_printable(text: str) -> None:
 
 
 class _Remembering(LocalSession):
-    """A model that is measured once: it is the baselines that are broken, and one in ten still describes its step."""
+    """Session that remembers the answer to each job, for only the baselines are broken: the model never changes."""
 
     _known: ClassVar[dict[str, Any]] = {}
 
@@ -399,7 +405,7 @@ def _in_this_process() -> AbstractContextManager[object]:
 
 
 def _recorded() -> list[bytes]:
-    """A baseline of a model, as it is recorded here."""
+    """Return the baseline that ``memopt baseline`` records of the small model on this machine."""
     spec = InputSpec(tensors=(parse_tensor("2x1x4x4"),), source="--input")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), _in_this_process():
         Path("model.pt").write_bytes(_zips()[0])
@@ -409,7 +415,7 @@ def _recorded() -> list[bytes]:
 
 
 def _measured() -> list[bytes]:
-    """The last one is of a rank of many, and has what shorter inputs need."""
+    """Return stored baselines; the last one is changed to describe one rank of eight, and a shorter input."""
     folder = Path(__file__).parents[1] / "benchmarks" / "baselines"
     plain = [(folder / f"{name}.json").read_bytes() for name in ("char_rnn", "lif_rnn")]
     data = json.loads(plain[0])
@@ -462,14 +468,14 @@ FORMATS: Final[dict[str, Format]] = {
         for part in ("base/config.json", "base/model.safetensors.index.json", "adapter/adapter_config.json")
     },
 }
-"""Name of a file -> its format."""
+"""Name of a file, as the command line takes it -> its format."""
 
 
 # ---------------------------------------------------------------------------------------------- running
 
 
 def case(name: str, seed: int, index: int) -> bytes:
-    """The broken file of that number."""
+    """Return the broken file number ``index`` of the format ``name``; the same arguments give the same bytes."""
     draws = random.Random(f"{name} {seed} {index}")
     return FORMATS[name].broken(draws.choice(_sound(name)), draws)
 
@@ -480,8 +486,8 @@ def _sound(name: str) -> list[bytes]:
 
 
 def failures(name: str, seed: int, count: int, keep: Path) -> list[str]:
-    """What was neither read nor refused among so many files: its number and what happened."""
-    _sound(name)  # once, for all processes
+    """Return a line for each failure among ``count`` broken files, and write these files to the folder ``keep``."""
+    _sound(name)  # cached before the fork, so that every process has it
     found: list[str] = []
     start = 0
     while start < count:
@@ -496,7 +502,7 @@ def failures(name: str, seed: int, count: int, keep: Path) -> list[str]:
 
 
 def _in_process(name: str, seed: int, indices: range) -> tuple[int, str]:
-    """The first file that went wrong and why; or the last one, and nothing."""
+    """Return the number of the first failure and its reason, or the last number and an empty reason."""
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
@@ -521,9 +527,10 @@ def _be_child(name: str, seed: int, indices: range, sender: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         for index in indices:
+            # Sent before reading, so that the parent knows the file if this process dies.
             os.write(sender, f"\n{index}".encode())
             Path(name).write_bytes(case(name, seed, index))
-            signal.alarm(_CASE_S)
+            signal.alarm(_CASE_S)  # no handler: the signal ends the process, which is a failure
             if reason := _read(name):
                 os.write(sender, f" {reason}".encode())
                 break
@@ -531,13 +538,13 @@ def _be_child(name: str, seed: int, indices: range, sender: int) -> None:
 
 
 def _read(name: str) -> str:
-    """Return why a file was neither read nor refused; empty if it was."""
+    """Return the reason why reading the file ``name`` is a failure; empty if it loads or is refused."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             FORMATS[name].read(name)
     except MemoptError as err:
-        said_lines = [err.message, *err.hint.split("\n")]  # a message is one line
+        said_lines = [err.message, *err.hint.split("\n")]  # a message is one line, a hint may be more
         return "" if all(map(str.isprintable, said_lines)) else f"says {said_lines!r}"
     except BaseException as err:
         frame = traceback.extract_tb(err.__traceback__)[-1]

@@ -1,4 +1,9 @@
-"""Forwards as users write them, as blocks of a random model: state, containers, in-place writes, gradients within."""
+"""Blocks of a random model whose forwards do what users' own code does, rather than what PyTorch's layers do.
+
+They keep state between calls, pass tensors through containers, write in place, wrap other blocks, and compute gradients
+inside forward.  Each is a case that a segment, which runs its forward again in backward, could get wrong: a block that
+counts its calls, for example, must not count the recomputation.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from fuzz.layers import STEPS, WIDTH, Kind
 
 
 class Mixing(nn.Module):
-    """A linear layer, on whose output others build."""
+    """Base class of blocks that apply a linear layer first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +38,7 @@ class Mixing(nn.Module):
 
 
 class Holding(nn.Module):
-    """Blocks, around which others build."""
+    """Base class of blocks that contain other blocks."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Holding(nn.Module):
 
 
 class Spike(torch.autograd.Function):
-    """A step with a smooth derivative."""
+    """Step function with a smooth surrogate gradient, as spiking neurons use."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -58,7 +63,7 @@ class Spike(torch.autograd.Function):
 
 
 class Neurons(Mixing):
-    """Leaky integrate-and-fire over time."""
+    """Leaky integrate-and-fire neurons, whose state lasts for one call."""
 
     def forward(self, x: Tensor) -> Tensor:
         voltage = torch.zeros_like(x[:, 0])
@@ -71,7 +76,7 @@ class Neurons(Mixing):
 
 
 class Membranes(Mixing):
-    """Keeps its voltage from call to call until it is reset."""
+    """Neurons that keep their voltage, and its graph, from call to call until ``reset``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +94,7 @@ class Membranes(Mixing):
 
 
 class Remembering(Mixing):
-    """Starts from where the last step ended."""
+    """Layer that adds its output of the previous step, detached, to the present one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class Remembering(Mixing):
 
 
 class InPlaceMemory(Mixing):
-    """Writes its memory in place."""
+    """Layer with a plain tensor as memory (no buffer), which forward updates in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +121,7 @@ class InPlaceMemory(Mixing):
 
 
 class RunningBuffer(Mixing):
-    """Moves a buffer in forward: ``how`` it does."""
+    """Layer that updates a buffer in forward, in the way that ``how`` names, and reads it before and after."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -139,7 +144,7 @@ class RunningBuffer(Mixing):
 
 
 class Counting(Mixing):
-    """Counts its calls in a buffer, a number and a list."""
+    """Layer that counts its calls in a buffer, a number and a list, and keeps results in a deque and a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +164,7 @@ class Counting(Mixing):
 
 
 class Drawing(Mixing):
-    """Draws from ``source``, which moves on."""
+    """Layer that multiplies by random numbers, or by the next item of an iterator, from ``source``."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -189,19 +194,23 @@ class Drawing(Mixing):
 
 @dataclass
 class Result:
+    """Output of a forward as an object that is no container of PyTorch's pytrees."""
+
     main: Tensor
     aside: list[Tensor]
     nothing: None = None
 
 
 class Pair(NamedTuple):
+    """Output of a forward as a named tuple."""
+
     main: Tensor
     flag: Tensor
     nothing: Any
 
 
 class SeveralOutputs(Mixing):
-    """Its output is a tuple, a mapping or an object with several tensors, and with ``None``."""
+    """Layer that returns several tensors, some forms also flags and ``None``, in the container that ``form`` names."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -226,7 +235,7 @@ class SeveralOutputs(Mixing):
 
 
 class TakingApart(nn.Module):
-    """Uses every floating tensor that comes out."""
+    """Block that calls :class:`SeveralOutputs` and adds up all tensors of its output."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -251,7 +260,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class Expert(Mixing):
-    """Leaves its auxiliary loss in a list that it is given."""
+    """Layer that appends its auxiliary loss to a list among its arguments, and writes to a dict among them."""
 
     def forward(self, x: Tensor, losses: list[Tensor], seen: dict[str, Any]) -> Tensor:
         y = self.linear(x)
@@ -262,6 +271,8 @@ class Expert(Mixing):
 
 
 class Mixture(nn.Module):
+    """Block that collects the losses of its experts in a list, and adds them to its output."""
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([Expert(), Expert()])
@@ -275,14 +286,14 @@ class Mixture(nn.Module):
 
 
 class Box:
-    """Holds a list, as the caches of language models do."""
+    """Plain object with a list of tensors, as the caches of language models are."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
 
 class Cache(dict[str, Tensor]):
-    """A dictionary with an attribute."""
+    """Subclass of ``dict`` that also has an attribute."""
 
     length = 0
 
@@ -296,7 +307,7 @@ def new_cache() -> Cache:
 
 
 class Appending(Mixing):
-    """Adds what it computes to a cache that it is given, and computes with what lies there."""
+    """Layer that stores its result in a cache among its arguments, and reads the earlier results there."""
 
     def forward(self, x: Tensor, cache: Box | Cache) -> Tensor:
         y: Tensor = self.linear(x).tanh()
@@ -311,7 +322,7 @@ class Appending(Mixing):
 
 
 class Caching(nn.Module):
-    """Hands one cache to several layers; ``kept`` from step to step, or made in each."""
+    """Block that passes one new cache through several layers; if ``kept``, a list of the block also grows each step."""
 
     def __init__(self, make: Callable[[], Box | Cache], *, kept: bool = False) -> None:
         super().__init__()
@@ -329,7 +340,7 @@ class Caching(nn.Module):
 
 
 class Routed(nn.Module):
-    """Sends each row to the expert that likes it best."""
+    """Mixture of experts that sends each row to the expert with the highest score, so that shapes depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +358,7 @@ class Routed(nn.Module):
 
 
 class Sum(Mixing):
-    """Gives less by a dimension than it is given."""
+    """Layer whose output lacks the dimension ``axis``, over which it sums."""
 
     def __init__(self, axis: int) -> None:
         super().__init__()
@@ -358,7 +369,7 @@ class Sum(Mixing):
 
 
 class Summed(nn.Module):
-    """Adds to each row the sum of all along an axis."""
+    """Block that adds the output of :class:`Sum` to its input, along the whole of ``axis``."""
 
     def __init__(self, axis: int) -> None:
         super().__init__()
@@ -372,7 +383,7 @@ class Summed(nn.Module):
 
 
 class InPlace(Mixing):
-    """Writes over what it has computed, or over a view of it."""
+    """Layer that writes in place to its own result, a view of it, or a copy of its input."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -405,14 +416,14 @@ class InPlace(Mixing):
 
 
 class Overwriting(Mixing):
-    """Begins with writing over its input."""
+    """Layer that first adds to its input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.add_(0.1)).tanh()
 
 
 class Over(nn.Module):
-    """Hands on something that may be written over."""
+    """Block that passes a fresh tensor to :class:`Overwriting`, which may be written to without harm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,10 +461,12 @@ OPERATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "identity": lambda x: x,
     "viewed": lambda x: x.view_as(x),
 }
-"""Operators without parameters."""
+"""Name -> function of one tensor, without parameters."""
 
 
 class Operators(nn.Module):
+    """Block that applies the function ``name`` of :data:`OPERATORS`."""
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -466,13 +479,15 @@ class Operators(nn.Module):
 
 
 class Residual(Holding):
+    """Block that adds its input to the output of its inner blocks."""
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = x + self.inner(x)
         return output
 
 
 class Twice(Holding):
-    """Calls the same blocks twice."""
+    """Block that calls its inner blocks twice in a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.inner(self.inner(x).tanh())
@@ -480,7 +495,7 @@ class Twice(Holding):
 
 
 class Concatenated(Holding):
-    """Joins what it has made with what comes of that, as U-Nets and DenseNets do."""
+    """Block that concatenates the input of its inner blocks with their output, as U-Nets and DenseNets do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -493,7 +508,7 @@ class Concatenated(Holding):
 
 
 class Shared(Holding):
-    """The same module under two names."""
+    """Block that holds one module under two names, and calls it by both."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -505,7 +520,7 @@ class Shared(Holding):
 
 
 class Tied(Holding):
-    """Uses one weight before and behind the blocks."""
+    """Block whose first and last layer share one weight."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -518,7 +533,7 @@ class Tied(Holding):
 
 
 class Checkpointed(Holding):
-    """The user's own checkpoint."""
+    """Block that calls ``torch.utils.checkpoint`` itself."""
 
     def __init__(self, inner: nn.Module, reentrant: bool = False) -> None:
         super().__init__(inner)
@@ -530,7 +545,7 @@ class Checkpointed(Holding):
 
 
 class Precision(Holding):
-    """Blocks under autocast, and their output in the precision that came in."""
+    """Block that runs its inner blocks under autocast, and returns the precision of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -539,7 +554,7 @@ class Precision(Holding):
 
 
 class Teacher(Holding):
-    """Runs the blocks once without gradients, and once with."""
+    """Block that runs its inner blocks once without gradients, and once with."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -549,7 +564,7 @@ class Teacher(Holding):
 
 
 class Trying(Holding):
-    """What fails at first is tried again."""
+    """Block that calls its inner blocks on a wrong shape, suppresses the error, and calls them again."""
 
     def forward(self, x: Tensor) -> Tensor:
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):
@@ -559,7 +574,7 @@ class Trying(Holding):
 
 
 class Evaluating(Holding):
-    """Blocks that run in eval mode, set in forward."""
+    """Block that sets its inner blocks to eval mode while they run."""
 
     def forward(self, x: Tensor) -> Tensor:
         was = self.inner.training
@@ -570,7 +585,7 @@ class Evaluating(Holding):
 
 
 class Threaded(Holding):
-    """Blocks that run in another thread."""
+    """Block that runs its inner blocks in another thread."""
 
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
@@ -584,7 +599,7 @@ class Threaded(Holding):
 
 
 class Hooked(Holding):
-    """Hooks of several kinds on the blocks."""
+    """Block that registers on its inner blocks a hook of the kind that ``kind`` names."""
 
     def __init__(self, inner: nn.Module, kind: str) -> None:
         super().__init__(inner)
@@ -620,7 +635,7 @@ def _scaled_cotangent(module: nn.Module, after: Any) -> Any:
 
 
 class Saving(Holding):
-    """Hooks of the user's own on what the blocks save."""
+    """Block that runs its inner blocks under saved-tensor hooks of its own."""
 
     def __init__(self, inner: nn.Module, on_cpu: bool) -> None:
         super().__init__(inner)
@@ -634,7 +649,7 @@ class Saving(Holding):
 
 
 class Called(Holding):
-    """Blocks that are called with parameters computed from their own."""
+    """Block that calls its inner blocks by ``functional_call``, with parameters computed from their own."""
 
     def forward(self, x: Tensor) -> Tensor:
         moved = {name: p * 0.9 for name, p in self.inner.named_parameters()}
@@ -643,7 +658,7 @@ class Called(Holding):
 
 
 class Mapped(Holding):
-    """Blocks that are mapped over two copies of the batch."""
+    """Block that runs its inner blocks by ``vmap`` over two versions of the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.vmap(self.inner, randomness="different")(torch.stack([x, x.cos()]))
@@ -651,7 +666,7 @@ class Mapped(Holding):
 
 
 class Recursive(Mixing):
-    """Calls itself."""
+    """Layer whose forward calls the layer itself."""
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         y = self.linear(x).tanh()
@@ -662,7 +677,7 @@ class Recursive(Mixing):
 
 
 class Force(nn.Module):
-    """A gradient of an energy by its input, which training differentiates again."""
+    """Block that returns the gradient of an energy by its input, so that training differentiates twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -676,7 +691,7 @@ class Force(nn.Module):
 
 
 class Differentiated(Mixing):
-    """Transforms of functions in forward: ``how``."""
+    """Layer that uses the transform of ``torch.func`` that ``how`` names: ``vmap``, ``grad``, ``jvp`` or ``vjp``."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -698,7 +713,7 @@ class Differentiated(Mixing):
 
 
 class GradientHook(Mixing):
-    """Scales a gradient on its way."""
+    """Layer with a hook on an intermediate tensor that halves its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -708,7 +723,7 @@ class GradientHook(Mixing):
 
 
 class Leaf(Mixing):
-    """Makes a leaf of its own, a layer anew, and runs a part without gradients."""
+    """Layer whose forward makes a leaf tensor and a new layer, and runs a part without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = torch.ones(WIDTH, dtype=x.dtype, requires_grad=True)
@@ -719,7 +734,7 @@ class Leaf(Mixing):
 
 
 class Split(nn.Module):
-    """Says where it may be split."""
+    """Block whose ``__spatial_split__`` returns the modules that a plan may make segments of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -740,6 +755,8 @@ def _charge(x: Tensor) -> Tensor:
 
 
 class Scripted(Mixing):
+    """Layer followed by a function compiled by TorchScript."""
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _charge(self.linear(x))
         return output
@@ -750,7 +767,7 @@ def _sparse(indices: Tensor) -> Tensor:
 
 
 class Sparse(Mixing):
-    """Multiplies by a sparse buffer."""
+    """Layer that multiplies by a sparse matrix in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -763,7 +780,7 @@ class Sparse(Mixing):
 
 
 class Weights(nn.Module):
-    """Parameters in lists and dicts, one frozen."""
+    """Block with its parameters in a list and a dict; one of them is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -777,7 +794,7 @@ class Weights(nn.Module):
 
 
 class Reweighted(Mixing):
-    """Its layer has another weight while it runs, and no bias."""
+    """Block that replaces the weight of its layer and removes the bias while the layer runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -788,7 +805,7 @@ class Reweighted(Mixing):
 
 
 class MakingParameters(Mixing):
-    """Makes a parameter anew in each forward."""
+    """Block that assigns a new random parameter in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.factor = nn.Parameter(torch.rand(WIDTH, dtype=x.dtype))
@@ -796,7 +813,7 @@ class MakingParameters(Mixing):
 
 
 class Copied(Mixing):
-    """Runs a copy of a layer that is made in forward."""
+    """Block that copies its layer in forward, and runs both."""
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = copy.deepcopy(self.linear)(x).detach() + self.linear(x)
@@ -804,7 +821,7 @@ class Copied(Mixing):
 
 
 class Written(Mixing):
-    """Moves a layer that is not trained towards another's weights."""
+    """Block that moves the weights of a frozen layer towards those of a trained one, as a mean teacher does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -877,4 +894,4 @@ FORWARDS: Final[dict[str, Kind]] = {
     "hook on gradients": Kind(lambda inner: Hooked(inner, "backward"), holds=True),
     "hook on cotangents": Kind(lambda inner: Hooked(inner, "backward pre"), holds=True),
 }
-"""Name -> kind."""
+"""Name of a block -> its kind."""

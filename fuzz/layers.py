@@ -1,4 +1,8 @@
-"""Layers of PyTorch's own as blocks of a random model: each takes and gives B × :data:`STEPS` × :data:`WIDTH`."""
+"""PyTorch's own layers as blocks of a random model.
+
+All blocks take and return tensors of B × :data:`STEPS` × :data:`WIDTH`, so that any may follow any other; a layer that
+needs another layout is wrapped.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 STEPS: Final = 6
+"""Time steps of a sequence."""
 WIDTH: Final = 8
+"""Features of a time step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Kind:
     make: Callable[..., nn.Module]
     """Function that makes the block, from the blocks inside it if it holds any."""
     axes: tuple[int, ...] = ()
-    """Dimensions along which its inputs do not mix: it may run in chunks."""
+    """Dimensions along which its inputs do not mix, so that it may run in chunks; none if empty."""
     holds: bool = False
     """Whether the block contains other blocks."""
     gathers: bool = False
@@ -35,7 +41,7 @@ class Kind:
 
 
 class Turned(nn.Module):
-    """Channels before time."""
+    """Layer that takes B × channels × time."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -47,7 +53,7 @@ class Turned(nn.Module):
 
 
 class Image(Turned):
-    """One picture of time × features."""
+    """Layer that takes images: a sequence becomes an image of one channel, time × features."""
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(x.unsqueeze(1))
@@ -55,7 +61,7 @@ class Image(Turned):
 
 
 class ChannelsLast(Turned):
-    """Pictures that lie in memory with their channels last."""
+    """Layer that takes images of four channels, stored with the channels last."""
 
     def forward(self, x: Tensor) -> Tensor:
         pictures = x.unflatten(2, (4, 2)).permute(0, 2, 1, 3).contiguous(memory_format=torch.channels_last)
@@ -64,7 +70,7 @@ class ChannelsLast(Turned):
 
 
 class FirstOf(Turned):
-    """The first output of a layer that has several."""
+    """Layer with several outputs, of which the first is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(x)[0]
@@ -72,7 +78,7 @@ class FirstOf(Turned):
 
 
 class Cells(nn.Module):
-    """A cell over time."""
+    """Recurrent cell that is called once for each time step."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -88,7 +94,7 @@ class Cells(nn.Module):
 
 
 class Packed(FirstOf):
-    """Sequences of several lengths, packed."""
+    """Recurrent layer on a packed sequence, whose rows have several lengths."""
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = torch.arange(len(x), device="cpu") % STEPS + 1
@@ -98,6 +104,8 @@ class Packed(FirstOf):
 
 
 class SelfAttention(nn.Module):
+    """Residual block of causal self-attention by PyTorch's module."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
@@ -109,6 +117,8 @@ class SelfAttention(nn.Module):
 
 
 class ScaledDotProduct(nn.Module):
+    """Causal self-attention by PyTorch's function."""
+
     def __init__(self) -> None:
         super().__init__()
         self.projection = nn.Linear(WIDTH, 3 * WIDTH)
@@ -119,7 +129,7 @@ class ScaledDotProduct(nn.Module):
 
 
 class Looking(nn.Module):
-    """Indices made of the input, looked up in a table."""
+    """Embedding that is looked up by indices computed from the input."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
@@ -131,6 +141,8 @@ class Looking(nn.Module):
 
 
 class Bagging(Looking):
+    """Bag of embeddings for each row, by the same indices."""
+
     def forward(self, x: Tensor) -> Tensor:
         indices = x.detach().nan_to_num(0, 0, 0).abs().sum(-1).mul(3).long() % 7
         return x * self.table(indices).unsqueeze(1)
@@ -229,4 +241,4 @@ LAYERS: Final[dict[str, Kind]] = {
     "bag": Kind(lambda: Bagging(nn.EmbeddingBag(7, WIDTH))),
     "largest of a bag": Kind(lambda: Bagging(nn.EmbeddingBag(7, WIDTH, mode="max"))),
 }
-"""Name -> kind."""
+"""Name of a block -> its kind."""

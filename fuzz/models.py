@@ -1,4 +1,4 @@
-"""Models at random: blocks in turn and in each other, any of which can be left out."""
+"""Random models: blocks one after another and inside each other; the model also works without any of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS | OUTSIDE
 """Name of a block -> its kind."""
 
 _MOST_BLOCKS: Final = 4
+"""Blocks in a row at the top level; one fewer at each level below."""
 _DEEPEST: Final = 2
+"""Levels of blocks below the top level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Part of a model, and the segments that a plan puts on it."""
+    """Part of a model, with the segments of a plan inside it."""
 
     kind: str
     """Key of :data:`KINDS`."""
@@ -35,7 +37,7 @@ class Block:
 
 
 class Network(nn.Module):
-    """Blocks in turn; what they keep from one time step to the next is forgotten before and behind."""
+    """Model that runs its blocks one after another, and resets the voltages of neurons before and after."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def _module_of(block: Block) -> nn.Module:
 
 
 def drawn_blocks(draws: random.Random, depth: int = 0) -> tuple[Block, ...]:
-    """One to four blocks, fewer of them in others."""
+    """Draw one to four blocks in a row, fewer at each level of ``depth``."""
     kinds = [name for name, kind in KINDS.items() if depth < _DEEPEST or not kind.holds]
     return tuple(_drawn(draws, draws.choice(kinds), depth) for _ in range(draws.randint(1, _MOST_BLOCKS - depth)))
 

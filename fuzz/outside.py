@@ -1,4 +1,7 @@
-"""Blocks whose forward reads and moves on what no module holds."""
+"""Blocks whose forward reads and changes state outside all modules: globals, closures, default arguments.
+
+Recomputation must see the state of the first forward, and leave it afterwards as one forward would.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ calls = 0.0
 
 
 class Own:
-    """Of a class."""
+    """Class whose attribute counts calls."""
 
     calls = 0.0
 
@@ -86,10 +89,10 @@ def _around() -> float:
 
 
 def _begin() -> None:
-    """Everything stands where it does at first."""
+    """Set all the state of this file to its first values."""
     global GENERATOR, NUMPYS, PYTHONS, COUNT, AROUND, calls
     GENERATOR, BY_NAME["one"], default = (torch.Generator(torch.get_default_device()).manual_seed(1) for _ in range(3))
-    _default.__defaults__ = (default,)
+    _default.__defaults__ = (default,)  # a generator that only a default argument holds
     NUMPYS, PYTHONS, COUNT, AROUND = np.random.default_rng(1), random.Random(1), itertools.count(1.0), _counter()
     calls = Own.calls = 0.0
     IN_CONTEXT.set(0.0)
@@ -99,7 +102,7 @@ def _begin() -> None:
 
 
 class Outside(nn.Module):
-    """Scales by what it reads; a new one begins anew, in every model."""
+    """Layer that multiplies by the value of ``read``; making one resets the state, so that all models start alike."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The peak of a planned step: predicted in a dry run, counted, and taken from the allocator."""
+"""Compare the peaks of a step under a plan: predicted by a dry run, counted on tensors, and of the allocator."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from memopt_cli.training.step import Step
 
 _BATCH: Final = 64
 _TOLERANCE: Final = 0.05
+"""Relative difference between peaks that is allowed."""
 
 LEFT_OUT: Final[dict[str, str]] = {
     "remembering": "what it keeps from step to step is no part of what the allocator is told to be there",
@@ -34,20 +35,23 @@ class Peaks:
     """Peaks of one step, in bytes."""
 
     predicted_bytes: int
+    """Tensor peak of a dry run."""
     counted_bytes: int
+    """Tensor peak of a real step."""
     allocated_bytes: int
+    """Allocated peak of a real step, with workspaces."""
 
     @property
     def agree(self) -> bool:
-        """Whether the predicted peak equals the counted one, and the allocated peak (with workspace) is no lower."""
+        """Whether the predicted peak is near the counted one, and the allocated peak is not lower."""
         far = abs(self.predicted_bytes - self.counted_bytes) > _TOLERANCE * self.counted_bytes
         return not far and self.counted_bytes <= (1 + _TOLERANCE) * self.allocated_bytes
 
 
 def peaks(case: Case) -> Peaks:
-    """Return the peaks of the model under its plan, without codecs: what they hold depends on the data.
+    """Return the peaks of ``case`` without codecs, whose bytes depend on the data, which a dry run lacks.
 
-    Raises what the model raises, in a dry run too.
+    Errors of the model pass through.
     """
     step = _step(case)
     segments = (replace(segment, compressor="null") for segment in case.plan.segments)
@@ -55,7 +59,7 @@ def peaks(case: Case) -> Peaks:
     _take(step)
     counted = count(step).tensor_peak_bytes
     dry_run = FakeStep(step)
-    dry_run.count()  # some segments run plainly from their second call on, in the dry run as in the step
+    dry_run.count()  # from the second call on some segments run plainly, as in the counted step
     predicted = dry_run.count().tensor_peak_bytes
     allocated = measure_allocated(lambda _: _take(step), "cpu", resident_bytes(step)).peak_bytes
     return Peaks(predicted, counted, allocated)
@@ -69,7 +73,7 @@ def outcome(case: Case) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             found = peaks(case)
-        except Exception as error:  # a dry run cannot take every branch, nor every operator bfloat16
+        except Exception as error:  # a dry run cannot branch on values; some operators do not take bfloat16
             return Outcome("refused", told(error))
     return Outcome("same") if found.agree else Outcome("differs", str(found))
 

@@ -1,4 +1,4 @@
-"""Plans at random: segments on any module, within each other, packed, in chunks, with kept outputs."""
+"""Random plans: segments on any module and inside each other, with codecs, chunks, kept outputs and places."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt_cli.runtime import find_part
 
 _COMPRESSORS: Final = ("null", "null", "null", "bit", "boolean", "uint8", "sparse", "parts", "parts")
 _SENT: Final = 0.3
-"""Probability that a drawn plan or segment sends what it stores away from the device."""
+"""Probability that a drawn plan or segment stores its tensors on the disk."""
 _KEPT: Final = (
     *("aten::addmm", "aten::addmm#2", "aten::mm", "aten::bmm", "aten::convolution", "aten::native_batch_norm"),
     *("aten::native_layer_norm", "aten::native_dropout", "aten::bernoulli", "aten::tanh", "aten::mul", "aten::add"),
@@ -26,7 +26,7 @@ _KEPT: Final = (
 
 
 def plan_of(blocks: Sequence[Block], segments: Sequence[SegmentPlan], packed: bool, place: PlaceName) -> Plan:
-    """Return one plan of the segments on the whole model and those in its blocks."""
+    """Return the plan of ``segments``, on the whole model, and of the segments in ``blocks``."""
     within = (replace(s, path=_joined(path, s.path)) for path, block in placed(blocks) for s in block.segments)
     return Plan(segments=(*segments, *within), packed=packed, place=place)
 
@@ -36,7 +36,7 @@ def _joined(path: str, rest: str) -> str:
 
 
 def drawn_segments(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[Block, ...]:
-    """The blocks with segments on some of their modules, those that ``model``, made of the blocks, does not refuse."""
+    """Return ``blocks`` with random segments on their modules, without those that ``model``, made of them, refuses."""
     return tuple(_planned(draws, block, f"blocks.{index}", model) for index, block in enumerate(blocks))
 
 
@@ -53,7 +53,8 @@ def _candidates(draws: random.Random, block: Block, module: nn.Module) -> Iterat
     parts = [path for path, _ in module.named_modules() if path and not path.startswith("inner.")]
     if parts and draws.random() < 0.3:
         yield _segment(draws, draws.choice(parts), {})
-    if block.kind.startswith("summed") and draws.random() < 0.5:  # chunks whose outputs cannot be joined run whole
+    # Along some axes the outputs of chunks cannot be joined: the segment must then run whole.
+    if block.kind.startswith("summed") and draws.random() < 0.5:
         yield _segment(draws, "sum", {"chunks": draws.choice([2, 3]), "axis": draws.choice([0, 1, 2, -1])})
     if len(block.inner) > 1 and draws.random() < 0.2:
         first = draws.randrange(len(block.inner) - 1)
@@ -68,7 +69,7 @@ def _segment(draws: random.Random, path: str, settings: dict[str, Any]) -> Segme
 
 
 def drawn_place(draws: random.Random) -> PlaceName:
-    """Draw a place: the disk for some, the device for most."""
+    """Draw the place of stored tensors: mostly the device, sometimes the disk."""
     return "disk" if draws.random() < _SENT else "device"
 
 
@@ -95,7 +96,7 @@ def _axes(block: Block) -> set[int]:
 
 
 def drawn_around(draws: random.Random, blocks: Sequence[Block], model: nn.Module) -> tuple[SegmentPlan, ...]:
-    """Draw segments on the whole model, on all of its blocks, or on a run of blocks."""
+    """Draw segments on the whole model, on all of its blocks or on a run of blocks; often none."""
     last = len(blocks) - 1
     run = f"blocks.{draws.randrange(last)}-{last}" if last else "blocks"
     paths = {"": 0.15, "blocks": 0.15, run: 0.15}

@@ -1,5 +1,7 @@
-"""What a training does with a model, at random: how it is called, what happens around forward, before backward and
-after the step."""
+"""Random ways to train a model: how it is called, what surrounds forward, how gradients are computed, and events.
+
+Each table below gives names to one kind of choice; a :class:`Scenario` is a name, or several, from each.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,23 @@ Forward = Callable[[Tensor], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The training around a model: each field names an entry of the table of that name, by default the plain one."""
+    """Training of a model; most fields are keys of the tables of this file, by default those of a plain training."""
 
     dtype: str = "float32"
     inputs: str = "normal"
     batch: int = 4
+    """Samples in the batch; 0 is an empty batch."""
     call: str = "plainly"
     backward: str = "plainly"
     update: str = "sgd"
     around: tuple[str, ...] = ()
-    """Contexts in which forward runs."""
+    """Contexts in which forward runs: keys of :data:`AROUND`."""
     before: tuple[str, ...] = ()
-    """What happens before the step."""
+    """Events before the step: keys of :data:`EVENTS`."""
     between: tuple[str, ...] = ()
-    """What happens between forward and backward."""
+    """Events between forward and backward: keys of :data:`EVENTS`."""
     after: tuple[str, ...] = ()
-    """What happens after the step."""
+    """Changes of the model after the step: keys of :data:`AFTER`."""
 
 
 PLAIN: Final = Scenario()
@@ -68,11 +71,11 @@ INPUTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "negative zero": lambda x: x.clamp(max=0).mul(0).requires_grad_(),
     "computed": lambda x: x.requires_grad_() * 1,
 }
-"""Forms of a batch."""
+"""Form of a batch -> function that makes it of normal random numbers."""
 
 
 def batch_of(scenario: Scenario, step: int) -> Tensor:
-    """The inputs of a step; every other one is smaller if the batch changes."""
+    """Return the inputs of step number ``step``; with "other sizes", every second batch is smaller."""
     size = scenario.batch
     if "other sizes" in scenario.before and step % 2:
         size = max(1, size - 1)
@@ -125,7 +128,7 @@ CALLS: Final[dict[str, Callable[[nn.Module, Tensor], Any]]] = {
     "in a checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
     "mapped": lambda model, x: torch.vmap(model, randomness="different")(torch.stack([x, x.cos()])),
 }
-"""How forward is called."""
+"""Way to call forward -> function of the model and the inputs."""
 
 
 # ---------------------------------------------------------------------------------------------- around forward
@@ -149,7 +152,7 @@ AROUND: Final[dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]] =
     "another default dtype": lambda: _default_dtype(torch.float64),
     "deterministic": lambda: _deterministic(),
 }
-"""Contexts in which forward runs, but backward does not."""
+"""Name of a context -> function that opens it; forward runs inside it, backward does not."""
 
 
 def _autocast(**options: Any) -> torch.autocast:
@@ -371,7 +374,7 @@ BACKWARDS: Final[dict[str, Callable[[Roots, Roots, Roots], None]]] = {
     "broken off": _broken_off,
     "never": lambda roots, cotangents, leaves: None,
 }
-"""How gradients are computed."""
+"""Way to compute gradients -> function of outputs, their gradients, and the leaves."""
 
 
 # ---------------------------------------------------------------------------------------------- after the step
@@ -403,21 +406,21 @@ AFTER: Final[dict[str, Callable[[nn.Module], nn.Module]]] = {
     "state loaded": _state_loaded,
     "moved": _in_other_memory,
 }
-"""What becomes of the model."""
+"""Change after a step -> function that returns the changed model."""
 
 UPDATES: Final[dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "accumulated": lambda parameters: None,
 }
-"""Who moves the parameters; gradients that are accumulated move none."""
+"""Update of the parameters -> function that makes the optimizer; ``None`` only accumulates gradients."""
 
 
 # ---------------------------------------------------------------------------------------------- drawing one
 
 
 def drawn_scenario(draws: random.Random, dtype: str) -> Scenario:
-    """Draw a scenario in which most things are plain."""
+    """Draw a scenario that is plain in most respects."""
 
     def one(table: Sequence[str], share: float) -> str:
         return draws.choice(table) if draws.random() < share else table[0]

@@ -1,4 +1,4 @@
-"""A failing case made smaller: blocks, entries of the plan and parts of the training are left out while it fails."""
+"""Shrink a failing case: leave out blocks, parts of the plan and parts of the training as long as it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt_cli.records import SegmentPlan
 
 
 def shrunk(case: Case, still_fails: Callable[[Case], bool]) -> Case:
-    """Return the smallest failing case that is found by leaving out one thing after another."""
+    """Return the smallest case found that ``still_fails``, by leaving out one part of ``case`` after another."""
     pending = _smaller(case)
     while (smaller := next(pending, None)) is not None:
         if smaller.is_comparable and still_fails(smaller):
@@ -21,7 +21,7 @@ def shrunk(case: Case, still_fails: Callable[[Case], bool]) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Yield ``case`` with one thing left out, the largest things first."""
+    """Yield ``case`` with one part left out, the largest parts first."""
     for blocks in _fewer(case.blocks):
         yield replace(case, blocks=blocks)
     for segments in _fewer_segments(case.segments):

@@ -1,4 +1,8 @@
-"""The same training with and without a plan, and whether it leaves the same behind."""
+"""Train a model with and without a plan, and compare everything that the two trainings leave behind.
+
+Outputs, gradients, parameters, buffers, attributes and random generators must be equal: to the bit for most plans,
+within a tolerance for those that sum in another order.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.effects import TOLERANCE, bit_equal, difference
 
 Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
+"""Outcome of a case: "plain fails" without a plan, "noisy" if two plain trainings, or roundings, differ as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Trained:
 
 
 def outcome(case: Case) -> Outcome:
-    """Train the model of ``case`` with and without its plan, and compare what the two leave behind."""
+    """Train the model of ``case`` with and without its plan, and compare the two trainings."""
     plain = _trained(case, lambda model: model)
     if plain.error is not None:
         return Outcome("plain fails", told(plain.error))
@@ -136,7 +141,7 @@ def _train(model: nn.Module, case: Case, trained: Trained) -> None:
         _differentiate(model, case, outputs, x)
         _note_state(trained, f"step {step}: ", case, model, x)
         if optimizer is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # rounding must not grow from step to step
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # large steps would let rounding errors grow
             optimizer.step()
             optimizer.zero_grad()
         for name in scenario.after:
@@ -153,7 +158,7 @@ def _differentiate(model: nn.Module, case: Case, outputs: list[Tensor], x: Tenso
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums over several would differ from run to run; and nothing that is set here stays."""
+    """Run the context in one thread, since sums by several threads differ from run to run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -165,12 +170,13 @@ def _one_thread() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- what is left behind
 
 _NUDGE: Final = 4 * torch.finfo(torch.float64).eps
-"""Change of a parameter, relative: what is not exact is compared in double precision."""
+"""Relative change of a parameter by a few roundings; inexact plans are compared in double precision."""
 _NUDGES: Final = 4
+"""Trainings with nudged parameters that a difference is compared with."""
 _WRONG: Final = "the gradients of this step are wrong"
-"""In a warning."""
+"""Text of memopt's warning of a recomputation that went wrong."""
 _LEEWAY: Final = 30
-"""So many times the difference by a nudge is one of rounding still: a plan rounds more often than once."""
+"""Factor by which a plan may differ more than a nudge does, since a plan rounds many times."""
 _STRUCTURE: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -178,7 +184,7 @@ def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Te
     _note(trained, f"gradient {step}input", x.grad if x.requires_grad else None)
     for name, p in model.named_parameters():
         _note(trained, f"gradient {step}{name}", p.grad)
-        if case.is_exact:  # what follows from a gradient that vanishes but for rounding says nothing
+        if case.is_exact:  # an update by a gradient that is mere rounding proves nothing
             _note(trained, f"{step}{name}", p)
         trained.others[f"{step}{name} is trained"] = str(p.requires_grad)
     for name, b in model.named_buffers():
@@ -195,10 +201,10 @@ def _note_state(trained: Trained, step: str, case: Case, model: nn.Module, x: Te
 
 
 def _note(trained: Trained, name: str, value: Any) -> None:
-    """Record copies of tensors, and other values as text."""
+    """Record ``value`` under ``name``: tensors as copies, other values as text, containers item by item."""
     match value:
         case Tensor():
-            copy = value.detach().clone().to_dense()  # of what is not a number the sign tells who was added to whom
+            copy = value.detach().clone().to_dense()  # NaN is made equal: its sign depends on the order of a sum
             trained.tensors[name] = copy.masked_fill_(copy.isnan(), torch.nan) if copy.is_floating_point() else copy
             trained.others[f"{name} needs a gradient"] = str(value.requires_grad)
         case torch.Generator():
@@ -227,14 +233,14 @@ def _note(trained: Trained, name: str, value: Any) -> None:
 
 
 def told(error: BaseException) -> str:
-    """An error in one line, and where it was raised."""
+    """Return ``error`` in one line, with the place where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{frame.filename.rpartition('/')[2]}, line {frame.lineno}"
     return f"{type(error).__name__}: {error} ({where})".replace("\n", " ")[:400]
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether memopt, or PyTorch's look at versions, says what cannot be done; an accident in memopt says nothing."""
+    """Return whether ``error`` was raised on purpose, by memopt or by PyTorch's check of in-place changes."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_own = "/memopt_cli/" in frame.filename
     is_said = linecache.getline(frame.filename, frame.lineno or 0).strip().startswith("raise ")
