@@ -207,8 +207,9 @@ def spawn_memopt() -> Callable[..., Done]:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in ``folder`` by their paths, but for what Python keeps of code it imported."""
     found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.parent.name != "__pycache__"}
 
 
 def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
