@@ -1,12 +1,55 @@
-"""Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ."""
+"""Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ.
+
+A command that reads a file of memopt's fills in the settings that the user left out from the step in that file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.records import Difference, InputSpec, StepSettings
+from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+
+SETTING_FLAGS: Final[Mapping[str, str]] = {
+    "precision": "--precision",
+    "loss": "--loss",
+    "optimizer": "--optimizer",
+    "micro_batches": "--accumulate",
+    "clip_norm": "--clip-norm",
+    "seed": "--seed",
+}
+"""Field of :class:`StepSettings`, other than the device -> the flag that sets it."""
+
+
+def left_out(asked: StepSettings, filed: StepSettings) -> list[str]:
+    """Return the fields in which ``asked`` has the default and ``filed``, the step of a file, has another value."""
+    plain = StepSettings()
+    return [name for name in SETTING_FLAGS if getattr(asked, name) == getattr(plain, name) != getattr(filed, name)]
+
+
+def filled_in(asked: StepSettings, filed: StepSettings) -> StepSettings:
+    """Return ``asked`` with the fields that it leaves out as they are in ``filed``, the step of a file."""
+    return replace(asked, **{name: getattr(filed, name) for name in left_out(asked, filed)})
+
+
+def naming_code(asked: StepSettings, filed: StepSettings) -> list[str]:
+    """Return the fields that ``asked`` leaves out and for which ``filed`` names a function of the user's.
+
+    The file may have come with the model, and memopt only runs code that the user names.
+    """
+    is_made = isinstance(parse_optimizer(filed.optimizer), MadeOptimizer)
+    return [name for name in left_out(asked, filed) if name == "loss" or (name == "optimizer" and is_made)]
+
+
+def typed(settings: StepSettings, names: Sequence[str]) -> str:
+    """Return the flags that set the fields ``names`` as in ``settings``, as the user types them."""
+    values = {name: getattr(settings, name) for name in names}
+    texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return " and ".join(f"`{quoted_flag(SETTING_FLAGS[name], text)}`" for name, text in texts.items())
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:

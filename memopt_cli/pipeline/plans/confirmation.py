@@ -9,19 +9,8 @@ from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.pipeline.batches.batch_probes import memory_left_out
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.terms import SETTING_FLAGS, filled_in, naming_code, typed
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
-from memopt_cli.text.documents import quoted_flag
-from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
-
-_SAID = {
-    "precision": "--precision",
-    "loss": "--loss",
-    "optimizer": "--optimizer",
-    "micro_batches": "--accumulate",
-    "clip_norm": "--clip-norm",
-    "seed": "--seed",
-}
-"""Setting of a step, other than its device -> the flag that sets it."""
 
 
 def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSettings:
@@ -31,19 +20,13 @@ def as_predicted(asked: StepSettings, predicted: PredictedStep | None) -> StepSe
     """
     if predicted is None:
         return asked
-    plain, settings = StepSettings(), asked
-    for name, flag in _SAID.items():
-        if getattr(asked, name) != getattr(plain, name):
-            continue
-        value = getattr(predicted.settings, name)
-        if (name == "loss" and value) or (name == "optimizer" and isinstance(parse_optimizer(value), MadeOptimizer)):
-            raise UsageError(
-                f"the plan predicts a step with `{quoted_flag(flag, str(value))}`, which is code and must be "
-                "named here",
-                hint=f"Add `{flag}`, with your function.",
-            )
-        settings = replace(settings, **{name: value})
-    return settings
+    settings = predicted.settings
+    for name in naming_code(asked, settings):
+        raise UsageError(
+            f"the plan predicts a step with {typed(settings, [name])}, which is code and must be named here",
+            hint=f"Add `{SETTING_FLAGS[name]}`, with your function.",
+        )
+    return filled_in(asked, settings)
 
 
 def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:
@@ -52,7 +35,7 @@ def unlike(subject: Subject, predicted: PredictedStep | None, header: FileHeader
         return ()
     differs = [
         flag.removeprefix("--")
-        for name, flag in _SAID.items()
+        for name, flag in SETTING_FLAGS.items()
         if getattr(subject.settings, name) != getattr(predicted.settings, name)
     ]
     spec = header.spec

@@ -7,7 +7,6 @@ command fails rather than search again and apply another plan under the same num
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import check_pick
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
-from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
+from memopt_cli.pipeline.terms import differences, filled_in, inputs_term, left_out, naming_code, step_terms, typed
 from memopt_cli.records import (
     Measurement,
     ModelSource,
@@ -27,8 +26,6 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.text.documents import quoted_flag
-from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, write_all
 
@@ -82,54 +79,28 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         raise UsageError(
             f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
         )
-    settings, note = _as_shown(request.settings, shown.settings)
+    asked, then = request.settings, shown.settings
+    _check_code(asked, then)
     options = replace(request.search.options, level=shown.options.level)
-    notes = (*request.search.notes, *filter(None, [note]))
+    taken = left_out(asked, then)
+    notes = (*request.search.notes, *[f"As when the plans were shown: {typed(then, taken)}."] * bool(taken))
     return replace(
         request,
         spec=request.spec or typed_inputs(shown.header, frontier_path(request.source)),
-        settings=settings,
+        settings=filled_in(asked, then),
         search=replace(request.search, options=options, requested_level=options.level, notes=notes),
         shown=shown,
     )
 
 
-_FLAGS = {
-    "precision": "--precision",
-    "loss": "--loss",
-    "optimizer": "--optimizer",
-    "micro_batches": "--accumulate",
-    "clip_norm": "--clip-norm",
-    "seed": "--seed",
-}
-"""Field of the settings of a step -> the flag that sets it, for those that are taken from the frontier."""
-
-
-def _as_shown(asked: StepSettings, then: StepSettings) -> tuple[StepSettings, str]:
-    """Fill in the settings that ``asked`` leaves out from ``then``, those of the shown plans, and name them in a note.
-
-    The note is empty if no setting is filled in.  Raises :class:`UsageError` if one of them names code: the file may
-    have come with the model, and only code that the user types is trusted.
-    """
-    plain = StepSettings()
-    left_out = [n for n in _FLAGS if getattr(asked, n) == getattr(plain, n) != getattr(then, n)]
-    is_made = isinstance(parse_optimizer(then.optimizer), MadeOptimizer)
-    code = [name for name in left_out if name == "loss" or (name == "optimizer" and is_made)]
-    if code:
-        flags = _typed(then, code)
+def _check_code(asked: StepSettings, then: StepSettings) -> None:
+    """Raise :class:`UsageError` if ``asked`` leaves out code that the step of the shown plans, ``then``, names."""
+    if code := naming_code(asked, then):
+        flags = typed(then, code)
         raise UsageError(
             f"the plans were shown for a step with {flags}, and a file beside the model names no code that is run",
             hint=f"If that is your code, add {flags}.",
         )
-    note = f"As when the plans were shown: {_typed(then, left_out)}." if left_out else ""
-    return replace(asked, **{name: getattr(then, name) for name in left_out}), note
-
-
-def _typed(settings: StepSettings, names: Sequence[str]) -> str:
-    """Return the flags that set the fields ``names`` as in ``settings``, as they are typed."""
-    values = {name: getattr(settings, name) for name in names}
-    texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
-    return " and ".join(f"`{quoted_flag(_FLAGS[name], text)}`" for name, text in texts.items())
 
 
 def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
