@@ -19,7 +19,7 @@ class OutputPaths:
 
     model: Path
     plan_only: bool = False
-    """Whether the model is not written; the other files are named after it all the same."""
+    """Whether the model is not written; the other files are named as if it were."""
 
     @property
     def summary(self) -> Path:
@@ -43,11 +43,11 @@ class OutputPaths:
 
     def all(self) -> tuple[Path, ...]:
         """Return the paths that are written, the model's first."""
-        others = self.summary, self.plan, self.batch
-        return others if self.plan_only else (self.model, *others)
+        beside = self.summary, self.plan, self.batch
+        return beside if self.plan_only else (self.model, *beside)
 
     def free(self) -> OutputPaths:
-        """Return these paths or, if one exists by now, the first free ones with a number: ``model.memopt-2.pt``."""
+        """Return these paths or, if one is taken, the first free ones with a number: ``model.memopt-2.pt``."""
         numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
         candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))
         return next(paths for paths in candidates if not any(map(os.path.lexists, paths.all())))
@@ -56,7 +56,7 @@ class OutputPaths:
 def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
     """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
 
-    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises as :func:`output_paths`.
+    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises what :func:`output_paths` does.
     """
     paths = output_paths(location, output)
     if output is None:
@@ -76,7 +76,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
-    _spare(file, model)
+    _require_other(file, model)
     return OutputPaths(model=model, plan_only=plan_only)
 
 
@@ -84,18 +84,18 @@ def check_outputs(paths: Iterable[Path], model: str, *, force: bool) -> None:
     """Raise :class:`UsageError` if one of ``paths`` is the ``model`` by whatever name; then :func:`check_targets`."""
     outputs = list(paths)
     for path in outputs:
-        _spare(file_of(model), path)
+        _require_other(file_of(model), path)
     check_targets(outputs, force=force)
 
 
-def _spare(file: str, path: Path) -> None:
-    """Raise :class:`UsageError` if ``path`` is ``file``, which the model is read from or built by."""
+def _require_other(file: str, path: Path) -> None:
+    """Raise :class:`UsageError` if ``path`` is the ``file`` from which the model is read, or by which it is built."""
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
 def _beside(file: Path, *, is_code: bool) -> Path:
-    """Return where the optimized model goes: beside its ``file``, or to the working directory if code builds it."""
+    """Return the path of the optimized model: beside ``file``, or in the working directory if code builds the model."""
     if is_code:
         return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
     return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"

@@ -18,13 +18,13 @@ from memopt_cli.text.writing import content, write_all
 from memopt_cli.version import __version__
 
 PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
-"""Keys of a plan's file that say something to readers, and that are not needed to apply it."""
+"""Keys of a plan's file that are for people, and that applying it does not need."""
 
 
 def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
     """Write ``plan`` to ``path``, with a header that names no model and no inputs, since a plan knows neither.
 
-    Raises as :func:`write_all`.
+    Raises what :func:`write_all` does.
     """
     header = FileHeader(
         schema_version=SCHEMA_VERSION,
@@ -49,26 +49,26 @@ def plan_yaml(
 ) -> bytes:
     """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of a search, and ``plan``.
 
-    For readers, it also has the estimate for a device elsewhere (``predicted``), the ``layout`` of the ranks that the
-    plan was searched for (``parallel``) and the attributes of the model that are off under the plan (``turns_off``).
-    Nothing of this is needed to apply the plan.
+    For people, the file also has the estimate for another device (``predicted``), the ``layout`` of the ranks that the
+    plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
+    Applying the plan needs none of these.
     """
-    said = {**({} if level is None else {"level": level}), **to_short_data(plan)}
+    described = {**({} if level is None else {"level": level}), **to_short_data(plan)}
     if plan.ranges:
-        said["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
+        described["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
     else:
-        said["segments"] = [_named(segment) for segment in plan.segments]
+        described["segments"] = [_segment_data(segment) for segment in plan.segments]
     more = {PREDICTED: predicted, PARALLEL: layout}
     more = {name: to_data(value) for name, value in more.items() if value is not None}
     off = {TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**header_data(header), **off, **said, **more}).encode()
+    return yaml_text({**header_data(header), **off, **described, **more}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
-    return {"segments": [_named(segment) for segment in segments]} if segments else {}
+    return {"segments": [_segment_data(segment) for segment in segments]} if segments else {}
 
 
-def _named(segment: SegmentPlan) -> dict[str, Any]:
+def _segment_data(segment: SegmentPlan) -> dict[str, Any]:
     return {"path": segment.path, **to_short_data(segment)}
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from memopt_cli.errors import OutputExistsError, UsageError, WriteError
 
 Fill = Callable[[BinaryIO], object]
-"""Writes one file's content to an open binary file."""
+"""A function that writes the content of one file to an open binary file."""
 _MODE = 0o666
 """Permissions of a new file, before the process's umask."""
 _LONGEST_STEM = 60
@@ -20,9 +20,9 @@ _LONGEST_STEM = 60
 
 
 def check_targets(paths: Iterable[Path], *, force: bool) -> None:
-    """Raise the errors that writing to ``paths`` would raise later.
+    """Raise now the errors that writing to ``paths`` would raise later.
 
-    They are :class:`UsageError` for a path that is a folder or a device, or exists and may not be replaced; and
+    These are :class:`UsageError` for a path that is a folder or a device, or exists and may not be replaced; and
     :class:`WriteError` for a folder that is missing or not writable.
     """
     for path in paths:

@@ -95,11 +95,8 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
         )
         prepared = prepare(opening, progress=progress, ask=ask)
-        limits = limits_of(
-            _SHARE if request.memory is None else request.memory, prepared.subject.settings.device, _LONGEST_STEP_S
-        )
         reported = _reported_limit(error, snapshot) if request.memory is None else None
-        found = _explained(request, prepared, *(reported or (limits.budget_bytes, limits.name)))
+        found = _explained(request, prepared, *(reported or _limit_here(request, prepared)))
         if asked and found.instant is None:
             found = replace(found, counted_as=_counted_as(prepared))
             # The step fits into the memory here, but it ran out of memory elsewhere: that limit is not known.
@@ -189,6 +186,13 @@ def _snapshot_of(request: ExplainRequest) -> SnapshotFacts:
     assert request.snapshot_path is not None
     with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
         return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
+
+
+def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
+    """Return the memory limit in bytes by the request, or else by the device, and its name."""
+    memory = _SHARE if request.memory is None else request.memory
+    limits = limits_of(memory, prepared.subject.settings.device, _LONGEST_STEP_S)
+    return limits.budget_bytes, limits.name
 
 
 def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
