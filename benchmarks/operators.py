@@ -41,11 +41,11 @@ _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
 """Operators that PyTorch runs before a kernel that takes no conjugate or negative views, seen at the dispatcher."""
 _GENERATOR_BYTES = torch.get_rng_state().nbytes
 """Bytes of the random generator's state, which some of PyTorch's tests copy: no tensor of the step."""
-LEAST_BYTES = 1 << 16
+MIN_BYTES = 1 << 16
 """Bytes that a step should hold: of a smaller one, a difference of a few bytes is a large error."""
-MOST_BYTES = 1 << 25
+MAX_BYTES = 1 << 25
 """Bytes that a step may hold."""
-_MOST_SAMPLES = 12
+_MAX_SAMPLES = 12
 """Inputs that are tried for each operator and scale."""
 _LONGEST_S = 20
 """Seconds that one operator may take."""
@@ -155,18 +155,18 @@ def samples(operator: Any, factor: int) -> Iterator[Step]:
 
 
 def step_of(operator: Any) -> Step:
-    """Return the first step of at least :data:`LEAST_BYTES`, at the smallest scale that has one; else the largest."""
+    """Return the first step of at least :data:`MIN_BYTES`, at the smallest scale that has one; else the largest."""
     best: tuple[int, Step] | None = None
     before = 0
     for factor in SCALES:
-        found = [(resident_bytes(step), step) for step in islice(samples(operator, factor), _MOST_SAMPLES)]
+        found = [(resident_bytes(step), step) for step in islice(samples(operator, factor), _MAX_SAMPLES)]
         largest = max((held for held, _ in found), default=0)
-        fitting = [pair for pair in found if pair[0] <= MOST_BYTES]
+        fitting = [pair for pair in found if pair[0] <= MAX_BYTES]
         best = max([*fitting, *([best] if best else [])], key=lambda pair: pair[0], default=None)
-        told = next((step for held, step in fitting if held >= LEAST_BYTES), None)
+        told = next((step for held, step in fitting if held >= MIN_BYTES), None)
         if told is not None:
             return told
-        if largest > MOST_BYTES or largest == before:
+        if largest > MAX_BYTES or largest == before:
             break
         before = largest
     if best is None:
@@ -299,10 +299,10 @@ def report(found: dict[str, Compared | str]) -> str:
     skipped = [[name, reason] for name, reason in found.items() if isinstance(reason, str)]
     no_dry_run = [[name, c.dry_run] for name, c in compared.items() if isinstance(c.dry_run, str)]
     unequal = [[name, " and ".join(c.unequal)] for name, c in compared.items() if c.unequal]
-    small = sum(c.allocated < LEAST_BYTES for c in compared.values())
+    small = sum(c.allocated < MIN_BYTES for c in compared.values())
     return "\n\n".join(
         (
-            f"{len(compared)} operators, {small} of them with less than {LEAST_BYTES >> 10} KiB; "
+            f"{len(compared)} operators, {small} of them with less than {MIN_BYTES >> 10} KiB; "
             f"{len(compared) - len(off)} within {TOLERANCE:.0%} of the allocator, "
             f"{len(compared) - len(unequal)} with the same outputs and gradients as a segment and packed; "
             f"{len(no_dry_run)} cannot run on tensors without data; {len(skipped)} could not be compared.",

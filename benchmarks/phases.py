@@ -49,7 +49,7 @@ SETTINGS = tuple(
     StepSettings(optimizer=optimizer, micro_batches=micro_batches, clip_norm=clip_norm, precision=precision)
     for optimizer, micro_batches, clip_norm, precision in _STEPS
 )
-_MOST_SKIPPED = 16
+_MAX_SKIPPED = 16
 """Most steps that a gradient scaler may skip at first, while gradients overflow."""
 HEADER = ["step", "phase", "measured", "predicted", "error"]
 
@@ -92,7 +92,7 @@ def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) ->
         make_optimizer=make,
         scaler=make_scaler(settings),
     )
-    for _ in range(_MOST_SKIPPED):
+    for _ in range(_MAX_SKIPPED):
         step.reset_gradients()
         step.take()
         if any(optimizer.state for optimizer in step.optimizers()):

@@ -34,7 +34,7 @@ from tests.search.plan.subjects import Subject, drawn
 DRAWN = "drawn"
 NEAR, FAR = 0.02, 0.10
 _SMALL_BATCH = 2
-_MOST_SEGMENTS = 4
+_MAX_SEGMENTS = 4
 _CHUNKS = (2, 3, 4, 8)
 _WORST = 10
 """Number of plans in the table of the largest errors."""
@@ -68,7 +68,7 @@ class Draws:
     def plan(self) -> Plan:
         """Return a plan with one to four random modules as segments."""
         paths = self._chance.sample(
-            self.subject.usable, min(len(self.subject.usable), self._chance.randint(1, _MOST_SEGMENTS))
+            self.subject.usable, min(len(self.subject.usable), self._chance.randint(1, _MAX_SEGMENTS))
         )
         return Plan(segments=tuple(map(self._segment, paths)))
 

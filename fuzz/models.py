@@ -18,7 +18,7 @@ from memopt_cli.records import SegmentPlan
 KINDS: Final[dict[str, Kind]] = LAYERS | FORWARDS | OUTSIDE
 """Name of a block -> its kind."""
 
-_MOST_BLOCKS: Final = 4
+_MAX_BLOCKS: Final = 4
 """Blocks in a row at the top level; one fewer at each level below."""
 _DEEPEST: Final = 2
 """Levels of blocks below the top level."""
@@ -64,7 +64,7 @@ def _module_of(block: Block) -> nn.Module:
 def drawn_blocks(draws: random.Random, depth: int = 0) -> tuple[Block, ...]:
     """Draw one to four blocks in a row, fewer at each level of ``depth``."""
     kinds = [name for name, kind in KINDS.items() if depth < _DEEPEST or not kind.holds]
-    return tuple(_drawn(draws, draws.choice(kinds), depth) for _ in range(draws.randint(1, _MOST_BLOCKS - depth)))
+    return tuple(_drawn(draws, draws.choice(kinds), depth) for _ in range(draws.randint(1, _MAX_BLOCKS - depth)))
 
 
 def _drawn(draws: random.Random, kind: str, depth: int) -> Block:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
-_OTHERS_S, _EACH_S, _MOST_S = 3.0, 0.5, 12.0
+_OTHERS_S, _EACH_S, _MAX_S = 3.0, 0.5, 12.0
 """Seconds to wait before printing, so that lower ranks print first: a base, an addition for each rank, and the most.  A
 rank that only lost another rank waits longest.  ``torchrun`` stops the others once one has ended: one message appears.
 """
@@ -66,5 +66,5 @@ def speaks(failure: MemoptError, err: BaseException) -> bool:
 
 def _patience_s(failure: MemoptError, rank: int) -> float:
     if isinstance(failure, RankLostError):
-        return _MOST_S
-    return min(_OTHERS_S + _EACH_S * rank, _MOST_S) if rank else 0.0
+        return _MAX_S
+    return min(_OTHERS_S + _EACH_S * rank, _MAX_S) if rank else 0.0

@@ -25,7 +25,7 @@ from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.text.misnamed import file_refusal, folder_refusal, weights_in
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
-from memopt_cli.text.options import MOST_RANKS
+from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.values import Kind, Whole
 
 
@@ -173,6 +173,6 @@ CHECKS: Final[Mapping[str, Callable[[str], Any]]] = {
     "optimizer": check_optimizer,
     "parallel": check_parallel,
     "weights": check_weights,
-    "range of ranks": _range_of("ranks", MOST_RANKS),
+    "range of ranks": _range_of("ranks", MAX_RANKS),
     "range of replicas": _range_of("replicas"),
 }

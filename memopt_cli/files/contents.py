@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shortened
 from memopt_cli.inputs.spec_text import check_layout, check_spec
 from memopt_cli.records import (
-    MOST_RANGES,
+    MAX_RANGES,
     SCHEMA_VERSION,
     Baseline,
     BatchAdvice,
@@ -40,7 +40,7 @@ from memopt_cli.records import (
 from memopt_cli.records.plan_file import PARALLEL, PREDICTED, TURNS_OFF, header_data
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import (
-    MOST_BYTES,
+    MAX_BYTES,
     json_text,
     printable_data,
     read_bytes,
@@ -196,7 +196,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
 
     Raises :class:`OSError`, :class:`ValueError`, and :class:`UsageError`, whose message calls the file "the file".
     """
-    data = printable_data(read_json(read_bytes(path, MOST_BYTES)))
+    data = printable_data(read_json(read_bytes(path, MAX_BYTES)))
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int or not since <= version <= SCHEMA_VERSION:
         raise UsageError(
@@ -248,8 +248,8 @@ def _checked(found: Baseline) -> Baseline:
     _check_shorter(found)
     memories = (found.memory, *(step.memory for step in found.shorter))
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
-    if deepest > _MOST_LEVELS:
-        raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MOST_LEVELS}")
+    if deepest > _MAX_LEVELS:
+        raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MAX_LEVELS}")
     return found
 
 
@@ -259,8 +259,8 @@ def _check_shorter(found: Baseline) -> None:
     are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
     if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
         raise UsageError("the sizes of its shorter steps do not ascend to the size of its inputs")
-    if len(sizes) > MOST_RANGES:
-        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MOST_RANGES}")
+    if len(sizes) > MAX_RANGES:
+        raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MAX_RANGES}")
 
 
 def _upgraded(data: Any) -> Any:
@@ -281,7 +281,7 @@ def _upgraded(data: Any) -> Any:
 
 
 _Record = TypeVar("_Record")
-_MOST_LEVELS = 200  # of nested modules in a baseline
+_MAX_LEVELS = 200  # of nested modules in a baseline
 _RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 

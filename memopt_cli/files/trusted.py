@@ -17,7 +17,7 @@ from memopt_cli.records import Trust, from_data, to_data
 from memopt_cli.text.documents import json_text, read_bytes, read_json
 from memopt_cli.text.writing import content, write_all
 
-_MOST_BYTES = 1 << 16  # of a remembered trust
+_MAX_BYTES = 1 << 16  # of a remembered trust
 _FOR_OTHERS = 0o022
 """Permission bits with which group and others may write."""
 
@@ -40,7 +40,7 @@ def remembered_trust(location: str) -> Trust | None:
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
         path = _path_of(location, hashlib.sha256(read_bytes(location)).hexdigest())
         if _is_own(path.parent):
-            return from_data(Trust, read_json(read_bytes(path, _MOST_BYTES)))
+            return from_data(Trust, read_json(read_bytes(path, _MAX_BYTES)))
     return None
 
 

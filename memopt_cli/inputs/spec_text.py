@@ -252,7 +252,7 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
     if listed and text == "[]":
         return ()
     sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
-    if len(sizes) > _MOST_SIZES:
+    if len(sizes) > _MAX_SIZES:
         raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_FEWER)
     return tuple(_parse_size(size, text) for size in sizes)
 
@@ -281,16 +281,16 @@ def parse_values(text: str, dtype: str) -> str:
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
     """Raise :class:`UsageError` if ``tensor`` has more dimensions, or more bytes, than any tensor can have."""
-    if len(tensor.shape) > _MOST_SIZES:
+    if len(tensor.shape) > _MAX_SIZES:
         raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
     if items * _ITEM_BYTES >= 2**63:
         raise UsageError(f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose less.")
 
 
-_MOST_SIZES, _ITEM_BYTES = 64, 8
+_MAX_SIZES, _ITEM_BYTES = 64, 8
 """Most dimensions of a tensor, since few of PyTorch's operators take more; and most bytes of an item."""
-_FEWER = f"Give at most {_MOST_SIZES}."
+_FEWER = f"Give at most {_MAX_SIZES}."
 
 
 def check_spec(spec: InputSpec) -> None:
@@ -300,7 +300,7 @@ def check_spec(spec: InputSpec) -> None:
     """
     _require_few(spec.tensors)
     for name, size in spec.dims.items():
-        if not name.isidentifier() or not 0 <= size < _MOST_ITEMS:
+        if not name.isidentifier() or not 0 <= size < _MAX_ITEMS:
             raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_NAMED_SIZE)
     for tensor in spec.tensors:
         _check_tensor(tensor)
@@ -308,17 +308,17 @@ def check_spec(spec: InputSpec) -> None:
 
 
 def _require_few(tensors: Sequence[TensorSpec]) -> None:
-    if len(tensors) > MOST_INPUTS:
-        raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MOST_INPUTS}")
+    if len(tensors) > MAX_INPUTS:
+        raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MAX_INPUTS}")
 
 
-MOST_INPUTS = 1000
+MAX_INPUTS = 1000
 """Most inputs of a step."""
 
 
 def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
-        is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MOST_ITEMS
+        is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MAX_ITEMS
         if not is_size:
             raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_NAMED_SIZE)
     if tensor.name is not None:
@@ -326,7 +326,7 @@ def _check_tensor(tensor: TensorSpec) -> None:
     parse_values(tensor.values, parse_dtype(tensor.dtype))
 
 
-_MOST_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
+_MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
 _NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
 
 
@@ -420,8 +420,8 @@ def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 def check_layout(layout: Layout) -> None:
     """Raise :class:`UsageError` if a user could not describe ``layout``, which was read from a file."""
-    if not 1 <= layout.ranks <= MOST_RANKS:
-        raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MOST_RANKS}.")
+    if not 1 <= layout.ranks <= MAX_RANKS:
+        raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MAX_RANKS}.")
     text = _mesh_text(layout.mesh)
     if layout_of(layout.ranks, layout.parallel, parse_mesh(text)) != layout:
         raise UsageError(f"its mesh has an axis without a length: {text}")
@@ -431,7 +431,7 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={length}" for name, length in mesh.items())
 
 
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 """Most ranks of a layout."""
 
 

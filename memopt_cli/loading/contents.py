@@ -21,7 +21,7 @@ _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Most modules and containers nested in each other."""
-_MOST_PLACES, _LONGEST_NAME = 1_000_000, 200
+_MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
 """Most values that are visited, and most characters of a name that is listed."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
@@ -117,8 +117,8 @@ class _Walk:
             place, looked = pending.pop(), looked + 1
             if place.depth > DEEPEST:
                 raise ValueError(f"it is nested deeper than {DEEPEST} modules or containers")
-            if looked > _MOST_PLACES:
-                raise ValueError(f"it names more than {_MOST_PLACES} modules and tensors")
+            if looked > _MAX_PLACES:
+                raise ValueError(f"it names more than {_MAX_PLACES} modules and tensors")
             pending.extend(reversed(list(self._look(place))))
         return self._found
 

@@ -58,7 +58,7 @@ _LONGEST_NAME: Final = 80  # of a record, in a message
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
-_MOST_PAIRS: Final = 10**6
+_MAX_PAIRS: Final = 10**6
 """Most pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
@@ -218,7 +218,7 @@ class _Program:
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
-        if sum(len(names) ** 2 for names in shared.values()) > _MOST_PAIRS:
+        if sum(len(names) ** 2 for names in shared.values()) > _MAX_PAIRS:
             raise ValueError("its tensors have far more names than a model gives them")
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():

@@ -23,7 +23,7 @@ DTYPE_NAMES: Final = dict(
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
-_LEAST_VALUES, _MOST_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
+_MIN_VALUES, _MAX_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
 """Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
 of the file that allow one more.  PyTorch does not compress the JSON, and writes some 12 bytes for each separator; a
 value takes up to 80 bytes of memory once it is read."""
@@ -53,7 +53,7 @@ def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[Sto
 
 def read_program(archive: Archive, record: str) -> Any:
     """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
-    most = min(_LEAST_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MOST_VALUES)
+    most = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
     return read_json(archive.read(record), most_values=most)
 
 

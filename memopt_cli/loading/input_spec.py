@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
 from memopt_cli.inputs.batch_axis import BATCH, NO_BATCH_ARGUMENT
 from memopt_cli.inputs.spec_text import (
-    MOST_INPUTS,
+    MAX_INPUTS,
     check_spec,
     is_factory,
     parse_dims,
@@ -45,7 +45,7 @@ from memopt_cli.training.user_step import StepModels
 _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
 """Names that an input script may use for the usual symbols."""
 
-_MOST_READ = 1 << 22
+_MAX_READ = 1 << 22
 """Most values of an input that is made with data in a dry run."""
 
 
@@ -237,7 +237,7 @@ def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
     """Return whether a model may read the values of an input, as of tokens, masks and lengths: dry runs need them."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MOST_READ
+    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MAX_READ
 
 
 def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator) -> Tensor:
@@ -301,9 +301,9 @@ def _sha256(data: bytes) -> str:
 
 
 def _require_few(count: int, path: str) -> None:
-    if count > MOST_INPUTS:
+    if count > MAX_INPUTS:
         raise FileFormatError(
-            f"{path} holds {count} inputs; memopt accepts at most {MOST_INPUTS}",
+            f"{path} holds {count} inputs; memopt accepts at most {MAX_INPUTS}",
             hint="Save the arguments of forward in it, as a list or a dict of tensors.",
         )
 

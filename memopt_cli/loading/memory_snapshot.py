@@ -32,10 +32,10 @@ _PLAIN: Final = frozenset(
     "LONG_BINPUT MEMOIZE".split()
 )
 """Opcodes that make plain containers, numbers and texts, and call nothing."""
-_MOST_HOLDERS: Final = 200
-_MOST_BYTES: Final = 1 << 30
+_MAX_HOLDERS: Final = 200
+_MAX_BYTES: Final = 1 << 30
 """Most source lines that are reported, and most bytes of a snapshot that is read."""
-_MOST_OPCODES, _LEAST_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
+_MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
 """Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
 
 Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
@@ -77,9 +77,9 @@ class _PlainUnpickler(_Unpickler):
         self.opcodes += 1
         if self._refusal(code):
             raise UnsafeFileError(f"{self._path} is not a snapshot: {self._refusal(code)}", hint=_HINT)
-        if self.opcodes > _MOST_OPCODES:
+        if self.opcodes > _MAX_OPCODES:
             raise FileFormatError(
-                f"{self._path} holds more than {_MOST_OPCODES} values",
+                f"{self._path} holds more than {_MAX_OPCODES} values",
                 hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
             )
         return _Unpickler.dispatch[code]
@@ -93,7 +93,7 @@ class _PlainUnpickler(_Unpickler):
                 return "a key in it is not text"
         if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
             return "it makes far more values than it puts anywhere"
-        if self.opcodes > _LEAST_OPCODES + self._size // _BYTES_PER_OPCODE:
+        if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
             return f"it holds far more values than its {self._size} bytes would"
         return ""
 
@@ -111,7 +111,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     a file that is not a snapshot, or too large.
     """
-    data, opcodes = _plain(read_file(path, most_bytes=_MOST_BYTES).data, path)
+    data, opcodes = _plain(read_file(path, most_bytes=_MAX_BYTES).data, path)
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
@@ -163,7 +163,7 @@ class _Reading:
             reserved_bytes=_amount(reserved_bytes),
             asked_bytes=failure.asked_bytes,
             free_bytes=failure.free_bytes,
-            lines=tuple(Holder(name=name, nbytes=size) for name, size in held_bytes.most_common(_MOST_HOLDERS)),
+            lines=tuple(Holder(name=name, nbytes=size) for name, size in held_bytes.most_common(_MAX_HOLDERS)),
         )
 
     def _failure(self, data: Mapping[str, Any]) -> _Failure:

@@ -232,9 +232,9 @@ def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
 
 def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
     """Refuse a file with far too many names: each is looked up among the installed packages and in this folder."""
-    if len(wanted) > _MOST_NAMES:
+    if len(wanted) > _MAX_NAMES:
         raise FileFormatError(
-            f"{file.path} cannot be read: it uses {len(wanted)} names; no model uses more than {_MOST_NAMES}",
+            f"{file.path} cannot be read: it uses {len(wanted)} names; no model uses more than {_MAX_NAMES}",
             hint=_BY_HAND,
         )
 
@@ -242,15 +242,15 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
 def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
     wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
-    if len(wanted) > _MOST_IMPORTS:
+    if len(wanted) > _MAX_IMPORTS:
         raise FileFormatError(
             f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries; no model uses more than "
-            f"{_MOST_IMPORTS}",
+            f"{_MAX_IMPORTS}",
             hint=_BY_HAND,
         )
 
 
-_MOST_NAMES, _MOST_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
+_MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
 _BY_HAND: Final = "The file is damaged, or made by hand."
 _DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 

@@ -30,7 +30,7 @@ from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
-from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
+from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 from memopt_cli.text.misnamed import folder_refusal
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -140,7 +140,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
 def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Refuse numbers in ``settings`` far beyond the weights: libraries make lists of that length before any module."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
-    most = max(_MOST_COUNTED, len(weights), largest)
+    most = max(_MAX_COUNTED, len(weights), largest)
     for key, value in _all_settings(settings):
         counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
         if counted > most:
@@ -163,7 +163,7 @@ _COUNT: Final = re.compile(
     r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
 )
 """Names of settings that count things: ``num_hidden_layers``, ``depths``."""
-_MOST_COUNTED: Final = 10_000  # that a setting may ask for, even beside few weights
+_MAX_COUNTED: Final = 10_000  # that a setting may ask for, even beside few weights
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
             )
         for text in texts if key in _PATTERNS else ():
             steps += _PARSING + _most_steps(text)
-            if steps > _MOST_STEPS:
+            if steps > _MAX_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
                     f"{text[:_LONGEST_NAME]!r}",
@@ -285,7 +285,7 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
             if key in _EXPRESSIONS:
                 steps += places * _most_steps(rf"(.*\.)?({text})$")
                 steps += compilations * (_COMPILING + _COMPILING_CHARACTER * len(text))
-            if steps > _MOST_STEPS_OF_LISTS:
+            if steps > _MAX_STEPS_OF_LISTS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has {len(texts)} names in its {key}, which take far too long to be "
                     f"found among the {places} of its base",
@@ -300,7 +300,7 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
     numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
     for key, sizes in numbers.items():
-        if any(not number <= max(_MOST_COUNTED, largest) for number in sizes):
+        if any(not number <= max(_MAX_COUNTED, largest) for number in sizes):
             what = f"its {key[:_LONGEST_NAME]}, {max(sizes):.15g}"
             raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
 
@@ -333,11 +333,11 @@ _PATTERNS: Final = frozenset(
 """Settings that name modules; PEFT takes a single text for a regular expression, and a list for names."""
 _EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
 """Settings in which the items of a list are regular expressions, too."""
-_MOST_STEPS: Final = 4 * 10**6
+_MAX_STEPS: Final = 4 * 10**6
 """Steps of the regular expression engine to match all expressions of an adapter with one name, at most."""
 _PARSING: Final = 50
 """Steps to parse an expression in this file."""
-_MOST_STEPS_OF_LISTS: Final = 10**10
+_MAX_STEPS_OF_LISTS: Final = 10**10
 """Steps of some 10 ns for all lists of an adapter, at most."""
 _COMPARING, _SUFFIX, _COMPILING, _COMPILING_CHARACTER = 10, 10, 10_000, 250
 """Steps to compare two names, to keep a character of a suffix, to compile an expression, and a character of it."""
@@ -414,7 +414,7 @@ _LONGEST_PATTERN: Final = 4000  # characters of a regular expression that is ana
 
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
     try:
-        data = read_bytes(path, MOST_BYTES)
+        data = read_bytes(path, MAX_BYTES)
         settings = _decoded(read_json(data, infinite=True))
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
@@ -513,7 +513,7 @@ def _read(path: Path, digest: Any) -> bytes:
 def _shards(index: Path) -> list[str]:
     """Return the names of the files that ``index`` splits the weights into; all must lie beside it."""
     try:
-        names = dict.fromkeys(read_json(read_bytes(index, MOST_BYTES))["weight_map"].values())
+        names = dict.fromkeys(read_json(read_bytes(index, MAX_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:

@@ -22,9 +22,9 @@ from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_co
 
 _DEEPEST: Final = 400
 """Most objects nested in each other: PyTorch takes them apart by recursion."""
-_MOST_ITEMS: Final = 4_000_000
+_MAX_ITEMS: Final = 4_000_000
 """Most values in one object, each counted as often as it is reached: PyTorch makes that many Python objects."""
-_LEAST_CODE, _EXPANSION, _MOST_CODE = 1 << 18, 8, 4 << 20
+_MIN_CODE, _EXPANSION, _MAX_CODE = 1 << 18, 8, 4 << 20
 """Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
 code takes 300 of memory."""
 _READ: Final = 4
@@ -74,7 +74,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
         raise ValueError(f"it has no record {missing[0]}")
     kinds = {record: kind_of(record) for record in archive.sizes}
     code = [name for name in kinds if kinds[name] == "code"]
-    if sum(archive.sizes[name] for name in code) > min(_LEAST_CODE + _EXPANSION * len(data), _MOST_CODE):
+    if sum(archive.sizes[name] for name in code) > min(_MIN_CODE + _EXPANSION * len(data), _MAX_CODE):
         raise ValueError("it has far more code than a model of its size does")
     trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in code})
     if misplaced := [name for name in trees if not name.startswith("code/") or not name.endswith(".py")]:
@@ -99,7 +99,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
         if not _NAMES.fullmatch(str(wanted)):
             raise UnsafeScript(f"the name {wanted} in {record}")
     scan.wanted.clear()
-    walk = Walk(held_in, _DEEPEST, _MOST_ITEMS if record in _NEEDED else 2**63)
+    walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
     for node in made:
         _check_known(node)
         if reason := walk.endless(node):

@@ -27,7 +27,7 @@ _PATIENCE_S = 5.0
 _LOOK_S = 1.0
 """Seconds after which memopt looks again whether a silent subprocess is alive."""
 _CHUNK = 1 << 20  # most bytes of one read
-_LEAST_BYTES_A_SECOND = 1 << 20
+_MIN_BYTES_A_SECOND = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 
 Ended = TimedOut | OutOfMemory | Crashed
@@ -86,7 +86,7 @@ class Channel:
 
         Starting the time limit again for each part would let a file that comes byte by byte go on forever.
         """
-        later = self._deadline + size_bytes / _LEAST_BYTES_A_SECOND
+        later = self._deadline + size_bytes / _MIN_BYTES_A_SECOND
         self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:

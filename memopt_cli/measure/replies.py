@@ -82,11 +82,11 @@ def _check_amounts(value: Any, name: str = "") -> None:
         for item in value:
             _check_amounts(item, name)
     elif isinstance(value, int | float):
-        most = next((most for unit, most in _MOST.items() if name.endswith(unit)), None)
+        most = next((most for unit, most in _MAX.items() if name.endswith(unit)), None)
         _require(most is None or 0 <= value <= most)
 
 
-_MOST: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
+_MAX: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
 """Unit at the end of a field's name, longer ones first -> the largest value."""
 
 

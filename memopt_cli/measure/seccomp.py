@@ -30,7 +30,7 @@ from typing import Final
 
 _ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEWEST: Final = 469
-"""The highest number of a call that is known here.  The numbers of x32 are far above."""
+"""Maximum number of any call that is known here.  The numbers of x32 are far above."""
 
 _REFUSED: Final = """
   # memory, semaphores, queues and secrets that have a key or a name

@@ -9,7 +9,7 @@ from typing import Final
 
 from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, base_of, is_factory
 from memopt_cli.records import ModelSource
-from memopt_cli.text.documents import MOST_BYTES, read_bytes, read_json
+from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 
 _WIDENING, _MARGIN_BYTES = 4, 1 << 30
 """Bytes of a saved model for each byte of its original, and a constant on top: weights of 8 bits may be trained in 32,
@@ -38,7 +38,7 @@ def _places(source: ModelSource) -> Iterator[str]:
     if source.weights is not None:
         yield source.weights
     with contextlib.suppress(OSError, ValueError):  # no adapter, or none that can be loaded
-        settings = read_json(read_bytes(os.path.join(source.location, ADAPTER_SETTINGS), MOST_BYTES))
+        settings = read_json(read_bytes(os.path.join(source.location, ADAPTER_SETTINGS), MAX_BYTES))
         named = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
         base = base_of(source.location, named)
         if base is not None:

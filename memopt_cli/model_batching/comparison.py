@@ -195,7 +195,7 @@ _RANDOM = "random generator"
 
 
 def _has_drawn(generators: Tensor) -> bool:
-    """Tell whether a step that left the random generators at ``generators`` drew numbers."""
+    """Return whether a step that left the random generators at ``generators`` drew numbers."""
     with generators_kept():
         seed_everything(StepSettings().seed)
         (untouched,) = generator_state().values()

@@ -18,7 +18,7 @@ from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.training.step import Step, synchronize
 
-_MOST_ROUNDS = 30
+_MAX_ROUNDS = 30
 """Most steps of each route that are timed."""
 _TIMING_S = 1.0
 """Seconds that timing may take after the first steps.  If one step of each route would take longer, routes are timed on
@@ -79,7 +79,7 @@ def _median_seconds(
     taken: dict[RouteName, list[float]] = {name: [] for name in steps}
     racing, started, done = list(steps), time.perf_counter(), 0
     round_s = sum(first_s.values())
-    while len(racing) > 1 and done < _MOST_ROUNDS and time.perf_counter() - started + round_s <= most_s:
+    while len(racing) > 1 and done < _MAX_ROUNDS and time.perf_counter() - started + round_s <= most_s:
         for name in racing:
             taken[name].append(steps[name]())
         done, round_s = done + 1, sum(taken[name][-1] for name in racing)

@@ -319,7 +319,7 @@ class _Judge:
         return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
 
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
-        """Tell whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
+        """Return whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
 
         Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
         """

@@ -279,7 +279,7 @@ def open_model(
     if isinstance(found, ModelFacts):
         # Import libraries that later subprocesses need, once; a pickle's import path may have the current folder.
         if not source.trust.pickle:
-            processes.import_libraries(found.libraries[:_MOST_LIBRARIES], import_path(source), timeout_s)
+            processes.import_libraries(found.libraries[:_MAX_LIBRARIES], import_path(source), timeout_s)
         if source.typed_trust != Trust() and found.sha256 is not None:
             remember_trust(source.location, found.sha256, source.typed_trust)
         return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
@@ -333,8 +333,8 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
 
 _STARTING_PROGRAMS: Final = ("inductor",)
 """Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
-_MOST_LIBRARIES: Final = 50
-"""The highest number of libraries that a subprocess may ask to import: a hostile model could name very many."""
+_MAX_LIBRARIES: Final = 50
+"""Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
 """Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 

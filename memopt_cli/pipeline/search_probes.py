@@ -45,7 +45,7 @@ class SearchProbes:
             self._ends = max(self._ends, time.monotonic() + _MORE * self._limit_s)
 
     def late(self) -> bool:
-        """Tell whether the search is over, by its time limit or because it was ended."""
+        """Return whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
             self.over = f"the search was ended after {self._limit_s:.3g} s (`--search-time`)"
@@ -74,7 +74,7 @@ class SearchProbes:
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
     def improved(self, original: Counted) -> bool:
-        """Tell whether a plan was tried that lowers the peak of the ``original``."""
+        """Return whether a plan was tried that lowers the peak of the ``original``."""
         counted = (found for found in self._answers.values() if isinstance(found, Counted))
         return any(found.allocated_peak_bytes < original.allocated_peak_bytes for found in counted)
 

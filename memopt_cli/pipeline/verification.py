@@ -176,7 +176,7 @@ def _small(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failu
 
 
 def _says_nothing(found: Verification | Failure) -> bool:
-    """Tell whether a smaller size proves nothing, as chunks that may run at full size did not run at it."""
+    """Return whether a smaller size proves nothing, as chunks that may run at full size did not run at it."""
     return isinstance(found, Verification) and found.whole and not found.full_size
 
 

@@ -121,8 +121,8 @@ from memopt_cli.records.optimization import RecordedSteps as RecordedSteps
 from memopt_cli.records.optimization import ShownFrontier as ShownFrontier
 from memopt_cli.records.plan import BUDGETED as BUDGETED
 from memopt_cli.records.plan import CHANGES_NOTHING as CHANGES_NOTHING
-from memopt_cli.records.plan import MOST_NORMS as MOST_NORMS
-from memopt_cli.records.plan import MOST_RANGES as MOST_RANGES
+from memopt_cli.records.plan import MAX_NORMS as MAX_NORMS
+from memopt_cli.records.plan import MAX_RANGES as MAX_RANGES
 from memopt_cli.records.plan import ChunkRule as ChunkRule
 from memopt_cli.records.plan import CompilePlan as CompilePlan
 from memopt_cli.records.plan import CompressorName as CompressorName

@@ -17,7 +17,7 @@ Rate = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
-_MOST = 2.0**60
+_MAX = 2.0**60
 """Largest size in bytes, and largest rate, that is accepted."""
 
 
@@ -25,8 +25,8 @@ def check_amounts(record: Any, *, least: int) -> None:
     """Raise :class:`UsageError` for a number in ``record`` that is below ``least``, not finite or absurd."""
     for f in fields(record):
         value = getattr(record, f.name)
-        if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= _MOST):
-            raise UsageError(f"{f.name} is {value:g}; it must be from {least} to {_MOST:g}")
+        if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= _MAX):
+            raise UsageError(f"{f.name} is {value:g}; it must be from {least} to {_MAX:g}")
 
 
 LONGEST_NAME = 60
@@ -97,8 +97,8 @@ class DeviceProfile:
         if "fp32" not in self.flops_per_s:
             raise UsageError("flops_per_s needs an entry fp32", hint=f"It may have {', '.join(RATES)}.")
         for rate, value in self.flops_per_s.items():
-            if not 1 <= value <= _MOST:
-                raise UsageError(f"flops_per_s.{rate} is {value:g}; it must be from 1 to {_MOST:g}")
+            if not 1 <= value <= _MAX:
+                raise UsageError(f"flops_per_s.{rate} is {value:g}; it must be from 1 to {_MAX:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, cast
 from memopt_cli.errors import UsageError
 from memopt_cli.text.spelling import said_in_python
 
-MOST_RANGES = 100
+MAX_RANGES = 100
 """Most ranges of a plan by length, each of which is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
@@ -23,7 +23,7 @@ PlaceName = Literal["device", "host", "disk"]
 
 CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and packs, sends and compiles nothing."
 """Warning for a plan that :attr:`Plan.is_empty`, where somebody puts it on a model."""
-MOST_NORMS = 2
+MAX_NORMS = 2
 """Most batch norms in a module that runs in chunks: each norm costs one more pass over all chunks, in forward and in
 backward."""
 
@@ -202,8 +202,8 @@ class Plan(_Briefly):
                 hint="Leave compile out, or write a plan for one length.",
             )
         bounds = [part.up_to for part in self.ranges]
-        if len(bounds) > MOST_RANGES:
-            raise UsageError(f"a plan has {len(bounds)} ranges; memopt measures at most {MOST_RANGES}", hint=_BY)
+        if len(bounds) > MAX_RANGES:
+            raise UsageError(f"a plan has {len(bounds)} ranges; memopt measures at most {MAX_RANGES}", hint=_BY)
         if bounds != sorted(set(bounds)) or min(bounds, default=1) < 1:
             raise UsageError(f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_BY)
 

@@ -337,7 +337,7 @@ class _Output:
     """Whether it needed a gradient then."""
 
     def is_given(self, input: Tensor, link: Tensor) -> bool:
-        """Tell whether this output is a norm's ``input``, unwritten, and needs a gradient exactly if ``link`` does."""
+        """Return whether this output is a norm's ``input``, unwritten, and needs a gradient only if ``link`` does."""
         is_same = self.tensor() is input and self.version == version_of(input)
         return is_same and self.requires_grad == link.requires_grad
 
@@ -512,7 +512,7 @@ class Start:
         self._generators = Generators()
 
     def draws(self) -> bool:
-        """Tell whether random numbers were drawn since this start was made."""
+        """Return whether random numbers were drawn since this start was made."""
         return self._generators.moved()
 
     def add_norm(self, running: Sequence[Tensor]) -> None:

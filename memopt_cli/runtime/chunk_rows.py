@@ -88,7 +88,7 @@ class Piece:
 
 
 def is_due(module: nn.Module) -> bool:
-    """Tell whether to try ``module`` in this forward, which is so in its first, 16th, 256th and so on.
+    """Return whether to try ``module`` in this forward, which is so in its first, 16th, 256th and so on.
 
     One trial may see nothing, as where all values are zero; more of them would show in measured times.
     """
@@ -160,7 +160,7 @@ class _Result:
     """Whether the run left or returned state for a next chunk: then later rows rightly depend on earlier ones."""
 
     def is_cut_at(self, piece: Piece) -> bool:
-        """Tell whether every output has a row for each row of ``piece``."""
+        """Return whether every output has a row for each row of ``piece``."""
         lengths = {t.shape[piece.axis] if -t.dim() <= piece.axis < t.dim() else 0 for t in self.tensors}
         return lengths == {sum(piece.halves_of)}
 
@@ -203,7 +203,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_unlike(a: Tensor, b: Tensor) -> bool:
-    """Tell whether more elements of ``a`` and ``b`` differ than rounding explains."""
+    """Return whether more elements of ``a`` and ``b`` differ than rounding explains."""
     if not (a.is_floating_point() or a.is_complex()):
         others = a != b
     else:

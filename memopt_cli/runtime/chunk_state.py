@@ -115,7 +115,7 @@ def _noted(value: Any) -> _Noted:
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
-    """Tell whether two runs changed ``before`` to the same value but for rounding: to ``whole`` and to ``halves``."""
+    """Return whether two runs changed ``before`` to the same value but for rounding: to ``whole`` and to ``halves``."""
     before, whole, halves = (_as_tensor(value) for value in (before, whole, halves))
     if not isinstance(whole, Tensor) or not isinstance(halves, Tensor):
         return type(whole) is type(halves) and bool(whole == halves)

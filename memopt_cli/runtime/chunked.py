@@ -140,7 +140,7 @@ def _run_one_chunk(
 
 
 def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether ``module`` runs whole in this call: chunks would save nothing, or computed something else before."""
+    """Return whether ``module`` runs whole in this call: chunks would save nothing, or gave other results before."""
     if runs_plainly(module) or runs_whole(module) or is_transformed() or is_checkpointed() or uninitialized(module):
         return True
     return not needs_gradient(module, tensors_of((args, kwargs)))
@@ -230,7 +230,7 @@ def _one_by_one(
 
 
 def _resumes(module: nn.Module) -> bool:
-    """Tell whether a part of ``module`` hands state from chunk to chunk by itself (SpikingJelly's neurons do)."""
+    """Return whether a part of ``module`` hands state from chunk to chunk by itself (SpikingJelly's neurons do)."""
     return any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
 
 
@@ -397,7 +397,7 @@ def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def _has_data(piece: Sequence[Tensor]) -> bool:
-    """Tell whether ``piece`` has data that trials can compare: not in a dry run, nor in a recomputation."""
+    """Return whether ``piece`` has data that trials can compare: not in a dry run, nor in a recomputation."""
     return not is_recomputing() and all(type(t) is Tensor and not t.is_meta for t in piece)
 
 

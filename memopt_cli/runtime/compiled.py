@@ -55,7 +55,7 @@ def run_plainly_or(
 
 
 def _is_exported() -> bool:
-    """Tell whether Python itself runs the traced forward, as in ``torch.export`` (with ``strict=False``)."""
+    """Return whether Python itself runs the traced forward, as in ``torch.export`` (with ``strict=False``)."""
     return not torch.compiler.is_dynamo_compiling()
 
 

@@ -537,7 +537,7 @@ def declared_compressor(module: nn.Module) -> str | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether ``a`` and ``b``, of one dtype and shape, hold the same bits: -0.0 is not 0.0, a NaN is itself."""
+    """Return whether ``a`` and ``b``, of one dtype and shape, hold the same bits: -0.0 is not 0.0, a NaN is itself."""
     if is_fake(a):
         return True
     first, second = (_bits(x.detach().resolve_conj().resolve_neg().contiguous().view(-1)) for x in (a, b))
@@ -589,7 +589,7 @@ class beside_the_model:  # it reads as a statement
 
 
 def is_beside_the_model() -> bool:
-    """Tell whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
+    """Return whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
     return getattr(_thread, "beside", False)
 
 
@@ -598,7 +598,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
-    """Tell whether ``claimed``, cast to the dtype of ``flat``, has its very bits (so -0.0 and NaN do not slip by)."""
+    """Return whether ``claimed``, cast to the dtype of ``flat``, has its very bits (so -0.0 and NaN do not slip by)."""
     expected = _bits(claimed.to(flat.dtype))  # in a dry run too, since it takes memory
     return is_fake(flat) or torch.equal(expected, _bits(flat))
 
@@ -684,7 +684,7 @@ def _octets(device: torch.device) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Tell whether ``x`` fills its memory without gaps or overlaps, in whatever order its dimensions lie.
+    """Return whether ``x`` fills its memory without gaps or overlaps, in whatever order its dimensions lie.
 
     A tensor of another layout than the strided one is never dense, nor is one that consists of others.
     """

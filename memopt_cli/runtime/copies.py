@@ -53,7 +53,7 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
 
 
 def _lie_apart(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all ``tensors`` are contiguous in memory, and no two of them overlap."""
+    """Return whether all ``tensors`` are contiguous in memory, and no two of them overlap."""
     spans = []
     for t in tensors:
         if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous() or t.is_quantized:
@@ -85,7 +85,7 @@ def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:
-    """Tell whether the elements of ``tensor`` are in memory at its strides, with the bits that they have there."""
+    """Return whether the elements of ``tensor`` are in memory at its strides, with the bits that they have there."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
 
@@ -158,7 +158,7 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Tell whether ``tensor`` has the bits of ``copy``, NaNs too; one without plain values counts as unchanged."""
+    """Return whether ``tensor`` has the bits of ``copy``, NaNs too; one without plain values counts as unchanged."""
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

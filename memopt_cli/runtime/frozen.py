@@ -35,7 +35,7 @@ _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref
 """Classes whose objects are not copied: a recomputation uses the same objects as forward."""
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
 """Packages of PyTorch whose objects are copied.  Other objects of PyTorch's may belong to other threads, too."""
-_MOST_OBJECTS: Final = 10_000
+_MAX_OBJECTS: Final = 10_000
 """The most objects that are copied, atoms aside: more than that are data, not state."""
 _LARGEST_ARRAY: Final = 1 << 16
 """The most bytes of an array that is copied."""
@@ -97,7 +97,7 @@ class _Pickler(pickle.Pickler):
             return id(value)
         self._objects += 1
         kind: Any = type(value)
-        if kind is object or _is_shared(kind) or self._objects > _MOST_OBJECTS or _is_function(value):
+        if kind is object or _is_shared(kind) or self._objects > _MAX_OBJECTS or _is_function(value):
             if hasattr(type(value), "__next__"):
                 self.stuck = self.stuck or _named(value)
             self.shared[id(value)] = value
@@ -156,12 +156,12 @@ def _is_shared(kind: type) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    """Tell whether ``value`` is a built-in function such as ``len``, and no bound method such as ``[].append``."""
+    """Return whether ``value`` is a built-in function such as ``len``, and no bound method such as ``[].append``."""
     return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
 
 
 def is_opaque(value: Any) -> bool:
-    """Tell whether the contents of ``value`` can change while each of its attributes stays the same object."""
+    """Return whether the contents of ``value`` can change while each of its attributes stays the same object."""
     kind: Any = type(value)
     # NumPy's Generator keeps its state in its ``bit_generator``, which is opaque itself.
     of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")
@@ -169,7 +169,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Tell whether ``value`` is an owner of slots to watch; not if it has a lock, since other threads may write it."""
+    """Return whether ``value`` is an owner of slots to watch; not with a lock: other threads may write it."""
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]

@@ -83,7 +83,7 @@ class Generators:
         return present
 
     def moved(self) -> bool:
-        """Tell whether one of these generators has moved."""
+        """Return whether one of these generators has moved."""
         # Compared by key, too: if NumPy was imported since, its generator is new.
         return self._positions != self.now()._positions
 
@@ -154,7 +154,7 @@ def _every_device() -> list[torch.device]:
 
 
 def _is_started(device: torch.device) -> bool:
-    """Tell whether ``device`` is in use, so that numbers may have been drawn there (PyTorch's checkpoint asks this)."""
+    """Return whether ``device`` is in use, so that numbers may have been drawn there (as PyTorch's checkpoint asks)."""
     return device.type not in ("cpu", "meta") and is_started(device)
 
 

@@ -49,7 +49,7 @@ class HeldTensor:
         return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Tell whether forward has, or may have, written to ``tensor``, which this holds.
+        """Return whether forward has, or may have, written to ``tensor``, which this holds.
 
         Batch norm writes its running statistics without raising their version, so vectors that were copied always
         count as written.
@@ -58,7 +58,7 @@ class HeldTensor:
         return is_vector or not self.is_equal(tensor)
 
     def is_equal(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor``, which this holds, has the values that it had when forward started."""
+        """Return whether ``tensor``, which this holds, has the values that it had when forward started."""
         is_unwritten = version_of(tensor) == self.version
         return is_unwritten and (self.copy is None or is_unchanged(tensor.detach(), self.copy.values))
 
@@ -138,7 +138,7 @@ class HeldSlots:
         return self.tensors[number]
 
     def _may_write(self, slot: Slot, tensor: Tensor) -> bool:
-        """Tell whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
+        """Return whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
         if not self._is_watched:
             return slot in self._known.written
         # In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data
@@ -192,7 +192,7 @@ class HeldSlots:
         return names | {slot[1] for slot in self._contents if slot[0] == index and self._changes(slot, after, written)}
 
     def _changes(self, slot: Slot, after: Slots, written: set[int]) -> bool:
-        """Tell whether forward has changed the object that was in ``slot``, or written to a tensor in it."""
+        """Return whether forward has changed the object that was in ``slot``, or written to a tensor in it."""
         contents, is_changed = self._contents[slot], False
         if not written.isdisjoint(_numbers_in(contents)):
             self._known.written.add(slot)

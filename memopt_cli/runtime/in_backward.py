@@ -58,22 +58,22 @@ def remove_in_backward(model: nn.Module) -> None:
 
 
 def is_in_backward(optimizer: Optimizer | None) -> bool:
-    """Tell whether ``optimizer`` updates its parameters in backward."""
+    """Return whether ``optimizer`` updates its parameters in backward."""
     return optimizer is not None and optimizer in _installed
 
 
 def updates_in_backward() -> bool:
-    """Tell whether any optimizer updates parameters in backward."""
+    """Return whether any optimizer updates parameters in backward."""
     return bool(_installed)
 
 
 def has_in_backward(model: nn.Module) -> bool:
-    """Tell whether parameters of ``model`` are updated in backward."""
+    """Return whether parameters of ``model`` are updated in backward."""
     return any(True for _ in optimizers_in_backward(model))
 
 
 def is_updating() -> bool:
-    """Tell whether an optimizer runs inside backward, on this thread."""
+    """Return whether an optimizer runs inside backward, on this thread."""
     return getattr(_thread, "is_updating", False)
 
 
@@ -222,7 +222,7 @@ _STEPS = 3
 """Steps in a trial."""
 _OF_A_KIND = 2
 """Parameters in a trial of each kind (number of dimensions, dtype, device) that a group has: two show a coupling."""
-_MOST_SIZE = 4
+_MAX_SIZE = 4
 """Largest size of a dimension of the parameters in a trial."""
 _RATE = 0.01
 """Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
@@ -292,7 +292,7 @@ def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[
 
 
 def _filled(like: Tensor, seed: int) -> Tensor:
-    shape = [min(size, _MOST_SIZE) for size in like.shape]
+    shape = [min(size, _MAX_SIZE) for size in like.shape]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return numbers.to(like.device, like.dtype)
 
@@ -307,7 +307,7 @@ def _cut(value: Any, parameter: Tensor | None) -> Any:
         return copy.deepcopy(value)
     if any(size not in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True)):
         return value.clone()
-    return value[tuple(slice(_MOST_SIZE) for _ in value.shape)].clone()
+    return value[tuple(slice(_MAX_SIZE) for _ in value.shape)].clone()
 
 
 def _take_both(together: Optimizer, alone: Optimizer, seed: int) -> None:

@@ -41,7 +41,7 @@ from memopt_cli.runtime.variables import Code, may_draw, variables_of
 _WATCHED_EXCHANGES: Final = 2
 """How often a slot's value may be exchanged between calls and cause the next call to be watched.  After that, exchanges
 are taken for the rule: a training loop that sets ``model.step = n`` does so before every call."""
-_MOST_OWNERS: Final = 1000
+_MAX_OWNERS: Final = 1000
 """The most owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
 """Index of an owner in :attr:`Known.owners`, and a name in it."""
@@ -125,7 +125,7 @@ class Known:
                     parts = [part for part in parts_of(value) if id(part) not in seen]
                     seen.update(map(id, parts))
                     inner = [owner for part in parts for owner in owners_in(part)]
-                    for owner_of_part in inner[: max(0, _MOST_OWNERS - len(self.owners))]:
+                    for owner_of_part in inner[: max(0, _MAX_OWNERS - len(self.owners))]:
                         self._slots_of_parts[len(self.owners)] = index, name
                         self.owners.append(owner_of_part)
 
@@ -154,7 +154,7 @@ class Known:
         """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
-        """Tell whether no value was exchanged in the owners in which nothing was seen to move."""
+        """Return whether no value was exchanged in the owners in which nothing was seen to move."""
         if [*map(len, self._mappings)] != self._lengths:
             return False
         if not all(map(is_, chain.from_iterable(map(dict.values, self._mappings)), self._values)):
@@ -164,7 +164,7 @@ class Known:
         return all(owner.holds(slots) for owner, slots in self._others)
 
     def is_part(self, index: int) -> bool:
-        """Tell whether the owner at ``index`` is a part of an object in a slot of another owner."""
+        """Return whether the owner at ``index`` is a part of an object in a slot of another owner."""
         return index in self._slots_of_parts
 
     def read_all(self) -> Reading:
@@ -198,7 +198,7 @@ class Known:
         return Reading(self.stays, before, moves)
 
     def _knows(self, others: Sequence[Any]) -> bool:
-        """Tell whether each of ``others`` has a type that an argument had in the watched call, and none is a function.
+        """Return whether each of ``others`` has a type seen in the watched call, and none is a function.
 
         Each function may change other state, so a call with a function is always watched.
         """
@@ -281,7 +281,7 @@ class Learned:
         return Learned()  # a copy of the module is another module
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Tell whether this was learned from calls of ``module``: a copied module has that of the original at first."""
+        """Return whether this was learned from calls of ``module``: a copied module has the original's at first."""
         return self._module is not None and self._module() is module
 
 
@@ -308,7 +308,7 @@ def changed(before: Slots, after: Slots) -> set[Any]:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Tell whether ``value`` is a tensor of the state: no parameter, and not left by a ``torch.func`` transform."""
+    """Return whether ``value`` is a tensor of the state: no parameter, and not left by a ``torch.func`` transform."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_of_transform(value)
 
 
@@ -322,7 +322,7 @@ def _may_change(name: Any, value: Any) -> bool:
 
 
 def is_object(name: Any, value: Any) -> bool:
-    """Tell whether ``value``, under ``name``, is an object that may change in place: no number, tensor or module."""
+    """Return whether ``value``, under ``name``, is an object that may change in place: no number, tensor or module."""
     is_changeable = type(value) not in ATOMS and not isinstance(value, Tensor | nn.Module)
     return (
         is_changeable and name not in STRUCTURE and name != "_buffers"
@@ -351,7 +351,7 @@ def _owners_of_code(
     for owner in owners:
         values += [value for name, value in owner.read().items() if is_object(name, value)]
     seen = set[int]()
-    while (code or values) and len(found) < _MOST_OWNERS:
+    while (code or values) and len(found) < _MAX_OWNERS:
         new = [c for c in (*code, *_code_in(values)) if id(c) not in seen]
         seen.update(map(id, new))
         code, values = [], []

@@ -182,7 +182,7 @@ def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
 
 
 def takes_argument(module: nn.Module, argument: int | str) -> bool:
-    """Tell whether the forward of ``module`` takes ``argument``, a position or a name."""
+    """Return whether the forward of ``module`` takes ``argument``, a position or a name."""
     parameters = _parameters(type(module).forward)
     if isinstance(argument, str):
         return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)

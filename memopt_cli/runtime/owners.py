@@ -46,7 +46,7 @@ class Owner:
         raise NotImplementedError
 
     def holds(self, slots: Slots) -> bool:
-        """Tell whether the values are the very objects of ``slots``."""
+        """Return whether the values are the very objects of ``slots``."""
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
@@ -55,7 +55,7 @@ class Owner:
 
 
 def is_same(a: Slots, b: Slots) -> bool:
-    """Tell whether two readings of one owner hold the same objects."""
+    """Return whether two readings of one owner hold the same objects."""
     return a is b or (len(a) == len(b) and all(map(is_, a.values(), b.values())) and list(a) == list(b))
 
 

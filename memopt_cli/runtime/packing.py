@@ -43,7 +43,7 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 
-_LEAST_BYTES = 4096
+_MIN_BYTES = 4096
 """Least bytes of a tensor that is packed."""
 _SAMPLE = 64
 """About how many elements are looked at to choose a codec, before one reads the whole tensor."""
@@ -222,7 +222,7 @@ class PackedSaves:
             self._pack_late(next_node())
         if not _has_memory(tensor):
             return _Unpacked(tensor)
-        is_large = tensor.nbytes >= _LEAST_BYTES
+        is_large = tensor.nbytes >= _MIN_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _Unpacked(tensor)
@@ -325,7 +325,7 @@ class PackedSaves:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` has plain memory: not a tangent of zeros (``torch.func.jvp``), of ``vmap``, or nested."""
+    """Return whether ``tensor`` has plain memory: no tangent of zeros (``torch.func.jvp``), of ``vmap``, or nested."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 

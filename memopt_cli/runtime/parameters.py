@@ -149,5 +149,5 @@ def _may_move(parameter: Tensor | None) -> bool:
 
 
 def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Tell whether ``parameter`` is an ordinary tensor or one of a dry run, and not sharded (FSDP, DTensor) or lazy."""
+    """Return whether ``parameter`` is an ordinary tensor or of a dry run, and not sharded (FSDP, DTensor) or lazy."""
     return parameter is not None and (type(parameter) in (Tensor, nn.Parameter) or is_fake(parameter))

@@ -120,7 +120,7 @@ def holders_of(tensor: Tensor) -> int:
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """Tell whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""
+    """Return whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -174,7 +174,7 @@ UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeE
 
 
 def is_fake(value: Any) -> bool:
-    """Tell whether ``value`` is a tensor of a dry run, which has a shape and a device, but no data."""
+    """Return whether ``value`` is a tensor of a dry run, which has a shape and a device, but no data."""
     return isinstance(value, FakeTensor)
 
 
@@ -280,23 +280,23 @@ schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
 
 
 def has_schema(operator: Any) -> bool:
-    """Tell whether ``operator`` has a schema: higher-order operators, as of ``torch.compile``, have none."""
+    """Return whether ``operator`` has a schema: higher-order operators, as of ``torch.compile``, have none."""
     return hasattr(operator, "_schema")
 
 
 def has_kernel(operator: OpOverload) -> bool:
-    """Tell whether the dispatcher can run ``operator``, and not TorchScript's interpreter alone."""
+    """Return whether the dispatcher can run ``operator``, and not TorchScript's interpreter alone."""
     return bool(torch._C._dispatch_has_kernel(operator.name()))
 
 
 def consists_of_others(operator: OpOverload) -> bool:
-    """Tell whether modes see, in place of ``operator``, the ones that it calls."""
+    """Return whether modes see, in place of ``operator``, the ones that it calls."""
     name = operator.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def is_known_to_script(operator: str) -> bool:
-    """Tell whether TorchScript knows an operator of that name, such as ``aten::relu``."""
+    """Return whether TorchScript knows an operator of that name, such as ``aten::relu``."""
     return bool(torch._C._jit_get_schemas_for_operator(operator))
 
 
@@ -350,13 +350,13 @@ def attributes_of_script(script: Any) -> list[str]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks of ``module`` itself run before or after its forward or backward."""
+    """Return whether hooks of ``module`` itself run before or after its forward or backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:
-    """Tell whether a hook gets the gradients that pass ``module``: one of its own, or one of all modules."""
+    """Return whether a hook gets the gradients that pass ``module``: one of its own, or one of all modules."""
     everywhere = nn.modules.module
     of_all = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
     return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
@@ -524,7 +524,7 @@ _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
 
 
 def is_engine(caller: FrameType | None) -> bool:
-    """Tell whether autograd's engine made a call, ``caller`` being the frame behind the called one.
+    """Return whether autograd's engine made a call, ``caller`` being the frame behind the called one.
 
     The engine is written in C++.  So the Python frame behind a function that it calls is the one that started it, or
     there is none, if it runs in a thread of its own.  PyTorch has no other way to tell that a sum of two gradients is
@@ -562,7 +562,7 @@ class as_written:  # it reads as a statement
 
 
 def forbids_hooks(error: RuntimeError) -> bool:
-    """Tell whether ``error`` says that ``torch.func`` cannot compute gradients under hooks on saved tensors.
+    """Return whether ``error`` says that ``torch.func`` cannot compute gradients under hooks on saved tensors.
 
     PyTorch has no class of exception for that, so its message is found by provoking it once.
     """
@@ -580,7 +580,7 @@ def _refusal_of_hooks() -> str:
 
 
 def is_out_of_cpu_memory(error: Exception) -> bool:
-    """Tell whether ``error`` says that the CPU's memory ran out, for which PyTorch has no class."""
+    """Return whether ``error`` says that the CPU's memory ran out, for which PyTorch has no class."""
     return any(words in str(error) for words in ("can't allocate memory", "bad_alloc"))
 
 
@@ -591,7 +591,7 @@ is_transforming: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_
 
 
 def has_tangents() -> bool:
-    """Tell whether forward-mode differentiation is on."""
+    """Return whether forward-mode differentiation is on."""
     return forward_ad._current_level >= 0
 
 
@@ -657,7 +657,7 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 
 @asked_while_compiling
 def differentiates_ahead() -> bool:
-    """Tell whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
+    """Return whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
 
     They take a checkpoint apart, so that its operators draw and count once.  Others run the graph as it is, in which a
     checkpoint runs its part twice, with other random numbers and on the same buffers.
@@ -685,7 +685,7 @@ def _wrapped_backend(backend: Any) -> Any:
 
 @asked_while_compiling
 def wants_one_graph() -> bool:
-    """Tell whether the compiler is to fail rather than to leave something uncompiled (``fullgraph=True``)."""
+    """Return whether the compiler is to fail rather than to leave something uncompiled (``fullgraph=True``)."""
     compiling = _compiling()
     return bool(compiling.one_graph or getattr(compiling, "error_on_graph_break", False))
 
@@ -717,7 +717,7 @@ def import_compiler() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a call of ``module``, or of its forward, runs what ``torch.compile`` has made of it."""
+    """Return whether a call of ``module``, or of its forward, runs what ``torch.compile`` has made of it."""
     by_itself = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return by_itself or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
@@ -824,7 +824,7 @@ def start_fake_group(rank: int, ranks: int) -> None:
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """Tell whether ``error`` says that another rank is gone or late; gloo has no class for it, but names its file."""
+    """Return whether ``error`` says that another rank is gone or late; gloo has no class for it, but names its file."""
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_of_gloo or isinstance(error, getattr(torch.distributed, "DistError", ()))
 
@@ -938,7 +938,7 @@ FLAGS: Final = (
 
 
 def is_started(device: torch.device) -> bool:
-    """Tell whether anything has run on a device of the kind of ``device``, so that its generator may have moved."""
+    """Return whether anything has run on a device of the kind of ``device``, so that its generator may have moved."""
     return bool(getattr(torch.get_device_module(device), "_initialized", False))
 
 
@@ -975,7 +975,7 @@ def method_of(script: Any, name: str) -> Any:
 
 
 def has_method(script: Any, name: str) -> bool:
-    """Tell whether ``script`` has a method ``name``."""
+    """Return whether ``script`` has a method ``name``."""
     return bool(script._c._has_method(name))
 
 

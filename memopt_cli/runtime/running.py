@@ -25,7 +25,7 @@ _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Tell whether this thread is recomputing a segment's forward.
+    """Return whether this thread is recomputing a segment's forward.
 
     Hooks of modules inside a segment can ask this, in order to act only once a step.
     """
@@ -96,7 +96,7 @@ def _turn_of(module: nn.Module) -> Any:
 
 
 def _is_of_python() -> bool:
-    """Tell whether Python started this thread, not autograd: Python names threads that others started "Dummy-1" etc."""
+    """Return whether Python started this thread, not autograd: Python names other threads "Dummy-1" etc."""
     if not hasattr(_thread, "is_of_python"):  # cached, since it cannot change
         me = threading.get_ident()
         known = (thread for thread in threading.enumerate() if thread.ident == me)
@@ -144,18 +144,18 @@ def segment_around() -> Any:
 
 
 def is_nested() -> bool:
-    """Tell whether a segment is around, with no other hooks on saving inside it (see :func:`segment_around`)."""
+    """Return whether a segment is around, with no other hooks on saving inside it (see :func:`segment_around`)."""
     return segment_around() is not None
 
 
 def is_checkpointed() -> bool:
-    """Tell whether a checkpoint of the user's own gets the tensors that autograd saves now."""
+    """Return whether a checkpoint of the user's own gets the tensors that autograd saves now."""
     hooks = hooks_on_saving()
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def is_transformed() -> bool:
-    """Tell whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, so that segments run plainly.
+    """Return whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, so that segments run plainly.
 
     Their tensors cannot be held until backward: those of ``torch.func`` end with the transform, and tangents get lost.
     """

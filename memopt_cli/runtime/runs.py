@@ -17,7 +17,7 @@ from torch import nn
 from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
-_LEAST_LAYERS = 2
+_MIN_LAYERS = 2
 """Fewest layers with weights in a Sequential that is divided.  Two, since it pays for a U-Net's pairs of convolutions:
 as whole blocks they gave no plan at half of the activation peak; divided, they gave one that takes 1.40 times as long
 (``benchmarks/storage.py``)."""
@@ -98,7 +98,7 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
 
 
 def calls_in_turn(module: nn.Module) -> bool:
-    """Tell whether the forward of ``module`` is a Sequential's, with runs or without, also if it is a segment."""
+    """Return whether the forward of ``module`` is a Sequential's, with runs or without, also if it is a segment."""
     return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward, Chain.forward)
 
 
@@ -199,5 +199,5 @@ def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:
         else:
             runs[-1].append(name)
     for names in runs:
-        if len(names) > 1 and layers >= _LEAST_LAYERS:
+        if len(names) > 1 and layers >= _MIN_LAYERS:
             yield _run(parent, names)

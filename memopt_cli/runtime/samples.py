@@ -90,7 +90,7 @@ def glance(tensor: Tensor) -> bytes | None:
 
 
 def is_alike(before: bytes, tensor: Tensor) -> bool:
-    """Tell whether the bytes that :func:`glance` reads of ``tensor`` are those in ``before``, but for rounding."""
+    """Return whether the bytes that :func:`glance` reads of ``tensor`` are those in ``before``, but for rounding."""
     now = glance(tensor)
     if now is None or now == before:
         return True
@@ -103,7 +103,7 @@ _GLANCE: Final = 32
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` stands for zeros, was freed (as by FSDP), or CUDA kernels are only being captured."""
+    """Return whether ``tensor`` stands for zeros, was freed (as by FSDP), or CUDA kernels are only being captured."""
     if stands_for_zeros(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -112,7 +112,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def agrees(before: list[Any], tensor: Tensor) -> bool:
-    """Tell whether the sample of ``tensor`` equals ``before`` but for rounding: another kernel may have made it."""
+    """Return whether the sample of ``tensor`` equals ``before`` but for rounding: another kernel may have made it."""
     now, dtype = sample(tensor), tensor.dtype
     return now is None or now == before or _agree(before, now, dtype)
 

@@ -73,7 +73,7 @@ _TO_RESTORE: Final = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.UnaryOp, ast.USub),
 )
 """Kinds of syntax that restoring a layer needs: no loops, no arithmetic."""
-_MOST_TO_RESTORE: Final = 100
+_MAX_TO_RESTORE: Final = 100
 """Most calls in a function that runs while the script is loaded."""
 
 Kind = Literal["code", "pickle", "data"]
@@ -306,7 +306,7 @@ class _Variables:
                 self._types.setdefault(node.id, []).append(None)
 
     def allow(self, cast: ast.Call) -> bool:
-        """Tell whether the value of ``cast`` surely has the type to which it is cast."""
+        """Return whether the value of ``cast`` surely has the type to which it is cast."""
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args
@@ -391,7 +391,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)
-    if other is not None or len(calls) > _MOST_TO_RESTORE:
+    if other is not None or len(calls) > _MAX_TO_RESTORE:
         raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
     called = []
     for call in calls:

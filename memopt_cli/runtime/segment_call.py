@@ -118,7 +118,7 @@ def call_checkpointed(
 
 
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
-    """Tell whether ``module`` can and should run as a segment in this call: not in a checkpoint of the user's own."""
+    """Return whether ``module`` can and should run as a segment in this call: not in a checkpoint of the user's own."""
     if any(t.is_nested and t.layout is torch.strided for t in tensors):
         run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed() or is_checkpointed():
@@ -234,7 +234,7 @@ def _replayed(
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
+    """Return whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
     if getattr(module, "may_use_parameters_of_others", False):
         return True
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())

@@ -215,12 +215,12 @@ class KeptOutputs:
         return output
 
     def wants(self, key: Call) -> bool:
-        """Tell whether the outputs of the call ``key`` are to be kept."""
+        """Return whether the outputs of the call ``key`` are to be kept."""
         operator, number = key
         return not self._calls[operator].isdisjoint((0, number))
 
     def counts(self, operator: str) -> bool:
-        """Tell whether a call of ``operator`` counts now: outputs of it are kept, and no inner segment runs."""
+        """Return whether a call of ``operator`` counts now: outputs of it are kept, and no inner segment runs."""
         return operator in self._calls and getattr(_thread, "innermost", None) is self
 
     @property
@@ -303,7 +303,7 @@ class _Replaying(_Calls):
 
 
 def _pools_otherwise(func: Any, args: Any) -> bool:
-    """Tell whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
+    """Return whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
 
     Without a mode, PyTorch would use a kernel that computes no indices.  Its output has another layout in memory, and
     a later dropout would draw its noise in that order.

@@ -37,7 +37,7 @@ from memopt_cli.runtime.running import is_nested, is_recomputing
 _EDGE: Final = 3
 """Number of equal chunks that run on each side of a stand-in.  Three, because the first and the second chunk that add
 to a gradient allocate differently from each other and from all later ones."""
-_LEAST: Final = 2
+_MIN: Final = 2
 """Fewest chunks that a stand-in replaces."""
 
 
@@ -99,7 +99,7 @@ def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Seque
 
 def _abridged_counts(count: int) -> list[int]:
     """Return how many of ``count`` equal chunks each piece stands for: 12 are 1, 1, 1, 6, 1, 1, 1."""
-    if count < 2 * _EDGE + _LEAST:
+    if count < 2 * _EDGE + _MIN:
         return [1] * count
     return [*[1] * _EDGE, count - 2 * _EDGE, *[1] * _EDGE]
 

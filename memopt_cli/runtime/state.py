@@ -306,7 +306,7 @@ _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 
 def has_recurrent_dropout(module: nn.Module) -> bool:
-    """Tell whether cuDNN, on a GPU, would draw the dropout between the layers of a recurrent module in ``module``."""
+    """Return whether cuDNN, on a GPU, would draw the dropout between the layers of a recurrent module in ``module``."""
 
     def draws(part: Any) -> bool:
         if not isinstance(part, nn.RNNBase) and getattr(part, "original_name", "") not in _SCRIPTED_RECURRENT:

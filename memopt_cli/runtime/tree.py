@@ -43,7 +43,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _is_own_tuple(value: Any) -> bool:
-    """Tell whether ``value`` is of a class derived from a named tuple, such as ``PackedSequence``."""
+    """Return whether ``value`` is of a class derived from a named tuple, such as ``PackedSequence``."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and type(value).__bases__ != (tuple,)
 
 

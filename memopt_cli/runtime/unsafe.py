@@ -81,12 +81,12 @@ def unrepeatable_runs() -> int:
 
 
 def runs_plainly(module: nn.Module) -> bool:
-    """Tell whether ``module`` runs plainly; in a recomputation, whether it did when the first run began."""
+    """Return whether ``module`` runs plainly; in a recomputation, whether it did when the first run began."""
     return _was_noted(_plain, module)
 
 
 def runs_whole(module: nn.Module) -> bool:
-    """Tell whether ``module`` runs in one chunk; in a recomputation, whether it did when the first run began."""
+    """Return whether ``module`` runs in one chunk; in a recomputation, whether it did when the first run began."""
     return _was_noted(_whole, module)
 
 

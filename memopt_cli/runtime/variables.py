@@ -49,7 +49,7 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
 
 
 def may_draw(code: Code) -> bool:
-    """Tell whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
+    """Return whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
     return _searched(code)[1]
 
 
@@ -132,7 +132,7 @@ class _Search:
                 self._add_variable(vars(module), name, names - {name})
 
     def _follow(self, value: Any) -> bool:
-        """Tell whether ``value`` is code; have it searched, and the functions that it wraps."""
+        """Return whether ``value`` is code; have it searched, and the functions that it wraps."""
         self.may_draw |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
@@ -179,14 +179,14 @@ def assigned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_constant(function: types.FunctionType) -> bool:
-    """Tell whether none of the default values of ``function`` can change."""
+    """Return whether none of the default values of ``function`` can change."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return all(type(value) in ATOMS for value in defaults)
 
 
 @functools.cache
 def is_library(name: str) -> bool:
-    """Tell whether the Python module ``name`` is of Python, PyTorch, memopt or any other installed package."""
+    """Return whether the Python module ``name`` is of Python, PyTorch, memopt or any other installed package."""
     if name.partition(".")[0] in (*sys.stdlib_module_names, "torch", "memopt_cli"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -23,14 +23,14 @@ import yaml
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.errors import printable as printable
-from memopt_cli.text.units import MOST_DIGITS, format_bytes
+from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Most bytes of a document that people read, or that memopt wrote for them."""
-_MOST_YAML_BYTES = 1 << 20  # of a YAML file
-_MOST_YAML_VALUES = 60_000
+_MAX_YAML_BYTES = 1 << 20  # of a YAML file
+_MAX_YAML_VALUES = 60_000
 """Most separators of a YAML file, enough for a plan of some 6000 segments; PyYAML reads slowly, in Python."""
-_MOST_JSON_VALUES = 2_000_000
+_MAX_JSON_VALUES = 2_000_000
 """Most separators of a JSON document: a value takes some 100 bytes of memory, however short its text is."""
 _DEEPEST = 200
 """Most levels of nested values, which Python walks by recursion."""
@@ -52,7 +52,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int | str:
         too_large = yaml.YAMLError(f"the number at line {node.start_mark.line + 1} is too large")
-        if len(node.value) > MOST_DIGITS:
+        if len(node.value) > MAX_DIGITS:
             raise too_large
         if ":" in node.value:  # YAML 1.1 takes 1:32 for 92, in base 60
             return str(node.value)
@@ -196,8 +196,8 @@ def read_yaml(path: Path, hint: str = "") -> Any:
     Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint`` tells the user what to write into it.
     """
     try:
-        text = read_bytes(path, _MOST_YAML_BYTES)
-        if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MOST_YAML_VALUES:
+        text = read_bytes(path, _MAX_YAML_BYTES)
+        if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MAX_YAML_VALUES:
             raise ValueError("it holds far more values than any file of memopt's")
         data = yaml.load(text, _PlainLoader)
         _check_values(data)
@@ -226,7 +226,7 @@ def yaml_text(data: Any) -> str:
 
 
 def read_json(
-    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MOST_JSON_VALUES
+    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MAX_JSON_VALUES
 ) -> Any:
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
@@ -306,7 +306,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def whole_number(text: str) -> int:
     """Return the whole number that ``text`` spells.  Raises :class:`ValueError` for one of more than 63 bits."""
-    if len(text) > MOST_DIGITS or abs(int(text)) >= 2**63:
+    if len(text) > MAX_DIGITS or abs(int(text)) >= 2**63:
         raise ValueError("a number in it is too large")
     return int(text)
 

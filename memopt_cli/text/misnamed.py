@@ -17,7 +17,7 @@ from memopt_cli.text.units import format_some
 _LFS: Final = b"version https://git-lfs.github.com/spec/"
 _ONNX: Final = (b"\x08", b"\x12")
 """First and third byte: ONNX writes its version, a small number, and then the name of what made the graph."""
-_MOST_SOURCE_BYTES: Final = 1 << 20
+_MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
 """Names that a hint lists."""
@@ -99,7 +99,7 @@ def definitions(path: str) -> str:
 def _defined_in(path: str) -> list[str]:
     """Return the names of the functions and classes at the top of the Python file at ``path``; none if it is broken."""
     try:
-        nodes = ast.parse(read_bytes(path, _MOST_SOURCE_BYTES)).body
+        nodes = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     kinds = ast.FunctionDef | ast.ClassDef

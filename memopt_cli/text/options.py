@@ -28,7 +28,7 @@ FINE: Final = "Finer limits of the search"
 GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
 """The groups of options in the order of help, most needed first."""
 
-MOST_RANKS: Final = 2**20
+MAX_RANKS: Final = 2**20
 LONGEST_S: Final = 1e6
 """Largest number of seconds that an option takes."""
 
@@ -170,7 +170,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
     "ranks": Option(
-        "Predict one rank of this many, in one process. Needs --parallel.", RANKS, "N", Whole(1, MOST_RANKS)
+        "Predict one rank of this many, in one process. Needs --parallel.", RANKS, "N", Whole(1, MAX_RANKS)
     ),
     "recommend_batch.ranks": Option(
         "Predict the batch of one rank for each of these numbers of ranks, doubling: 8:512. Needs --parallel.",

@@ -13,7 +13,7 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)
 }
-MOST_DIGITS = 80
+MAX_DIGITS = 80
 """Most characters of a whole number that fits 64 bits, underscores and base included."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
     digits = match.group(1)
-    if len(digits) > MOST_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
+    if len(digits) > MAX_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
         raise UsageError(f"{shortened(text)} is more memory than any device has")
     return size
 

@@ -24,7 +24,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.training.step import Step, begin, synchronize
 
-_ENOUGH_S, _MOST_STEPS = 1.0, 5
+_ENOUGH_S, _MAX_STEPS = 1.0, 5
 """Seconds and number of timed steps after which no further one is taken.  On a busy machine, a third of the operators
 varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
@@ -85,7 +85,7 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     device, start = step.settings.device, StartingState(step.model)
     steps: list[list[OperatorTime]] = []
     spent_s = 0.0
-    while not steps or (spent_s < _ENOUGH_S and len(steps) < _MOST_STEPS):
+    while not steps or (spent_s < _ENOUGH_S and len(steps) < _MAX_STEPS):
         clock = Clock(device)
         spent_s += _step_s(step, start, clock)
         steps.append(clock.times)

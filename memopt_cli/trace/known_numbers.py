@@ -34,7 +34,7 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 
 _aten = torch.ops.aten
-_MOST_VALUES = 1 << 24
+_MAX_VALUES = 1 << 24
 """Most elements of a tensor that is computed to read a number, as of a mask of 4096 by 4096."""
 _SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split())
 """Operators that make tensors from numbers."""
@@ -127,7 +127,7 @@ class NumbersKnown(TorchDispatchMode):
         """Note that ``tensors`` are the results of ``made``; views need no note, as their storage has one."""
         for place, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) not in self._made
-            if is_new and tensor.numel() <= _MOST_VALUES:
+            if is_new and tensor.numel() <= _MAX_VALUES:
                 forget = functools.partial(self._forget, memory_of(tensor))
                 self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, place
                 made.strides[place] = tensor.stride()

@@ -23,7 +23,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _aten = torch.ops.aten
-_MOST_NOTES = 1 << 16
+_MAX_NOTES = 1 << 16
 """Most entries; each takes about a thousand bytes."""
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
 """Types of arguments that can be part of a key."""
@@ -80,7 +80,7 @@ class RememberingDryRun(DryRun):
         if calls_without_notes() == before or func in _ALIASES:  # PyTorch cached it, or it is one of ours
             note = _note(args, made)
             if note is not ...:
-                if len(self._notes) >= _MOST_NOTES:
+                if len(self._notes) >= _MAX_NOTES:
                     self._notes.clear()
                 self._notes[key] = note
         return made

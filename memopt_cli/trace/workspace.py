@@ -15,7 +15,7 @@ from operator import ne
 
 ASIDE = "memopt: set aside"
 """Label in a profile for code that is not part of the step, whose operators and memory do not count."""
-LEAST_BYTES = 1 << 16
+MIN_BYTES = 1 << 16
 """Least workspace of an operator that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -90,7 +90,7 @@ class Workspaces:
     def record(self, operator: str, shapes: Shapes, nbytes: int) -> None:
         """Remember one run of ``operator`` (``aten::convolution``) on tensors of these shapes."""
         self._runs[operator].append(_Run(shapes, nbytes))
-        counted = nbytes if nbytes >= LEAST_BYTES else 0
+        counted = nbytes if nbytes >= MIN_BYTES else 0
         self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
 
     def compared(self, smaller: Workspaces) -> Workspaces:
@@ -132,7 +132,7 @@ class Workspaces:
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
-        recorded = [run for run in self._runs[operator] if run.nbytes >= LEAST_BYTES]
+        recorded = [run for run in self._runs[operator] if run.nbytes >= MIN_BYTES]
         if not recorded:
             return 0
         elements = _elements(shapes)

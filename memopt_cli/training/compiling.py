@@ -82,7 +82,7 @@ def compile_again(model: nn.Module) -> None:
 
 
 def compiles_by_plan(model: nn.Module) -> bool:
-    """Tell whether ``model`` has a compiled call that a plan made; a model from a file, or a copy, has none."""
+    """Return whether ``model`` has a compiled call that a plan made; a model from a file, or a copy, has none."""
     return getattr(vars(model).get(COMPILED_CALL), "__module__", "") == __name__
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import first_line
-from memopt_cli.records import MOST_NORMS, ChunkRule, Refused, StepSettings
+from memopt_cli.records import MAX_NORMS, ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.chunk_rows import rows_untried
@@ -96,7 +96,7 @@ def find_rule(
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
     """Return the first rule for exact chunks that every trial agrees with, or why there is none."""
     norms = len(batch_norms(module))
-    if norms > MOST_NORMS:
+    if norms > MAX_NORMS:
         return Refused(
             reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a smaller part may work"
         )

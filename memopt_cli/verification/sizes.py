@@ -16,11 +16,11 @@ Sizes = Mapping[str, int]
 Observe = Callable[[Sizes], Mapping[int, Cut]]
 """Runs a forward at some sizes; returns segment -> how its input was cut.  Raises whatever the model raises."""
 
-_LEAST = 3
+_MIN = 3
 """Least size that is tried: 3 is the first that can be cut unevenly."""
 _ALIKE = 2
 """Least size of a dimension whose entries are alike, such as samples; time steps are not, and may need a third."""
-_MOST_LARGER = 1.5
+_MAX_LARGER = 1.5
 """Factor by which the total size may exceed the requested one: eight chunks are uneven only from nine samples on."""
 _ROUNDS = 32
 """Most times that sizes are enlarged."""
@@ -47,7 +47,7 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
             if larger is None:
                 every_chunk_runs = all(cut.length >= cut.asked for cut in cuts(sizes).values())
                 return _of_fewest(alike, sizes, cuts) if every_chunk_runs else asked
-            if math.prod(larger.values()) > _MOST_LARGER * math.prod(asked.values()):
+            if math.prod(larger.values()) > _MAX_LARGER * math.prod(asked.values()):
                 return asked
             sizes = larger
     except Exception:  # the model's own code may refuse any size
@@ -57,7 +57,7 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
 
 def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
     """Return the least sizes that the model accepts: all at the least, or else one after another where accepted."""
-    least = {name: min(size, _LEAST) for name, size in asked.items()}
+    least = {name: min(size, _MIN) for name, size in asked.items()}
     if _runs(least, cuts):
         return least
     sizes = asked

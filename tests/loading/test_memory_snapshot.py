@@ -148,10 +148,10 @@ def test_what_would_take_all_memory_or_time_is_refused(tmp_path: Path, data: obj
 
 def test_a_file_of_too_many_values_or_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, SNAPSHOT)
-    monkeypatch.setattr(memory_snapshot, "_MOST_OPCODES", 20)
+    monkeypatch.setattr(memory_snapshot, "_MAX_OPCODES", 20)
     with pytest.raises(FileFormatError, match="more than 20 values"):
         read_snapshot(path)
-    monkeypatch.setattr(memory_snapshot, "_MOST_BYTES", 20)
+    monkeypatch.setattr(memory_snapshot, "_MAX_BYTES", 20)
     with pytest.raises(UsageError, match="larger than"):
         read_snapshot(path)
 

@@ -435,7 +435,7 @@ def mapped_checkpoint(x: Tensor) -> Tensor:
 
 
 def maps_checkpoints() -> bool:
-    """Tell whether PyTorch's checkpoint runs under ``torch.vmap``."""
+    """Return whether PyTorch's checkpoint runs under ``torch.vmap``."""
     try:
         mapped_checkpoint(torch.ones(1))
     except RuntimeError:

@@ -31,7 +31,7 @@ def is_private(name: str) -> bool:
 
 
 def is_alias(owner: object, name: str) -> bool:
-    """Tell whether a module only imports ``name``, as PyTorch 2.8 has ``torch.cuda._device``."""
+    """Return whether a module only imports ``name``, as PyTorch 2.8 has ``torch.cuda._device``."""
     return isinstance(owner, ModuleType) and getattr(getattr(owner, name), "__name__", name) != name
 
 
@@ -98,7 +98,7 @@ def has_private(dotted: str) -> bool:
 
 
 def is_of_torch(value: ast.expr, name: str, own: set[str], here: set[str], imported: set[str]) -> bool:
-    """Tell whether ``value.name`` is PyTorch's, judged by ``value``, or by the name where that is not possible."""
+    """Return whether ``value.name`` is PyTorch's, judged by ``value``, or by the name where that is not possible."""
     text = ast.unparse(value)
     if text == "super()":  # an override, which PyTorch calls
         return False

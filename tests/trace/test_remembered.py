@@ -133,7 +133,7 @@ def test_what_has_been_noted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_notes_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_MOST_NOTES", 10)
+    monkeypatch.setattr(remembered, "_MAX_NOTES", 10)
     with RememberingDryRun():
         for size in range(50):
             assert torch.zeros(size).shape == (size,)

@@ -39,13 +39,13 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes
-from memopt_cli.trace.workspace import LEAST_BYTES
+from memopt_cli.trace.workspace import MIN_BYTES
 from memopt_cli.version import __version__
 
 _MODELS = "memopt_cli.api.selftest.models"
 _CLOSE = 0.02
 """Share of the measured peak by which a predicted one may be off; at least the workspace that dry runs leave out."""
-_WITHIN = f"within {_CLOSE:.0%} or {LEAST_BYTES >> 10} KiB"
+_WITHIN = f"within {_CLOSE:.0%} or {MIN_BYTES >> 10} KiB"
 _SEARCH_S = 15.0
 _MAX_SLOWDOWN = 50.0
 """For plans that save much, of steps that take milliseconds: without a limit, verifying one of hundreds of chunks on a
@@ -210,7 +210,7 @@ def _compared(case: _Case, promise: str, predicted: int | str, measured: int | s
     """Compare bytes; where ``predicted`` or ``measured`` says why they are not known, the promise does not hold."""
     holds = False
     if isinstance(predicted, int) and isinstance(measured, int):
-        holds = abs(predicted - measured) <= max(_CLOSE * measured, LEAST_BYTES)
+        holds = abs(predicted - measured) <= max(_CLOSE * measured, MIN_BYTES)
     seen = " and ".join(
         f"{_text_of(peak)} {how}" if isinstance(peak, int) else peak
         for peak, how in ((predicted, "predicted"), (measured, "measured"))

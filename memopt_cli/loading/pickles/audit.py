@@ -25,13 +25,13 @@ from memopt_cli.loading.pickles.making import HASHING
 from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple, Walk, depth_of, held_in, reachable
 
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
-_MOST_MODULES: Final = 100
-_MOST_CONTAINERS: Final = 200
+_MAX_MODULES: Final = 100
+_MAX_CONTAINERS: Final = 200
 """Most modules, and most plain containers, nested in each other: Python walks them by recursion."""
 _DEEPEST: Final = 400
 """Most objects nested in each other, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
 each, of the thousand that Python allows."""
-_MOST_ITEMS: Final = 4_000_000
+_MAX_ITEMS: Final = 4_000_000
 """Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
 container, or making a state dict, visits all of them."""
 
@@ -130,8 +130,8 @@ class Audit:
         """Say why walking the objects would never end, or go too deep; empty if it would not."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
-        modules = Walk(self._children_of_module, _MOST_MODULES, _MOST_ITEMS)
-        containers = Walk(self._items, _MOST_CONTAINERS, _MOST_ITEMS)
+        modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)
+        containers = Walk(self._items, _MAX_CONTAINERS, _MAX_ITEMS)
         for value in self._nodes:
             if reason := modules.endless(value):
                 return f"its modules {reason}"

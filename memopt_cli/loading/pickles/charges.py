@@ -20,13 +20,13 @@ from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
-_LEAST_WORK, _MOST_WORK = 500_000, 8_000_000
+_MIN_WORK, _MAX_WORK = 500_000, 8_000_000
 """Units of work that even the smallest file may cause, and the most for any file.  For scale: a module of a model takes
 about 150 units, and a few hundred bytes in the file."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
 """Size in bytes of the part of a file that may be all opcodes, and bytes of it for each further unit of work; bytes of
 the whole file for each further unit, where most of a file is weights."""
-_COPIES, _LEAST_TAKEN = 4, 1 << 20
+_COPIES, _MIN_TAKEN = 4, 1 << 20
 """Bytes that calls may take as arguments: four for each byte of the file, since a pickle's memo lets it use a value
 several times, and 1 MiB in any file."""
 
@@ -50,7 +50,7 @@ class PickleScan:
 
     def __post_init__(self) -> None:
         self.most_work = min(
-            _LEAST_WORK + min(self.size, _DENSE) // _BYTES_PER_WORK + self.size // _BYTES_PER_MORE, _MOST_WORK
+            _MIN_WORK + min(self.size, _DENSE) // _BYTES_PER_WORK + self.size // _BYTES_PER_MORE, _MAX_WORK
         )
 
     def spend(self, work: int) -> None:
@@ -62,7 +62,7 @@ class PickleScan:
     def take(self, size: int) -> None:
         """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far more than the file has."""
         self.taken += size
-        if self.taken > _COPIES * self.size + _LEAST_TAKEN:
+        if self.taken > _COPIES * self.size + _MIN_TAKEN:
             raise ValueError(EXHAUSTING)
 
     def take_copies(self, value: Any) -> None:

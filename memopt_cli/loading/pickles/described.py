@@ -34,13 +34,13 @@ STORAGE_DTYPES = {
 
 LARGEST = 2**63 - 1
 """Most items or bytes of a tensor: the largest number that PyTorch can hold."""
-_MOST_SIZES = 64
+_MAX_SIZES = 64
 """Most dimensions of a tensor: few of PyTorch's operators take more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
 """Most bytes of a tensor for each byte of its storage, and bytes that are allowed besides.  A tensor from ``expand`` is
 larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, and a copy of it takes 4 TB."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
-_MOST_WRAPPERS = 8
+_MAX_WRAPPERS = 8
 """Most calls around the one that makes a tensor, such as those for a parameter and a subclass."""
 
 
@@ -81,10 +81,8 @@ def items_in(sizes: Iterable[int]) -> int:
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
-        if dims > _MOST_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
-            raise ValueError(
-                f"a tensor has more than {_MOST_SIZES} sizes, or one that is not a whole number below 2^63"
-            )
+        if dims > _MAX_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
+            raise ValueError(f"a tensor has more than {_MAX_SIZES} sizes, or one that is not a whole number below 2^63")
         count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
     if not count and widest == LARGEST:
         raise ValueError("an empty tensor has sizes whose product does not fit into 63 bits")
@@ -143,7 +141,7 @@ def is_storage(kind: Global) -> bool:
 def tensor_of(value: Any) -> PickledTensor | None:
     """Return the tensor of which ``value`` is the stand-in; ``None`` if it is a stand-in for something else."""
     trainable: bool | None = None
-    for _ in range(_MOST_WRAPPERS):
+    for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
             return None
         match str(value.callee).rpartition(".")[2], value.arguments.items:

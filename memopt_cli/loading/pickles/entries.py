@@ -21,7 +21,7 @@ from memopt_cli.text.documents import abridged, quoted_flag
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-_MOST_LOOKED_AT, _DEEPEST = 100_000, 20
+_MAX_LOOKED_AT, _DEEPEST = 100_000, 20
 """Most values among which a model is searched, and most containers nested in each other."""
 _SHOWN, _LONGEST_NAME = 8, 200
 """Most names in a message, and most characters of a name."""
@@ -178,7 +178,7 @@ def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | Non
     """Yield the ``wanted`` values in the containers of ``root``, each once; ``entries`` is as in :func:`place_of`."""
     pending: list[tuple[Path, Any]] = [((), root)]
     seen, looked = set[int](), 0
-    while pending and looked < _MOST_LOOKED_AT:
+    while pending and looked < _MAX_LOOKED_AT:
         where, value = pending.pop()
         looked += 1
         if id(value) in seen or not (entries or isinstance(value, Built | Tuple)):

@@ -50,14 +50,14 @@ from memopt_cli.verification.effects import Updates, parameters_kept
 from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
 
 _ENOUGH_S = 0.3
-_MOST_STEPS = 20
+_MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
 _BEYOND_DOUBT = 3
 """Slowdown in the first turn, divided by the allowed one, beyond which a plan is not timed again."""
 _NEAR, _NEAR_TURNS = 0.05, 5
 """A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
 gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
-_MOST_TURNS, _MOST_LONG_TURNS = 12, 3
+_MAX_TURNS, _MAX_LONG_TURNS = 12, 3
 """Most turns of short steps, and of long ones, while the error leaves open on which side of the limit a plan is."""
 _LONG_S = 1.0
 """Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
@@ -181,7 +181,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
         return list(zip(original, planned[plan], strict=False))
 
     def is_open(plan: int) -> bool:
-        least, most = (1, _MOST_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MOST_TURNS)
+        least, most = (1, _MAX_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MAX_TURNS)
         return _needs_more([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
 
     hopeful = list(range(len(job.plans)))
@@ -390,7 +390,7 @@ def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) 
 
 
 def _needs_more(times: Sequence[float], least: int) -> bool:
-    return len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS)
+    return len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MAX_STEPS)
 
 
 def _process_peak_bytes() -> int:

@@ -32,7 +32,7 @@ _AIM = 0.7
 The prediction comes from a warm measurement, but the run is cold and records its memory: it took 1.2 to 1.5 times as
 long in a ResNet and a spiking VGG.  A step that is too long costs another run.
 """
-_LEAST_S, _LEAST_GPU_S, _MOST_S = 1.0, 5.0, 10.0
+_MIN_S, _MIN_GPU_S, _MAX_S = 1.0, 5.0, 10.0
 _LONGEST_STEPS = 2.5
 """Without ``--longest-step``, the step of the answer takes at most this many described steps, within the bounds above:
 the advice should not cost more than the search.  On a GPU memory limits the batch: few steps take seconds there.
@@ -139,8 +139,8 @@ def begin_advice(
     """Begin the search for the batch that fits under ``plan``, whose step was ``measured`` at the described batch."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
-        least_s = _LEAST_S if device == "cpu" else _LEAST_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MOST_S), measured.step_s), 1)
+        least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
+        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MAX_S), measured.step_s), 1)
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     limits = limits_of_device(device, longest_s, aim=_AIM, budget=request.goal.budget)
     search = probes.search(prepared.batch, limits)

@@ -82,7 +82,7 @@ class CaseSearch:
     notes: list[str]
     limits: Limits
     most_runs: int
-    """The highest number of runs to find the batches that fit, in all cases together."""
+    """Maximum number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
     """The numbers of copies to choose from; empty: a single model is trained."""
     run: Callable[[int], BatchProbe | Failure] | None = None

@@ -18,8 +18,8 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
 
-_MOST_OPERATORS = 50_000
-"""The highest number of operators that a dry run may have; so many take half a minute on a slow core."""
+_MAX_OPERATORS = 50_000
+"""Maximum number of operators that a dry run may have; so many take half a minute on a slow core."""
 
 
 def check_varied(prepared: Prepared) -> None:
@@ -159,7 +159,7 @@ class BatchProbes:
         if self.operators_per_sample <= 0:
             return False
         most = max(self.operators)
-        return self.operators[most] + self.operators_per_sample * (batch - most) > _MOST_OPERATORS
+        return self.operators[most] + self.operators_per_sample * (batch - most) > _MAX_OPERATORS
 
     def _beyond(self, batch: int) -> float:
         intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])

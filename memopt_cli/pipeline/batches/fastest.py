@@ -59,9 +59,9 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
 
 _RUNS = 8
-"""The highest number of runs, including those of the original."""
+"""Maximum number of runs, including those of the original."""
 _OF_ORIGINAL = 4
-"""The highest number of runs of the original, unless its best batch needs one more."""
+"""Maximum number of runs of the original, unless its best batch needs one more."""
 _TELLING_BATCH = 4
 """The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 

@@ -15,7 +15,7 @@ _TIE = 0.01
 """Share by which two rates may differ and still count as equal; then the simpler plan wins."""
 
 _FINALISTS = 3
-"""The highest number of pairs that are run again at the end."""
+"""Maximum number of pairs that are run again at the end."""
 _NEAR = 0.2
 """Share by which a rate may vary from run to run on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0

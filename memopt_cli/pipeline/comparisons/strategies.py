@@ -46,7 +46,7 @@ from memopt_cli.search.plan.policy import resolve
 _SEARCHED_LEVEL = 3
 """Level of the search for a plan, where the user gives none."""
 
-_LEAST_COMPARED = 8
+_MIN_COMPARED = 8
 """The lowest number of time steps at which gradients are compared, within the range.
 
 A single step carries no state over, so every rule would seem exact."""
@@ -130,7 +130,7 @@ class _Job:
         if name == "online":
             for rule in ONLINE_RULES:
                 probe = functools.partial(_probe_online, session, rule, symbol)
-                compared = min(max(_LEAST_COMPARED, self.steps.low), self.steps.high)
+                compared = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
                 exactness = functools.partial(_agreement, session, rule, symbol, compared)
                 yield self._curve(name, f"online {rule}", probe, exactness)
             return

@@ -20,7 +20,7 @@ Rounding may flip a ReLU or a spike, which changes a gradient by more than its l
 3 % over five draws.  With a layer in chunks, gradients differed by half of that in the median, by 1.6 to 4.4 times that
 at most, and by 24 times in one draw.  A plan above the limit is compared fully at full size.
 """
-_MOST = 0.1
+_MAX = 0.1
 """Upper bound of that limit, as a relative change.
 
 Rounding that changes a tensor by this much is not used at all: it has tipped a choice that the order of sums would not,
@@ -91,7 +91,7 @@ def _allowed(found: TensorPrint, epsilon: float, rounded: TensorPrint | None, le
     if not found.epsilon:
         return 0.0
     moved = 0.0 if rounded is None else relative(found, rounded, least)
-    by_rounding = min(_MOST, _TIMES_ROUNDED * moved) if moved < _MOST else 0.0
+    by_rounding = min(_MAX, _TIMES_ROUNDED * moved) if moved < _MAX else 0.0
     return max(_half_of_digits(found, epsilon), by_rounding)
 
 

@@ -60,15 +60,15 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 
 _SHARE: Final = 0.9
 """Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
-_MOST_LOG_BYTES: Final = 16 << 20
-"""The highest number of bytes read from the end of a log, where the last failure is."""
+_MAX_LOG_BYTES: Final = 16 << 20
+"""Maximum number of bytes read from the end of a log, where the last failure is."""
 _BY_ERROR: Final = "what tensors held and what was free, by the error"
 _MORE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one), and what would fit is tried."
 )
 _KEPT: Final = 200
-"""The highest number of modules, or of lines of code, that are listed as holders of memory."""
+"""Maximum number of modules, or of lines of code, that are listed as holders of memory."""
 _LEVEL: Final = 4
 """Level of the search for a plan: the highest, as the step must fit by any means."""
 _SEARCH_S: Final = 30.0
@@ -161,7 +161,7 @@ def _counted_as(prepared: Prepared) -> str:
 
 def _error_of(path: str) -> OutOfMemoryText:
     try:
-        text = read_end(path, _MOST_LOG_BYTES).decode(errors="replace")
+        text = read_end(path, _MAX_LOG_BYTES).decode(errors="replace")
     except OSError as err:
         raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
     found = read_oom(text)

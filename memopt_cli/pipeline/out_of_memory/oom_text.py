@@ -27,19 +27,19 @@ _ALLOCATED: Final = (
     re.compile(rf"MPS allocated: {_AMOUNT}"),
 )
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
-_MOST: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
+_MAX: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
 _OTHERS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
 """Patterns of Apple's GPUs, whose message gives no free bytes: these are the maximum less all allocations."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
 _LINE: Final = 1000
-"""The highest number of characters that belong to the message before, and from, "tried to allocate"."""
-_MOST_BYTES: Final = 2**63
+"""Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
+_MAX_BYTES: Final = 2**63
 """Limit from which on a number of bytes is taken for garbage and read as 0."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
 _FRAME_LINES: Final = 8
-"""The highest number of lines that a frame of a traceback takes, with its code and carets."""
+"""Maximum number of lines that a frame of a traceback takes, with its code and carets."""
 _TRACEBACK: Final = 1 << 20
-"""The highest number of characters before the message that are searched for its traceback."""
+"""Maximum number of characters before the message that are searched for its traceback."""
 _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3")
 
 
@@ -52,7 +52,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     line_start = text.rfind("\n", max(0, last.start() - _LINE), last.start()) + 1 or max(0, last.start() - _LINE)
     said = text[line_start : last.start() + _LINE]
     allocated = _first(_ALLOCATED, said)
-    left = max(0, _first(_MOST, said) - allocated - _first(_OTHERS, said))
+    left = max(0, _first(_MAX, said) - allocated - _first(_OTHERS, said))
     total = _RESERVED_IN_TOTAL.search(said)
     unallocated = _bytes(total) - allocated if total else _first(_UNALLOCATED, said)
     return OutOfMemoryText(
@@ -73,7 +73,7 @@ def _bytes(found: re.Match[str]) -> int:
         amount = float(found[1]) * _UNITS[found[2]]
     except ValueError:  # the pattern also matches 1.2.3
         return 0
-    return int(amount) if amount < _MOST_BYTES else 0
+    return int(amount) if amount < _MAX_BYTES else 0
 
 
 def _innermost(text: str) -> str:

@@ -50,7 +50,7 @@ from memopt_cli.text.units import format_bytes
 _EVEN = 64
 """The approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _RUNS = 3
-"""The highest number of lengths at which the original is run to see whether it fits."""
+"""Maximum number of lengths at which the original is run to see whether it fits."""
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
@@ -164,7 +164,7 @@ class _Part:
         return predicted or 1.0, predicted or 1.0
 
     def may_be_faster(self, longer: _Part) -> bool:
-        """Tell whether the plan is faster than that of the ``longer`` range as measured or as predicted.
+        """Return whether the plan is faster than that of the ``longer`` range as measured or as predicted.
 
         One of the two is enough: measured times vary, and predictions rest on measured times.
         """
@@ -177,7 +177,7 @@ def _part(up_to: int, found: Findings) -> _Part:
 
 
 def _passes(found: Findings) -> bool:
-    """Tell whether the plan in ``found`` passed verification."""
+    """Return whether the plan in ``found`` passed verification."""
     return found.verification is not None and found.verification.passed
 
 

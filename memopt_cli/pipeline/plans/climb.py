@@ -66,7 +66,7 @@ class Climb:
         return [row if row.outcome is not None else self.measured(row) for row in believed]
 
     def may_go_lower(self) -> bool:
-        """Tell whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
+        """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
         most = min(1 + _MARGIN * (self._limit - 1), self._most_predicted)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
@@ -227,7 +227,7 @@ class Climb:
 
 
 def _misses(row: LevelRow) -> bool:
-    """Tell whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
+    """Return whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
     predicted_bytes = row.predicted_allocated_peak_bytes
     return predicted_bytes is not None and _peak(row) > _MISPREDICTED * predicted_bytes
 

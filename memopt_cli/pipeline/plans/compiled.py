@@ -47,8 +47,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.text.units import format_apart
 
-_MOST: Final = 6
-"""The highest number of plans that are compiled."""
+_MAX: Final = 6
+"""Maximum number of plans that are compiled."""
 _REGIONS: Final = 2
 """The highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN: Final = 50
@@ -60,10 +60,10 @@ _BUDGETS: Final = (0.5, 0.2, 0.8)
 _CLOSE: Final = 1.1
 """Ratio to the fastest step time up to which other steps are timed again, since a busy machine may decide the order."""
 _RIVALS, _TURNS = 3, 3
-"""The highest number of steps that are timed again, and the number of times that each of them is."""
+"""Maximum number of steps that are timed again, and the number of times that each of them is."""
 _NEARLY: Final = 1.02
 """Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
-_MOST_LONGER: Final = 4.0
+_MAX_LONGER: Final = 4.0
 """Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
 _WRONG: Final = "verification failed"
 """First words of the reason why a plan is dropped that fails verification."""
@@ -147,7 +147,7 @@ class CompiledSearch(ABC):
 
     @abstractmethod
     def _may_loosen(self, found: Measurement | None) -> bool:
-        """Tell whether the next memory budget may be looser, given ``found``, the measurement with the last one."""
+        """Return whether the next memory budget may be looser, given ``found``, the measurement with the last one."""
 
     @abstractmethod
     def _base(self) -> Plan | None:
@@ -208,7 +208,7 @@ class CompiledSearch(ABC):
     # ------------------------------------------------------------------------------------------ candidates
 
     def _candidates(self) -> Iterator[Plan]:
-        """Yield up to :data:`_MOST` plans; the caller measures each before it takes the next."""
+        """Yield up to :data:`_MAX` plans; the caller measures each before it takes the next."""
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
@@ -216,11 +216,11 @@ class CompiledSearch(ABC):
         if self.backend not in BUDGETED:
             budgets = both = iter(())
         for source in (regions, budgets, regions, regions, both, budgets):
-            if len(self._rows) < _MOST:
+            if len(self._rows) < _MAX:
                 yield from self._untried(source)
 
     def _ends_here(self, plain: CompiledRow) -> bool:
-        """Tell whether ``plain``, the model compiled without a plan, is the only candidate: it cannot be compiled."""
+        """Return whether ``plain``, the model compiled without a plan, is the only candidate: it cannot be compiled."""
         return isinstance(plain.outcome, StepFailed | TimedOut)
 
     def _untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
@@ -232,7 +232,7 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Tell whether ``row`` shows memory budgets to be useless: its own changes the results, or not the peak.
+        """Return whether ``row`` shows memory budgets to be useless: its own changes the results, or not the peak.
 
         With dropout, recomputing under a budget may change the results.
         """
@@ -273,7 +273,7 @@ class CompiledSearch(ABC):
         """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
-        prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MOST}")
+        prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MAX}")
         answer = self.measurements.answer_in(prepared, plan)
         if is_first:
             self.search.found.notes += self._notes(answer)
@@ -404,7 +404,7 @@ class SmallestCompiled(CompiledSearch):
             yield plan
             taken, allowed = self._outcome(plan), self.most_slowdown - 1
             extra = self._slowdown(taken) - 1 if taken is not None else 2 * allowed
-            times = allowed / extra if extra > allowed / _MOST_LONGER else _MOST_LONGER
+            times = allowed / extra if extra > allowed / _MAX_LONGER else _MAX_LONGER
             asked = 1 + ((asked if times > 1 else min(found.slowdown, asked)) - 1) * times
 
     def _may_loosen(self, found: Measurement | None) -> bool:

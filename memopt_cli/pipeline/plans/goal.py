@@ -36,7 +36,7 @@ from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
 _MEASURED = 6
-"""The highest number of plans that are measured for a budget, or beside the original for a frontier."""
+"""Maximum number of plans that are measured for a budget, or beside the original for a frontier."""
 _OOM_DIVISOR = 4
 """Divisor of the target: after a plan runs out of memory, the next may take a quarter less.
 
@@ -50,13 +50,13 @@ Nobody trains with a slower one, and measuring it would take ten times as long a
 _APART = 0.02
 """The share by which each plan on the frontier must peak lower than the plan shown before it."""
 _TRIED = 8
-"""The highest number of fast plans that are dry-run with the optimizer in backward for one target."""
+"""Maximum number of fast plans that are dry-run with the optimizer in backward for one target."""
 _NOTABLE_SHARE = 0.1
 """Share of a peak above which kernel workspaces are named as a reason for it."""
 _NAMED_SHARE = 0.9
-"""Share of a peak that a message accounts for by name, as far as :data:`_MOST_NAMED` modules hold that much."""
-_MOST_NAMED = 8
-"""The highest number of modules, or groups of similar ones, that a message names as holding activations."""
+"""Share of a peak that a message accounts for by name, as far as :data:`_MAX_NAMED` modules hold that much."""
+_MAX_NAMED = 8
+"""Maximum number of modules, or groups of similar ones, that a message names as holding activations."""
 _DOMINANT_SHARE = 0.5
 """Share of a peak above which a message says that parameters and gradients are most of it."""
 _FAR = 2.0
@@ -236,7 +236,7 @@ class GoalSearch:
         return [point for point in timed if point not in slow]
 
     def _is_too_slow(self, seemed: ParetoPoint, confirmed: ParetoPoint) -> bool:
-        """Tell whether a plan is too slow to be shown, by its first measurement and by its confirmed one.
+        """Return whether a plan is too slow to be shown, by its first measurement and by its confirmed one.
 
         Without ``--max-slowdown``, only a plan that is too slow both times is hidden: the user has set no limit.
         """
@@ -356,7 +356,7 @@ def what_stays(least: Counted, operators: Sequence[OpTrace], *, frees_gradients:
 def _largest_holders(least: Counted, until_bytes: float) -> Iterator[str]:
     """Yield the modules that hold most of the ``least`` peak, and how much, until they add up to ``until_bytes``."""
     held = gathered({holder.path: holder.held_bytes for holder in least.holders})
-    for path, nbytes in list(held.items())[:_MOST_NAMED]:
+    for path, nbytes in list(held.items())[:_MAX_NAMED]:
         if until_bytes <= 0:
             return
         until_bytes -= nbytes

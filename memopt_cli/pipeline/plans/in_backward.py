@@ -30,7 +30,7 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
-_LEAST_SAVING = 0.02
+_MIN_SAVING = 0.02
 """Share of the peak that the optimizer in backward must save to be worth its restrictions on the training script."""
 _WORTH_SAYING = 0.05
 """Share of the peak that it must save for a note to propose it to users who have not asked for it."""
@@ -59,13 +59,13 @@ class InBackwardPlans:
 
     def of(self, found: Priced) -> Priced | None:
         """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
-        if not self.is_allowed or _held_by_gradients(found.counted) < _LEAST_SAVING * found.peak_bytes:
+        if not self.is_allowed or _held_by_gradients(found.counted) < _MIN_SAVING * found.peak_bytes:
             return None
         plan = replace(found.plan, in_backward=True)
         counted = self.count(plan)
         if isinstance(counted, Counted):
             lower = replace(found, plan=plan, counted=counted, level=level_of(plan))
-            return lower if lower.peak_bytes <= (1 - _LEAST_SAVING) * found.peak_bytes else None
+            return lower if lower.peak_bytes <= (1 - _MIN_SAVING) * found.peak_bytes else None
         if not isinstance(counted, NotTried):
             self.refuse(plan, NotRun(failure=counted))
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
 
-_LEAST_SAVING = 0.02
+_MIN_SAVING = 0.02
 """The share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
 _HARDLY_SLOWER = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
@@ -50,6 +50,6 @@ def _saves_too_little(
     peak_bytes: int, original_bytes: int, slowdown: float, *, is_predicted: bool = False
 ) -> SavesTooLittle | None:
     saved = 1 - peak_bytes / original_bytes
-    if saved >= _LEAST_SAVING or (saved > 0 and slowdown <= _HARDLY_SLOWER):
+    if saved >= _MIN_SAVING or (saved > 0 and slowdown <= _HARDLY_SLOWER):
         return None
     return SavesTooLittle(saved=saved, slowdown=slowdown, is_predicted=is_predicted)

@@ -162,7 +162,7 @@ LIBRARIES: Final = frozenset(_ALLOWED)
 
 
 def is_allowed(operator: str) -> bool:
-    """Tell whether a program may call ``operator``, a name without overload such as ``aten::add_``."""
+    """Return whether a program may call ``operator``, a name without overload such as ``aten::add_``."""
     library, _, name = operator.partition("::")
     names = _ALLOWED.get(library, frozenset())
     in_place = name.endswith("_") and not name.endswith("__") and name != "as_strided_"

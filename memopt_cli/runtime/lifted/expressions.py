@@ -45,7 +45,7 @@ class Expressions:
         self._inline[node[3][0]] = self.of(node)
 
     def is_inline(self, operand: Any) -> bool:
-        """Tell whether ``operand`` is a value that has no variable."""
+        """Return whether ``operand`` is a value that has no variable."""
         return operand in self._inline
 
     def global_name(self, name: str) -> str:

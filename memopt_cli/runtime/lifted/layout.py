@@ -68,7 +68,7 @@ class Layout:
         return self._places[key]
 
     def is_expression(self, node: Node) -> bool:
-        """Tell whether ``node``, which has blocks, is a choice between two expressions."""
+        """Return whether ``node``, which has blocks, is a choice between two expressions."""
         if node[0] != "if" or len(node[3]) != 1:
             return False
         return all(

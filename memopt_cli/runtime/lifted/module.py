@@ -210,7 +210,7 @@ def _check_state(module: LiftedModule) -> None:
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:
-    """Tell whether the class of ``module`` has a method, property or other attribute ``name``."""
+    """Return whether the class of ``module`` has a method, property or other attribute ``name``."""
     return any(name in vars(kind) for kind in type(module).__mro__)
 
 
@@ -248,7 +248,7 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 
 def _can_get(owner: nn.Module, name: str) -> bool:
-    """Tell whether ``owner`` has an attribute ``name`` that is data."""
+    """Return whether ``owner`` has an attribute ``name`` that is data."""
     for held in (parameters_of(owner), buffers_of(owner)):
         if name in held:
             return is_data(held[name]) and not _is_of_class(owner, name)
@@ -256,6 +256,6 @@ def _can_get(owner: nn.Module, name: str) -> bool:
 
 
 def _can_set(owner: nn.Module, name: str) -> bool:
-    """Tell whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
+    """Return whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
     is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), children_of(owner)))
     return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

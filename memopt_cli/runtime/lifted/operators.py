@@ -323,7 +323,7 @@ class ScriptError(RuntimeError):
 
 
 def is_data(value: Any) -> bool:
-    """Tell whether ``value`` is data: a tensor, a number, a text, or containers of these."""
+    """Return whether ``value`` is data: a tensor, a number, a text, or containers of these."""
     pending, seen = [value], set[int]()
     while pending:
         item = pending.pop()

@@ -66,7 +66,7 @@ class BadProgram(ValueError):
 
 
 def is_name(text: Any) -> bool:
-    """Tell whether generated code may use ``text`` as the name of an attribute, a method or an argument."""
+    """Return whether generated code may use ``text`` as the name of an attribute, a method or an argument."""
     return (
         isinstance(text, str)
         and _NAME.fullmatch(text) is not None
@@ -76,7 +76,7 @@ def is_name(text: Any) -> bool:
 
 
 def is_attribute(text: Any) -> bool:
-    """Tell whether a program may use ``text`` as the name of a module's attribute.
+    """Return whether a program may use ``text`` as the name of a module's attribute.
 
     The name of a child or a parameter need not be an identifier, since it is looked up.
     """
@@ -86,22 +86,22 @@ def is_attribute(text: Any) -> bool:
 
 
 def is_method(text: Any) -> bool:
-    """Tell whether a program may use ``text`` as the name of a method or a function."""
+    """Return whether a program may use ``text`` as the name of a method or a function."""
     return is_name(text) and text not in _RESERVED
 
 
 def is_further_call(method: str) -> bool:
-    """Tell whether ``method`` is what tracing or exporting has made of a module's second, third … call."""
+    """Return whether ``method`` is what tracing or exporting has made of a module's second, third … call."""
     return re.fullmatch(r"forward_?\d+", method) is not None
 
 
 def is_parameter(text: Any) -> bool:
-    """Tell whether a program may use ``text`` as the name of an argument."""
+    """Return whether a program may use ``text`` as the name of an argument."""
     return is_name(text) and text not in ("self", FURTHER_CALL)
 
 
 def is_constant(value: Any) -> bool:
-    """Tell whether a program may hold ``value`` as a constant."""
+    """Return whether a program may hold ``value`` as a constant."""
     if type(value) is tuple:
         return all(is_constant(item) for item in value)
     return value is None or type(value) in (bool, int, float, str)
@@ -174,7 +174,7 @@ def values_of(operands: Iterable[Any]) -> set[int]:
 
 
 def is_pure(kind: str, detail: Any) -> bool:
-    """Tell whether a node of ``kind`` with ``detail`` does nothing but give its value."""
+    """Return whether a node of ``kind`` with ``detail`` does nothing but give its value."""
     if kind == "operator":
         return detail in EXPRESSIONS and EXPRESSIONS[detail].pure
     return kind in ("get", "parameter", "tensor", "device", "home", "tuple", "list", "dict", "named", "item", "none")

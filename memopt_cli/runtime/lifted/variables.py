@@ -45,7 +45,7 @@ class Variables:
         return sorted(found, key=lambda value: self._since[self._names[value]])
 
     def holds_since(self, value: int, position: int) -> bool:
-        """Tell whether a variable held ``value`` at ``position``, and still does."""
+        """Return whether a variable held ``value`` at ``position``, and still does."""
         return value in self._names and self._bound[value] < position
 
     def bind(self, name: str, value: int) -> None:
@@ -87,7 +87,7 @@ class Variables:
     # ------------------------------------------------------------------------------------------ new names
 
     def is_free(self, name: str, needed: Container[int] | None = None) -> bool:
-        """Tell whether the variable ``name`` holds nothing, or a value that is not ``needed``."""
+        """Return whether the variable ``name`` holds nothing, or a value that is not ``needed``."""
         if name in self._taken:
             return False
         value = self._values.get(name)

@@ -202,7 +202,7 @@ class Disk(Place):
         )
 
     def is_of_this_process(self) -> bool:
-        """Tell whether this process started the threads; a fork of that process does not have them."""
+        """Return whether this process started the threads; a fork of that process does not have them."""
         return os.getpid() == self._process
 
     def _is_open(self) -> bool:

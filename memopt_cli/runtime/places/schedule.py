@@ -35,7 +35,7 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 
-_LEAST_BYTES: Final = 1 << 16
+_MIN_BYTES: Final = 1 << 16
 """Least bytes of a tensor that is sent."""
 _GROUP: Final = 4
 """Number of tensors saved outside of segments that make a parcel."""
@@ -323,13 +323,13 @@ class Placed:
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
+    """Return whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
     if type(tensor) is not Tensor and not is_fake(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_nested or is_of_transform(tensor) or stands_for_zeros(tensor):
         return False
     is_plain = not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-    return is_plain and tensor.nbytes >= _LEAST_BYTES
+    return is_plain and tensor.nbytes >= _MIN_BYTES
 
 
 def fetched(stored: Packed | Placed) -> Packed:

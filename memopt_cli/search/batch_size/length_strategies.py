@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.text.documents import MOST_BYTES, printable, read_bytes
+from memopt_cli.text.documents import MAX_BYTES, printable, read_bytes
 
 TOKEN_BUDGET = "token_budget"
 
@@ -147,7 +147,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
 def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
     """Match the lines of the file at ``path`` against ``line_of``; empty lines are skipped."""
     try:
-        lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MOST_BYTES)), "utf-8-sig", errors="replace")
+        lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MAX_BYTES)), "utf-8-sig", errors="replace")
     except OSError as err:
         raise UsageError(f"cannot read lengths from {path}: {err.strerror}", hint="Check the path.") from err
     matches = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-_MOST_DRY_RUNS = 24
+_MAX_DRY_RUNS = 24
 """Most evaluations in the search for a root."""
 _STRAIGHT = 0.002
 """Share of the bound up to which a value off a line counts as on it."""
@@ -30,7 +30,7 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, kno
     high = min((number for number, result in known.items() if result > bound), default=_LARGEST)
     low = max((number for number, result in known.items() if result <= bound and number < high), default=0)
     aim, gap, is_bent = bound, math.inf, False
-    while high - low > _within_reach(low) and len(known) - len(known_at) < _MOST_DRY_RUNS:
+    while high - low > _within_reach(low) and len(known) - len(known_at) < _MAX_DRY_RUNS:
         if _is_settled(known, low, bound):
             return low
         number = start

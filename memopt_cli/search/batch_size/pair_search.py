@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _GROWTH = 1.4
 """Ratio of consecutive batches at which plans are priced."""
-_MOST_BATCHES = 12
+_MAX_BATCHES = 12
 """Most batches at which plans are priced; the last is forty times the first."""
 _DOUBT = 0.1
 """Assumed error of predicted rates before any pair has run: a pair predicted to be slower than the best run by more
@@ -84,7 +84,7 @@ class PairSearch:
     def batches(self, after: int) -> Iterator[int]:
         """Yield the batches above ``after`` at which plans are priced, in ascending order."""
         unit, most, size, last = self.limits.multiple_of, self.limits.most_samples or math.inf, after, after
-        for _ in range(_MOST_BATCHES):
+        for _ in range(_MAX_BATCHES):
             size = max(size + unit, int(size * _GROWTH) // unit * unit)
             batch = self.of_use(int(min(size, most)))
             if batch > last:

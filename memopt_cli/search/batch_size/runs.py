@@ -10,7 +10,7 @@ from memopt_cli.text.units import format_bytes
 
 TARGET_SHARE = 0.8
 """Share of the device's memory that a batch may take by default."""
-MOST_PROBES = 6
+MAX_PROBES = 6
 """Most measured runs for one answer."""
 _PUNCTUAL = 1.1
 """Multiple of the time limit up to which a step is still in time, since times vary."""
@@ -36,7 +36,7 @@ class Limits:
     """Number that must divide every batch."""
     most_samples: int | None = None
     """Largest useful batch; ``None`` for no such bound."""
-    probes: int = MOST_PROBES
+    probes: int = MAX_PROBES
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_RANGES = 4
+MAX_RANGES = 4
 """Most ranges of a plan by length."""
 _WORTH = 0.01
 """Share by which one more range must shorten the epoch."""
@@ -59,7 +59,7 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
 
     candidates = _spread([length for length in work.lengths if plain < length < longest], work)
     best: tuple[int, ...] = ()
-    for number in range(1, MOST_RANGES - (plain > 0)):
+    for number in range(1, MAX_RANGES - (plain > 0)):
         bounds = min(itertools.combinations(candidates, number), key=epoch, default=())
         if not bounds or epoch(bounds) > (1 - _WORTH) * epoch(best):
             break

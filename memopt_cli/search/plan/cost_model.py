@@ -64,7 +64,7 @@ _NORM_SHARE = 0.4
 it normalizes)."""
 _FLOPS_PER_S = 5e10
 """Assumed operations a second where no operator was timed; only ratios of times matter then."""
-_LEAST_S = 15e-6
+_MIN_S = 15e-6
 """Assumed least seconds of an operator where none was timed."""
 
 
@@ -186,7 +186,7 @@ def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
     return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
 
 
-_MOST_CHUNKS = 256
+_MAX_CHUNKS = 256
 """Most chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took over a minute
 (four blocks of two layers, 64 features, batch 2048)."""
 
@@ -201,7 +201,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
     while chunks < length:
         shorter = math.ceil(length / chunks) - 1
         chunks = math.ceil(length / min(shorter, math.ceil(length / (chunks * factor))))
-        if chunks > _MOST_CHUNKS:
+        if chunks > _MAX_CHUNKS:
             return
         yield chunks
 
@@ -239,7 +239,7 @@ class CostModel:
         """Bytes of the tensors that autograd saves and a codec can pack."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Allocated peak of the original in bytes."""
-        self.seconds = _timed_alike(trace) if timed else [max(_LEAST_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        self.seconds = _timed_alike(trace) if timed else [max(_MIN_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
         """Seconds of every operator, measured or estimated from its flops."""
         self.step_s = sum(self.seconds)
         """Seconds of the original step."""

@@ -14,7 +14,7 @@ from memopt_cli.search.plan.questions import ChunkQuestions, nested
 from memopt_cli.search.plan.sending import fewer_sent
 from memopt_cli.search.plan.targets import segment as plain_segment
 
-_MOST_UNWRAPS = 40
+_MAX_UNWRAPS = 40
 """Most segments whose removal is tried, those that cost most time first."""
 
 
@@ -39,7 +39,7 @@ class Improvements:
     def relaxed(self, plan: Plan, fits: Callable[[Plan], bool]) -> Plan:
         """Return ``plan`` without the segments, chunks, packing and sent tensors that it does not need to fit."""
         removable = [s for s in plan.segments if not s.through_loss]
-        for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MOST_UNWRAPS]:
+        for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MAX_UNWRAPS]:
             plan = self._reduced(plan, segment, fits)
         while plan.sends and (less := next(filter(fits, fewer_sent(plan)), None)):
             plan = less

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from memopt_cli.records import StepTrace
 from memopt_cli.search.plan.interface import is_within
 
-_MOST_CALLS = 24
+_MAX_CALLS = 24
 """Most costly calls of a segment that keeps any.  In a larger module, segments on its parts can keep theirs."""
-_MOST_CHOICES = 6
+_MAX_CHOICES = 6
 """Most sets of calls that are tried for one segment."""
 
 
@@ -52,9 +52,9 @@ def costly_calls(trace: StepTrace, seconds: Sequence[float]) -> list[Costly]:
 def choices(calls: Sequence[Costly]) -> list[frozenset[int]]:
     """List sets of ``calls`` worth keeping, by operator: the best few by seconds per byte, then more, up to all."""
     worthy = sorted((c for c in calls if c.nbytes and c.seconds), key=lambda c: c.nbytes / c.seconds)
-    if len(worthy) > _MOST_CALLS:
+    if len(worthy) > _MAX_CALLS:
         return []
-    count = min(_MOST_CHOICES, len(worthy))
+    count = min(_MAX_CHOICES, len(worthy))
     return [frozenset(c.op for c in worthy[: len(worthy) * (i + 1) // count]) for i in range(count)]
 
 

@@ -22,7 +22,7 @@ _SOLUTIONS = 16
 """Most plans that a solver proposes for one budget; most of them are not dry-run."""
 _CLOSE = 0.02
 """Share of the budget that a good plan may leave unused."""
-_LEAST_STEP = 0.002
+_MIN_STEP = 0.002
 """Share by which the budget is lowered, at least, after a dry run exceeded it."""
 _PATIENCE = 2
 """Most answers on chunks in a row that lower the peak by less than :data:`WORTH_LOWERING`; after one more, no further
@@ -159,7 +159,7 @@ class LevelSearch:
         times by dry runs.
         """
         target, dry_runs, bias = budget_bytes, 0, 1.0
-        step = int(budget_bytes * _LEAST_STEP)
+        step = int(budget_bytes * _MIN_STEP)
         for _ in range(_SOLUTIONS):
             plan = self._fastest(packed, target, budget_bytes, may_learn=may_learn) if dry_runs < _DRY_RUNS else None
             if plan is None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.plan.interface import is_within
 
-_LEAST_ROWS = 128
+_MIN_ROWS = 128
 """Fewest rows of a chunk: matrix products of fewer rows are slow."""
 _ON_THE_WAY = {"aten::_to_copy", "aten::clone"}
 """Operators allowed between the head and its loss, besides views: casts and copies."""
@@ -53,7 +53,7 @@ def _chunks(module: ModuleTrace) -> int:
     """Return a power of two of chunks, such that one chunk of the output is about as large as the whole input."""
     wanted = 1 << math.ceil(math.log2(module.output_bytes / max(1, module.first_input_bytes)))
     rows = math.prod(module.input_shape[:-1])
-    return max(2, min(wanted, rows // _LEAST_ROWS))
+    return max(2, min(wanted, rows // _MIN_ROWS))
 
 
 def _feeds_loss_alone(trace: StepTrace, module: ModuleTrace) -> bool:

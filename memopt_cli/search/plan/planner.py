@@ -149,7 +149,7 @@ class Planner:
         return [priced for priced in self.frontier_so_far if priced.slowdown <= most_slowdown]
 
     def may_go_lower(self, plan: Plan, level: int, most_slowdown: float) -> bool:
-        """Tell whether a longer search of ``level`` might find a peak clearly below that of ``plan``.
+        """Return whether a longer search of ``level`` might find a peak clearly below that of ``plan``.
 
         Sums answer, with modules that were not asked yet assumed to run in chunks.  Where the time is too short even
         for sums, it might.
@@ -250,7 +250,7 @@ class Planner:
             over_bytes, refuted = (over_bytes + counted.peak_bytes - budget_bytes, refuted + 1) if is_over else (0, 0)
 
     def _fits(self, space: SearchSpace, most_bytes: int, best: Priced, plan: Plan) -> bool:
-        """Tell whether ``plan``, which is ``best`` relaxed, is within ``most_bytes`` and no slower than ``best``.
+        """Return whether ``plan``, which is ``best`` relaxed, is within ``most_bytes`` and no slower than ``best``.
 
         It can be slower where tensors are sent: with less to recompute meanwhile, the step waits longer for copies.
         """

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import MOST_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import MAX_NORMS, ChunkRule, Counted, Failure, ModuleTrace, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.interface import NotTried, Probes, is_within
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.proposals import Proposals
 
-_MOST_CLASSES = 12
+_MAX_CLASSES = 12
 """Most classes of modules that are tried in chunks, since each trial takes a real step of a module."""
 
 
@@ -118,7 +118,7 @@ class ChunkQuestions:
     @property
     def may_ask(self) -> bool:
         """Whether more modules may be asked."""
-        return self.questions < self._most and self._learned < _MOST_CLASSES
+        return self.questions < self._most and self._learned < _MAX_CLASSES
 
     def learn(self, plan: Plan) -> bool:
         """Ask modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
@@ -179,7 +179,7 @@ class ChunkQuestions:
         return may_be and self._may_save(proposals.modules[path])
 
     def _may_save(self, module: ModuleTrace) -> bool:
-        few_norms = self._allow_inexact or self._proposals.norms[module.path] <= MOST_NORMS
+        few_norms = self._allow_inexact or self._proposals.norms[module.path] <= MAX_NORMS
         return few_norms and self._proposals.allowed.chunkable(module.path) and saves_by_chunks(module)
 
     def _allow(self, chunks: Mapping[str, tuple[ChunkRule, int]]) -> None:

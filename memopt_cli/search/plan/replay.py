@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 from memopt_cli.search.plan.sending import (
-    LEAST_SENT_BYTES,
+    MIN_SENT_BYTES,
     NEVER,
     SAVES_OF_A_PARCEL,
     SentParcel,
@@ -87,7 +87,7 @@ class ReplayedSegment:
         return next((norm for norm in self.norms if norm > op), None)
 
 
-LEAST_PACKED_BYTES = 4096
+MIN_PACKED_BYTES = 4096
 """Least size of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 
 
@@ -378,16 +378,16 @@ class _Parcels:
         stored += [entry for group in groups for entry in group]
         for _, needed, index, parcel in sorted(stored, key=lambda entry: entry[0]):
             storage = original.trace.storages[index]
-            if storage.kind == "inputs" and storage.nbytes >= LEAST_SENT_BYTES:
+            if storage.kind == "inputs" and storage.nbytes >= MIN_SENT_BYTES:
                 self.copied[index] = storage.nbytes
-            elif storage.born >= 0 and storage.nbytes >= LEAST_SENT_BYTES:
+            elif storage.born >= 0 and storage.nbytes >= MIN_SENT_BYTES:
                 first = self.holding.setdefault(index, parcel)
                 first.needed_at = min(first.needed_at, needed)
         follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
         storages, savers = self._original.trace.storages, self._original.savers
-        large = (index for index, storage in enumerate(storages) if storage.nbytes >= LEAST_PACKED_BYTES)
+        large = (index for index, storage in enumerate(storages) if storage.nbytes >= MIN_PACKED_BYTES)
         saves = sorted((op, index) for index in large for op in savers[index] if inner[op] is None)
         for start in range(0, len(saves), SAVES_OF_A_PARCEL):
             group = saves[start : start + SAVES_OF_A_PARCEL]
@@ -486,7 +486,7 @@ class Replay:
         if is_kept:
             start = self._order.at(None, storage.born)
             own_parcel = self._parcels.of.get(inner) if self._parcels and inner else None
-            if own_parcel is not None and storage.nbytes >= LEAST_SENT_BYTES:
+            if own_parcel is not None and storage.nbytes >= MIN_SENT_BYTES:
                 self._add_sent(own_parcel, start, held_until, kept_until, storage.nbytes)
             else:
                 self._ledger.live(start, kept_until, storage.nbytes)
@@ -520,7 +520,7 @@ class Replay:
         elif savers.get(block):
             released = self._lives.release(storage, savers[block])
             end, sent_end = (end, released) if parcels and self._sends_outside else (max(end, released), 0)
-            if block is None and storage.nbytes >= LEAST_PACKED_BYTES:
+            if block is None and storage.nbytes >= MIN_PACKED_BYTES:
                 self.left_unpacked += self._packed * len(savers[None])
         end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
         for held in self._lives.holders(index, storage, block):
@@ -541,7 +541,7 @@ class Replay:
         return 0 if norm is None else self._order.after(self._original.backward_end[norm])
 
     def _packs(self, storage: StorageTrace) -> bool:
-        return self._packed and storage.compressor != "null" and storage.nbytes >= LEAST_PACKED_BYTES
+        return self._packed and storage.compressor != "null" and storage.nbytes >= MIN_PACKED_BYTES
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
@@ -601,7 +601,7 @@ class Replay:
             nbytes = self._trace.storages[index].nbytes
             end = self._lives.held_until(index, block)
             parcel = self._parcels.of.get(block) if self._parcels else None
-            if parcel is not None and packed_bytes >= LEAST_SENT_BYTES and block.segment.compressor != "parts":
+            if parcel is not None and packed_bytes >= MIN_SENT_BYTES and block.segment.compressor != "parts":
                 self._add_sent(parcel, start, start, end, packed_bytes)
             else:
                 self._ledger.live(start, end, packed_bytes)

@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.search.plan.interface import is_within
 
-MOST_SCHEDULES = 400
+MAX_SCHEDULES = 400
 """Most schedules kept of the blocks from the first of the step up to the present one."""
-MOST_INNER_SCHEDULES = 32
+MAX_INNER_SCHEDULES = 32
 """Most schedules kept of a single block."""
 
 
@@ -206,11 +206,11 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
             if best and best[-1][0] == pair[0]:
                 best.pop()
             best.append(pair)
-    if len(best) > MOST_SCHEDULES:
+    if len(best) > MAX_SCHEDULES:
         best.reverse()  # the fastest first, which _sampled prefers
         peaks = [max(schedule.peak_bytes, schedule.kept_bytes + after.peak_bytes) for _, _, schedule, after in best]
         lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
-        chosen = _sampled([kept for kept, *_ in best], [0] * len(best), lowest, MOST_SCHEDULES)
+        chosen = _sampled([kept for kept, *_ in best], [0] * len(best), lowest, MAX_SCHEDULES)
         best = [best[n] for n in chosen]
     return [schedule.then(after) for _, _, schedule, after in best]
 

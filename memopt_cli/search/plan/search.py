@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memopt_cli.search.plan.block_tree import Block, repeated
-from memopt_cli.search.plan.schedules import MOST_INNER_SCHEDULES, MOST_SCHEDULES, Bounds, Schedule, followed, thinned
+from memopt_cli.search.plan.schedules import MAX_INNER_SCHEDULES, MAX_SCHEDULES, Bounds, Schedule, followed, thinned
 from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
 
 _PRECISION = 1000
@@ -208,7 +208,7 @@ class Solver:
             plain, run = self._through(plain, child, bounds), []
         plain = followed(plain, run, bounds) if run else plain
         segments = followed(before, self._as_segment(block, self._outside), bounds)
-        return thinned([*plain, *segments], MOST_SCHEDULES, bounds.budget_bytes)
+        return thinned([*plain, *segments], MAX_SCHEDULES, bounds.budget_bytes)
 
     def _stands_alone(self, block: Block) -> bool:
         """Return whether ``block`` is solved by itself: if it has no parts, has equals, or is a round."""
@@ -233,11 +233,11 @@ class Solver:
     def _solve(self, block: Block, context: Context) -> list[Schedule]:
         self._tick()
         if block.is_round:
-            return thinned([schedule.finished() for schedule in self._inside(block, context)], MOST_INNER_SCHEDULES)
+            return thinned([schedule.finished() for schedule in self._inside(block, context)], MAX_INNER_SCHEDULES)
         segments = self._as_segment(block, context)
         if block.path in self._chosen.segmented:
             return segments
-        return thinned([*self._inside(block, context), *segments], MOST_INNER_SCHEDULES)
+        return thinned([*self._inside(block, context), *segments], MAX_INNER_SCHEDULES)
 
     def _inside(self, block: Block, context: Context) -> list[Schedule]:
         """Return the schedules of ``block`` without a segment on it, from those of its parts."""
@@ -252,7 +252,7 @@ class Solver:
         for child in block.children:
             schedules = thinned(
                 [schedule.then(own) for schedule in schedules for own in self._schedules(child, context)],
-                MOST_INNER_SCHEDULES,
+                MAX_INNER_SCHEDULES,
             )
         return schedules
 
@@ -265,7 +265,7 @@ class Solver:
         if key not in self._solved.segments:
             choices = [frozenset[int](), *self._segments.keeps(block, context)]
             schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, context)]
-            self._solved.segments[key] = thinned(schedules, MOST_INNER_SCHEDULES)
+            self._solved.segments[key] = thinned(schedules, MAX_INNER_SCHEDULES)
         return self._solved.segments[key]
 
     def _keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:

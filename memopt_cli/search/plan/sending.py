@@ -18,7 +18,7 @@ from typing import Final
 from memopt_cli.records import PlaceName, Plan, SegmentPlan
 from memopt_cli.search.plan.interface import is_within
 
-LEAST_SENT_BYTES: Final = 1 << 16
+MIN_SENT_BYTES: Final = 1 << 16
 """Least size of a tensor that is sent."""
 SAVES_OF_A_PARCEL: Final = 4
 """Saves outside of segments that make a parcel."""

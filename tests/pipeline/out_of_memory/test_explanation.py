@@ -269,7 +269,7 @@ def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
 
 
 def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanation, "_MOST_LOG_BYTES", 1000)
+    monkeypatch.setattr(explanation, "_MAX_LOG_BYTES", 1000)
     log = tmp_path / "train.log"
     log.write_text("Tried to allocate 1.00 MiB\n" + "step\n" * 1000 + "Tried to allocate 2.00 MiB\n")
     found = explain(

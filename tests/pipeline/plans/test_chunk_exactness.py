@@ -39,7 +39,7 @@ class Block(Parts, norm=GIVEN):
         return y.mean(1, keepdim=True)
 
 
-LEAST = ("--max-slowdown", "none", "--max-split-rounds", "1")
+MIN = ("--max-slowdown", "none", "--max-split-rounds", "1")
 """Two chunks are enough to be exact or not."""
 
 
@@ -57,7 +57,7 @@ def in_chunks(summary: MemOptSummary) -> list[SegmentPlan]:
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_batch_norms_of_every_dimension_run_in_chunks_and_are_exact(dims: int, optimize: Callable[..., Any]) -> None:
     torch.save(net(NORMS[dims - 1]), "net.pt")
-    summary = summary_of(optimize("-i", f"8x1x{SIZES[dims - 1]}", "--target", "Block", "--json", *LEAST))
+    summary = summary_of(optimize("-i", f"8x1x{SIZES[dims - 1]}", "--target", "Block", "--json", *MIN))
     assert in_chunks(summary)
     assert all(segment.batch_statistics and not segment.inexact for segment in in_chunks(summary))
     assert summary.verification.passed
@@ -71,7 +71,7 @@ def test_what_synchronizes_its_norms_runs_in_no_chunks_and_the_summary_says_why(
 ) -> None:
     torch.save(net(nn.SyncBatchNorm), "net.pt")
     flags = ("--allow-inexact",) if allowed else ()
-    done = optimize("-i", "8x1x24x24", "--target", "Block", *flags, *LEAST)
+    done = optimize("-i", "8x1x24x24", "--target", "Block", *flags, *MIN)
     assert done.code == 0, done.err
     assert ("SyncBatchNorm, whose statistics are those of all processes" in done.out) is not allowed
     assert ("NOT exact, as allowed: in " in done.out) is allowed

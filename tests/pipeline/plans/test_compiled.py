@@ -383,7 +383,7 @@ def test_without_the_backend_the_eager_plan_is_the_answer(tmp_path: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MOST", 2)  # as it is, and with segments
+    monkeypatch.setattr(compiled, "_MAX", 2)  # as it is, and with segments
     asked = requested(tmp_path, 1.0, p=0.1)
     summary = optimized(replace(asked, goal=SearchGoal(), search=resolve({"level": 2, "max_slowdown": math.inf})))
     right = [row for row in summary.compiled if not row.dropped and isinstance(row.outcome, Measurement)]
@@ -399,7 +399,7 @@ def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MOST", 1)
+    monkeypatch.setattr(compiled, "_MAX", 1)
     monkeypatch.setattr(optimization, "without_beaten", lambda points: (points, ""))  # of steps so short, any may be
     asked = requested(tmp_path, 1.0, backend="eager")
     asked = replace(asked, goal=SearchGoal(frontier=True), search=resolve({"level": 1}))

@@ -32,7 +32,7 @@ from memopt_cli.search.batch_size import capacity
 from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.search.batch_size.lines import between, fit_line, largest_root
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
-from memopt_cli.search.batch_size.runs import MOST_PROBES, Limits
+from memopt_cli.search.batch_size.runs import MAX_PROBES, Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 
 
@@ -276,7 +276,7 @@ def test_a_step_longer_than_allowed_is_never_passed_over(most: int) -> None:
     power=st.floats(0.5, 2),
     noise=st.floats(0.8, 1.25),
     fits=st.integers(1, 400),
-    most=st.integers(1, MOST_PROBES),
+    most=st.integers(1, MAX_PROBES),
 )
 def test_what_is_recommended_is_in_time_or_says_how_long_it_takes(
     batch: int, fixed: float, each: float, power: float, noise: float, fits: int, most: int
@@ -348,7 +348,7 @@ def test_beyond_this_machine_it_is_an_estimate() -> None:
 def test_failing_runs_fall_back_to_what_fitted() -> None:
     machine = Machine(peak=lambda batch: 30 * batch, fails=lambda batch: batch > 16)
     advice = machine.advise(8)
-    assert len(machine.asked) <= MOST_PROBES
+    assert len(machine.asked) <= MAX_PROBES
     assert 8 <= advice.recommended_batch <= 16
     assert "out of memory" in advice.limited_by
     assert advice.estimated_batch == advice.recommended_batch
@@ -561,7 +561,7 @@ def test_only_what_was_run_within_the_budget_is_recommended(
         fails=lambda n: n > limit,
     )
     outcome: BatchOutcome = machine.search(batch, longest_step_s=longest, multiple_of=unit).largest()
-    assert len(machine.asked) <= MOST_PROBES
+    assert len(machine.asked) <= MAX_PROBES
     assert len(set(machine.asked)) == len(machine.asked)
     assert all(n % unit == 0 for n in machine.asked)
     if isinstance(outcome, BatchAdvice):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt_cli.search.plan.bounds import MOST_RANGES, Work, inner_bounds
+from memopt_cli.search.plan.bounds import MAX_RANGES, Work, inner_bounds
 
 counts = st.dictionaries(st.integers(1, 60), st.integers(1, 50).map(float), min_size=1, max_size=12)
 
@@ -38,7 +38,7 @@ def test_bounds_are_the_best_of_their_number(found: dict[int, float], plain: int
         return epoch(found, line)
 
     best = inner_bounds(Work.of(found), plain=plain, longest=longest, slowdown=slowdown)
-    assert len(best) + (plain > 0) + 1 <= MOST_RANGES
+    assert len(best) + (plain > 0) + 1 <= MAX_RANGES
     assert list(best) == sorted(set(best))
     assert all(plain < bound < longest and bound in found for bound in best)
     between = [length for length in found if plain < length < longest]
@@ -53,5 +53,5 @@ def test_where_a_plan_costs_nothing_one_range_does() -> None:
 
 def test_many_lengths_are_thinned() -> None:
     found = inner_bounds(Work.of(dict.fromkeys(range(1, 5000), 1.0)), plain=1000, longest=4999, slowdown=1.5)
-    assert len(found) == MOST_RANGES - 2
+    assert len(found) == MAX_RANGES - 2
     assert 1000 < found[0] < 2900 < found[1] < 4500

@@ -64,7 +64,7 @@ def _alternatives(_: Any, parts: Any) -> Any:
     return functools.reduce(operator.or_, parts)
 
 
-_MOST_PARTS: Final = 200
+_MAX_PARTS: Final = 200
 """Most parts of a type: Python compares each with all the others."""
 
 
@@ -74,8 +74,8 @@ def _check_parts(node: Built, graph: Graph) -> str:
     while pending:
         part = pending.pop()
         seen += 1
-        if seen > _MOST_PARTS:
-            return f"makes a type of more than {_MOST_PARTS} parts"
+        if seen > _MAX_PARTS:
+            return f"makes a type of more than {_MAX_PARTS} parts"
         if isinstance(part, Tuple) or (isinstance(part, Built) and part.how == "plain"):
             pending.extend(part.items)
         elif isinstance(part, Built) and str(part.name) != "builtins.type":

@@ -13,7 +13,7 @@ from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, 
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
-_LARGEST, _MOST_SIZES = 2**48, 32
+_LARGEST, _MAX_SIZES = 2**48, 32
 """Most items and most dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -106,7 +106,7 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 def _items(shape: tuple[Any, ...]) -> int:
     """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even beside a 0."""
     try:
-        if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MOST_SIZES:
+        if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MAX_SIZES:
             raise Broken(f"an array has the shape {quoted(shape)}")
         return items_in(shape)
     except (TypeError, ValueError) as err:

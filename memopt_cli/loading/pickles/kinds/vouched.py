@@ -32,7 +32,7 @@ from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
-_MOST_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
+_MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
 """A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
@@ -133,7 +133,7 @@ def _defined_here(wanted: Global) -> bool:
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
     """Return the files of this folder that define ``wanted``."""
-    sources = itertools.islice(sorted(Path().glob(pattern)), _MOST_SCRIPTS)
+    sources = itertools.islice(sorted(Path().glob(pattern)), _MAX_SCRIPTS)
     return [path for path in sources if defined_as(path, wanted)]
 
 
@@ -149,7 +149,7 @@ def defined_as(path: Path, wanted: Global) -> Definition:
         return ""
 
 
-@functools.lru_cache(maxsize=2 * _MOST_SCRIPTS)
+@functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
     """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
     if size > _LONGEST_SCRIPT or not path.is_file():
