@@ -65,7 +65,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
 
 
 def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """Raise :class:`UnsafeFileError` for keys and values in ``file`` that may run or vouch for code: nobody typed them."""
+    """Raise :class:`UnsafeFileError` for keys and values in ``file`` that may run or vouch for code."""
     code = _RUNS_CODE | {
         name
         for command in _commands(context)

@@ -53,7 +53,7 @@ class Option:
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
     names: Literal["data", "file", "code"] = "code"
-    """Most dangerous thing that a text of :attr:`takes` can name: nothing but data, a file to read, or code to run or
+    """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
     to trust.  A ``memopt.yaml`` that nobody named may not set the last, so a new row is refused until it says "data"."""
 
     @property
