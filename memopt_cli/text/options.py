@@ -54,7 +54,7 @@ class Option:
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
     names: Literal["data", "file", "code"] = "code"
     """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
-    to trust.  A ``memopt.yaml`` that nobody named may not set the last, so a new row is refused until it says "data"."""
+    to trust.  A found ``memopt.yaml`` may not set the last, so new rows are refused until they say "data"."""
 
     @property
     def may_name(self) -> Literal["data", "file", "code"]:
