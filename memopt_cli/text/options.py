@@ -568,7 +568,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "confirm": Option(
         "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
     ),
-    "against": Option("Another way to name CANDIDATE.", OTHERS, "CANDIDATE", "model", python=""),
     "config": Option(
         "Read flags from YAML (level: 4). The command line wins.",
         OTHERS,
