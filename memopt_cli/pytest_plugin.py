@@ -141,7 +141,7 @@ def _limit(marker: pytest.Mark) -> int:
     if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
         pytest.fail(f'write @pytest.mark.{_MARKER}("120 MiB")', pytrace=False)
     try:
-        return parse_bytes(marker.args[0])
+        return parse_bytes(marker.args[0], needs_unit=True)
     except UsageError as err:
         pytest.fail(f"@pytest.mark.{_MARKER}: {err}", pytrace=False)
 
