@@ -85,7 +85,7 @@ class Worker:
             elif spec.is_recorded:
                 error.hint = "The model took these inputs when the baseline was recorded: see what changed since."
             elif is_pretrained(location):
-                error.hint = f"Leave `-i` out: the inputs are then taken from the configuration in {location}."
+                error.hint = f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
             raise
 
     def close(self) -> None:
