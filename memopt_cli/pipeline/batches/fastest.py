@@ -53,7 +53,7 @@ from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.plan.questions import TimeIsUp
+from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.schedules import Limits, spent_by
+from memopt_cli.search.plan.schedules import Limits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
-from memopt_cli.search.plan.targets import asked_for
+from memopt_cli.search.plan.targets import named_modules
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
 """Least level at which segments may lie in others; may run in chunks, or through losses; and may keep outputs."""
@@ -24,7 +24,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     If the user named modules, level 1 may put segments on those alone; from level 2 on, also on parts of them.  Raises
     :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    asked = asked_for(modules, options)
+    asked = named_modules(modules, options)
     chosen = None if asked is None else {module.path for module in asked}
 
     def is_target(path: str) -> bool:
@@ -53,5 +53,5 @@ def level_of(plan: Plan) -> int:
         return KEPT
     if any(segment.chunks > 1 or segment.through_loss for segment in plan.segments):
         return CHUNKS
-    _, splits, _ = spent_by(plan.segments, 2)
+    _, splits, _ = count_segments(plan.segments, 2)
     return NESTED if splits else 1
