@@ -115,9 +115,8 @@ class Planner:
             budget_bytes = min(tie_bytes, lower_bytes) if least.peak_bytes <= lower_bytes else below.peak_bytes
             fastest = self.within(level, budget_bytes) or least
             previous, least = least, self.dry_runs.smallest(level, max_slowdown)
-            if (
-                least.peak_bytes == previous.peak_bytes
-            ):  # otherwise a smaller plan was found meanwhile: begin again there
+            # If the search found a smaller plan meanwhile, begin again there.
+            if least.peak_bytes == previous.peak_bytes:
                 return fastest
 
     def within(self, level: int, budget_bytes: int) -> PricedPlan | None:

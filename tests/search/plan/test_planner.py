@@ -146,7 +146,7 @@ def test_what_is_nearly_the_least_lowers_the_peak_by_enough_too() -> None:
     for path, share, slowdown in (("blocks.0", 0.979, 2.0), ("blocks.1", 0.98, 1.8), ("blocks.2", 0.985, 1.5)):
         counted = replace(original.counted, allocated_peak_bytes=int(share * original.peak_bytes))
         found = PricedPlan(plan=segments(path), counted=counted, level=1, slowdown=slowdown)
-        plans.dry_runs._found[found.plan] = found
+        plans.dry_runs._priced[found.plan] = found
     assert plans.best(1).slowdown == 1.8
 
 
@@ -519,7 +519,7 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
         if known_first:
             search.runs.count(smallest.plan)
         else:
-            plans.dry_runs._found.pop(smallest.plan)
+            plans.dry_runs._priced.pop(smallest.plan)
         before = len(plans.dry_runs)
         search.descend(0)
         assert (len(plans.dry_runs) > before) is not known_first
@@ -616,11 +616,11 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
+    assert plans.space.may_give_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
     monkeypatch.setattr(plans.space.trials, "_classes_tried", 12)
-    assert not plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)
+    assert not plans.space.may_give_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans.space.may_give_a_faster(
+    assert not plans.space.may_give_faster(
         plans.runs.fastest(subject.original.allocated_peak_bytes), budget
     )  # the original is within that
 
@@ -643,7 +643,7 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
     needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
-    plans.dry_runs._found.pop(needed.plan)
+    plans.dry_runs._priced.pop(needed.plan)
     needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
