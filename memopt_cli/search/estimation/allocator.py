@@ -2,8 +2,8 @@
 
 It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  In this file, a *segment* is a
 piece of device memory that the allocator reserves at once and divides into blocks.  A request takes the smallest free
-block that is large enough; of equal blocks, the one at the lowest address.  The rest of the block becomes a new block if
-it is large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all free stay
+block that is large enough; of equal blocks, the one at the lowest address.  The rest of it becomes a new block if it is
+large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all free stay
 reserved until memory runs out.
 """
 
