@@ -13,7 +13,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import StorageLog, active, module_stack
-from memopt_cli.trace.modules import ModuleNotes, asked_compressor, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, requested_compressor, taking_notes
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.step import Step
 
@@ -46,7 +46,7 @@ def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def enter(path: str, module: nn.Module, given: Any) -> None:
-        if asked_compressor(module) == OWN_COMPRESSOR:
+        if requested_compressor(module) == OWN_COMPRESSOR:
             codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
             reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
             found.setdefault(path, next(filter(None, reasons), ""))

@@ -87,7 +87,7 @@ class StorageLog(TorchDispatchMode):
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
         self.exchanged.note(func, args, kwargs, output)
         for tensor, kind in labelled(func, args, kwargs):
-            made = self.known(tensor)
+            made = self.find(tensor)
             if made is not None and made.kind in _MADE:
                 made.kind = kind
 
@@ -144,9 +144,9 @@ class StorageLog(TorchDispatchMode):
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
-    def known(self, tensor: Tensor) -> Storage | None:
+    def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
-        return self.storages.known(tensor)
+        return self.storages.find(tensor)
 
     def _kind(self) -> str:
         return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
@@ -202,11 +202,11 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
         for place, output in enumerate(outputs):
-            if (storage := log.known(output)) is not None:
+            if (storage := log.find(output)) is not None:
                 codec_of_whole[storage.index] = known.outputs.get((path, place), "null")
 
     def codec_of(tensor: Tensor) -> str:
-        storage = log.known(tensor)
+        storage = log.find(tensor)
         if storage is None:
             return "null"
         return codec_of_whole.get(storage.index) or known.saved.get((storage.path, storage.rank), "null")

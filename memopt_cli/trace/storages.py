@@ -106,7 +106,7 @@ class Storages:
         self._end(key, until)
         return None
 
-    def known(self, tensor: Tensor) -> Storage | None:
+    def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         part = next(parts_of(tensor), tensor)
         entry = self._alive.get(memory_of(part)) if has_storage(part) else None

@@ -12,7 +12,7 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
-    """Return the limits on ``device`` for a budget of ``memory``: bytes as an int, a share of free memory as a float."""
+    """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of free bytes."""
     whole = device_capacity(device)
     if isinstance(memory, float):
         free = free_capacity(device)

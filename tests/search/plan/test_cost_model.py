@@ -145,7 +145,7 @@ def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int
     full, small = (
         Step(model=model, args=(torch.randn(24, batch, 57),), kwargs={}, settings=StepSettings()) for batch in (16, 8)
     )
-    workspaces = taken(full).compared(taken(small))
+    workspaces = taken(full).pair_with(taken(small))
     fake = FakeStep(full)
     trace = fake.record(16, workspaces)
     assert any(0 < op.fixed_workspace_bytes < op.workspace_bytes for op in trace.ops)
