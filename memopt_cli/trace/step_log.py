@@ -29,7 +29,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
-from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name_of
+from memopt_cli.trace.operators import draws, dtype_of, flops_of, name_of, written_tensors
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -109,7 +109,7 @@ class StepLog(StorageLog):
             phase=phase,
             module=module,
             reads=self._indices(arguments),
-            mutates=self._indices(modified(func, args, kwargs)),
+            mutates=self._indices(written_tensors(func, args, kwargs)),
             random=draws(func, args, kwargs),
             flops=flops_of(func, args, kwargs, output),
             dtype=dtype_of(arguments),

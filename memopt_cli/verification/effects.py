@@ -288,6 +288,11 @@ def _widened(value: Any) -> Any:
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
+def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Return whether two steps left the very same bits."""
+    return not difference(reference, other).name
+
+
 def cloned(value: Any) -> Any:
     """Return a copy of ``value`` with its tensors cloned, and detached from their graph."""
     return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
@@ -323,8 +328,8 @@ def _magnitude(tensor: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in ``tensor``, in one pass and without a copy; NaN if it contains NaN."""
-    least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
-    return max(abs(least.item()), abs(most.item()))
+    lowest, highest = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
+    return max(abs(lowest.item()), abs(highest.item()))
 
 
 def _least_statistic(name: str, effects: dict[str, Tensor]) -> float:

@@ -43,7 +43,7 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
     """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
     workspaces = allocated.workspaces
-    return workspaces if meter is None else replace(meter.found, kept_bytes=workspaces.kept_bytes)
+    return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:

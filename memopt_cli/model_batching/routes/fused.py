@@ -40,7 +40,7 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
-from memopt_cli.verification.effects import difference, generator_state, generators_kept
+from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
 
 class FusedRoute(Route):
@@ -165,7 +165,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
             graph = _Tracer().trace(entry)
         except Exception as error:
             raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
-        if difference(generators, generator_state()).name:
+        if not bit_equal(generators, generator_state()):
             raise Refused(
                 f"{type(source).__name__} draws random numbers in its own code, which a graph would not repeat"
             )

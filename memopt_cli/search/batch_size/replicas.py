@@ -1,4 +1,4 @@
-"""The search for how many copies of a model train fastest as one (``--replicas``); each number is run once."""
+"""The search for the number of copies of a model that train fastest as one (``--replicas``); each is run once."""
 
 from __future__ import annotations
 

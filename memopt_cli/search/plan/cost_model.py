@@ -5,7 +5,7 @@ segment frees tensors that only autograd would have kept.  Right before the segm
 more, and what autograd saves then lives as long as before.  Segments nest: within a recomputation, an inner segment is
 in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is alive at once.
 
-The seconds are those of the recorded operators, plus recomputation, plus overheads that the constants below describe.
+The seconds are the sum of the recorded operators, recomputation, and overheads that the constants below describe.
 
 All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  A dry run
 (:func:`memopt_cli.trace.count`) is exact but takes about a second; the cost model finds the plans that are worth one.

@@ -24,7 +24,7 @@ class PricedPlan:
     level: int
     """Least level that allows all that the plan does."""
     slowdown: float
-    """Step time divided by that of the original."""
+    """Step time divided by the step time of the original."""
 
     @property
     def peak_bytes(self) -> int:

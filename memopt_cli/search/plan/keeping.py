@@ -1,4 +1,4 @@
-"""The choice of outputs that a segment keeps instead of recomputing them: those of its costly operators.
+"""The choice of outputs that a segment keeps instead of recomputing them: outputs of its costly operators.
 
 Convolutions, matrix products and attention take most of the time and make only a part of the bytes; the operators
 between them are cheap to run again.  Outputs that save most seconds per byte are kept first.

@@ -135,7 +135,7 @@ class Proposals:
         return self.predict(plan).allocated_peak_bytes
 
     def slowdown(self, plan: Plan) -> float:
-        """Predict the step time of ``plan``, divided by that of the original."""
+        """Predict the step time of ``plan``, divided by the step time of the original."""
         heads_slowdown = self._heads_slowdown if plan.segments else 1.0  # the empty plan is the original, without heads
         return heads_slowdown * self.model.predict(plan).step_s / self.model.step_s
 

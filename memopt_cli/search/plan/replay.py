@@ -62,7 +62,7 @@ class ReplayedSegment:
     length: int = 0
     """Length of the axis along which the chunks are cut.  0: not known."""
     shares: float = 1.0
-    """Size of the whole divided by that of the longest chunk, multiplied over this segment and those around it."""
+    """Size of the whole divided by the size of the longest chunk, multiplied over this segment and all around it."""
     longest_adds_in_place: bool = False
     """Whether backward reaches a chunk of the greatest length after two others."""
     packed: dict[int, int] = field(default_factory=dict)
