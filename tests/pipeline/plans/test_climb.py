@@ -51,7 +51,7 @@ class FakeDryRuns:
     def smallest(self, level: int, most_slowdown: float) -> PricedPlan:
         return self._planner.best(level, most_slowdown)
 
-    def known(self, plan: Plan) -> PricedPlan | None:
+    def get(self, plan: Plan) -> PricedPlan | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
 
 
