@@ -225,7 +225,7 @@ def test_a_recurrent_layer_in_chunks() -> None:
     )
     for step in (full, small):
         measure(step)
-    workspaces = measure(full).workspaces.compared(measure(small).workspaces)
+    workspaces = measure(full).workspaces.pair_with(measure(small).workspaces)
     plan = Plan(segments=(SegmentPlan(path="lstm", chunks=4, axis=0, seq_inputs=1, seq_outputs=1),))
     fake = FakeStep(full)
     apply_plan(fake.step.model, plan)
