@@ -96,7 +96,7 @@ def predicted(search: BatchSearch) -> BatchEstimate | str:
     budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
-        return f"not even batch {search.model.least} fits into {search.runs.limits.text}"
+        return f"not even batch {search.model.smallest_batch} fits into {search.runs.limits.text}"
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),

@@ -41,7 +41,7 @@ from memopt_cli.records import (
     ShownFrontier,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.search.plan.targets import describe_selection, refusal_notes
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
@@ -359,7 +359,7 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
-        known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
+        known, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
         assert known is not None, "the planner has found it"
         plans = self._plans_in_backward(search, most_slowdown)
         found = plans.of_level(row, known)
@@ -413,8 +413,8 @@ class _Job:
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Record which modules are segments of ``plan``, why requested ones are not, and the neighbouring plans."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
-        self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
-        self.found.notes += left_out(self.found.selection.refused)
+        self.found.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
+        self.found.notes += refusal_notes(self.found.selection.refusals)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
