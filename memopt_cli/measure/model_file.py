@@ -25,10 +25,10 @@ from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.jobs import (
     ORIGINAL,
+    Accepted,
     CompareJob,
     DescribeJob,
     InspectJob,
-    Saved,
     SaveJob,
     SnapshotJob,
     Subject,
@@ -148,9 +148,9 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     write_model(model, job.plan, file)
 
 
-def compare_saved(subject: Subject, job: CompareJob) -> Saved:
+def compare_saved(subject: Subject, job: CompareJob) -> Accepted:
     """Compare the saved model at the path of ``job`` with the original.  Raises :class:`MemoptError`."""
-    return Saved(size_bytes=check_returned(job.path, subject.source))
+    return Accepted(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:

@@ -153,7 +153,7 @@ class _Sides:
         """Return why the last step in ``failed`` failed, by watching both sides as they take it once more."""
         self.progress.stage("looking for the cause")
         count = len(failed.steps)
-        watched = replace(job, steps=count, watched=count - 1)
+        watched = replace(job, steps=count, watched_step=count - 1)
         one, other = self._ask(self._reference, watched), self._ask(self._candidate, watched)
         if not isinstance(one, Followed) or not isinstance(other, Followed) or not other.failed:
             one = other = failed
@@ -272,7 +272,7 @@ class _Judge:
     def _explained(self, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
         """Run the differing step again while watching it, and name the module and the likely cause."""
         self.sides.progress.stage("looking for the cause")
-        both = self.sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
+        both = self.sides.both(replace(job, steps=apart.step + 1, watched_step=apart.step))
         cause = self._cause(job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
         return replace(found, alike="not", differs_in_step=apart.step + 1, gaps=apart.gaps, cause=cause)
 

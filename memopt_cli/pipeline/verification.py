@@ -181,17 +181,17 @@ def _says_nothing(found: Verification | Failure) -> bool:
 
 
 def _verified_at(
-    prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0, session: Session | None = None
+    prepared: Prepared, plan: Plan, sizes: Sizes, original_step_s: float = 0.0, session: Session | None = None
 ) -> Verification | Failure:
     """Verify ``plan`` at ``sizes`` in ``session``, or in a fresh one if there is none or it dies.
 
     If only the further steps end the subprocess, the first step decides, and the further ones are reported as skipped.
     """
-    job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
+    job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further_steps=True, original_step_s=original_step_s)
     found = (session or prepared).ask(job)
     if isinstance(found, Verification | StepFailed):
         return found
-    alone = prepared.ask(replace(job, further=False))
+    alone = prepared.ask(replace(job, further_steps=False))
     if not isinstance(alone, Verification) or not alone.passed or plan.is_empty:
         return alone
     lost = FurtherCheck(name="in later steps", batch=sizes.batch, not_tried=describe(found), skipped=True)

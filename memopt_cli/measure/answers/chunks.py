@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import small_step
-from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob
+from memopt_cli.measure.jobs import ChunkingJob
 from memopt_cli.records import ChunkRule, ModuleTrace, Refused, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.private_torch import hook_tables
@@ -20,9 +20,9 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 """Attributes of modules that do not change along which axis a module can run in chunks."""
 
 
-def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkingFound:
+def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
     """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
-    return ChunkingFound(rule=bench.known(Trials).rule(job.path, allow_inexact=job.allow_inexact))
+    return bench.known(Trials).rule(job.path, allow_inexact=job.allow_inexact)
 
 
 @dataclass(frozen=True, slots=True)

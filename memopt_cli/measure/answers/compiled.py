@@ -34,7 +34,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
         raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     torch.compiler.reset()
     apply_plan(bench.model, plan, bench.optimizer)
-    with graph_breaks() as broken:
+    with graph_breaks() as breaks:
         try:
             for _ in range(_COMPILING):
                 take_from_start(bench, step, lambda step: step.take())
@@ -45,7 +45,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
             is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
             raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
     step.model.zero_grad(set_to_none=True)
-    return broken[0] if broken else ""
+    return breaks[0] if breaks else ""
 
 
 def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:

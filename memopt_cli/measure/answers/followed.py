@@ -37,7 +37,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
-        return replace(take_steps(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
+        return replace(take_steps(taken, job.steps, job.watched_step, between), evaluating=bench.evaluating)
 
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {

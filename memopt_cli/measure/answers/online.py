@@ -24,8 +24,8 @@ _WINDOW = 8
 
 
 def compare(bench: Bench, job: AgreementJob) -> GradientAgreement:
-    """Compare the online gradients of ``job.steps`` time steps with those through time, in float64."""
-    return compare_gradients(bench.step(dims={job.symbol: job.steps}), job.rule)
+    """Compare the online gradients of ``job.time_steps`` steps with those through time, in float64."""
+    return compare_gradients(bench.step(dims={job.symbol: job.time_steps}), job.rule)
 
 
 def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
@@ -39,15 +39,15 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
     sequence.restart()
     # Memory is recorded twice, since a recording of a whole sequence would be huge: at the start, where everything
     # that stays is made, and after the last time step, where anything that grew would show.
-    first = _allocated_bytes(bench, sequence, range(min(job.steps, _WINDOW)))
+    first = _allocated_bytes(bench, sequence, range(min(job.time_steps, _WINDOW)))
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
     synchronize(bench.settings.device)
     started = time.perf_counter()
-    sequence.run(range(job.steps))
+    sequence.run(range(job.time_steps))
     synchronize(bench.settings.device)
     elapsed = time.perf_counter() - started
-    last = _allocated_bytes(bench, sequence, range(job.steps, job.steps + 1))
+    last = _allocated_bytes(bench, sequence, range(job.time_steps, job.time_steps + 1))
     return BatchProbe(batch=bench.batch, allocated_peak_bytes=max(first, last), step_s=elapsed)
 
 

@@ -19,7 +19,7 @@ from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, spread_function
-from memopt_cli.measure.jobs import DescribeJob, GroupJob, InGroup, Subject
+from memopt_cli.measure.jobs import DescribeJob, GroupJob, Subject
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.records import (
     Counted,
@@ -44,8 +44,8 @@ _COUNTS = 3
 _TIMED_STEPS = 5
 
 
-def measure(subject: Subject, job: GroupJob) -> InGroup:
-    """Measure a step on this rank, and return the measurements of all ranks.
+def measure(subject: Subject, job: GroupJob) -> RanksMeasured | RankLost:
+    """Measure a step on this rank, and return the measurements of all ranks, or the reason why one was lost.
 
     Raises :class:`MemoptError`: on all ranks if one fails while they still agree on each stage; once ranks run
     collectives, only on the rank that fails.
@@ -57,9 +57,9 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
             real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
             ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
         ):
-            return InGroup(outcome=_measured(subject, subject.layout, job, mesh, ranks))
+            return _measured(subject, subject.layout, job, mesh, ranks)
     except RankLostError as lost:
-        return InGroup(outcome=RankLost(reason=lost.message, hint=lost.hint))
+        return RankLost(reason=lost.message, hint=lost.hint)
 
 
 def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:

@@ -107,7 +107,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     """Measure as :func:`_measure` does, but by the allocator alone: compiled code runs operators that nothing sees."""
     started = time.monotonic()
     step = bench.step()
-    broken = compile_step(bench, job.plan, step)
+    graph_break = compile_step(bench, job.plan, step)
     first_s, first = _first(bench, step)
     timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
@@ -125,7 +125,9 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     )
     measurement = _measurement(bench, started, timed, counted, allocated)
     not_as_planned = tuple(warnings_of(bench.model))
-    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, broken=broken)
+    return Measured(
+        measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, graph_break=graph_break
+    )
 
 
 def _measurement(

@@ -70,8 +70,8 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
         remove_segments,
         batch=job.batch,
         full_size=job.batch == bench.batch and job.dims.items() <= described.items(),
-        resize=resize if job.further else None,
-        asked_s=job.asked_s,
+        resize=resize if job.further_steps else None,
+        original_step_s=job.original_step_s,
     )
     dims = {**described, **job.dims}
     dims.pop(BATCH, None)

@@ -229,11 +229,11 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
 
 
 def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
-    return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
+    return session().ask(OnlineJob(rule=rule, symbol=symbol, time_steps=steps))
 
 
 def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
-    found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
+    found = session().ask(AgreementJob(rule=rule, symbol=symbol, time_steps=steps))
     if not isinstance(found, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(found)}"
     if found.exact:

@@ -11,7 +11,7 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.files.outputs import check_outputs
 from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.devices import resolve_device
-from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
+from memopt_cli.measure.jobs import ORIGINAL, GroupJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prediction import predicted_ranks
@@ -90,12 +90,12 @@ def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksM
     subject = Subject(source=request.source, settings=request.settings, layout=request.layout, rank=request.rank)
     with Session(subject, request.timeout_s) as session:
         found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
-    if not isinstance(found, InGroup):
+    if not isinstance(found, RanksMeasured | RankLost):
         this = f"rank {request.rank} of {request.layout.ranks}: "  # a failed step names its rank itself
         raise_failure(found, "" if isinstance(found, StepFailed) else this)
-    if isinstance(found.outcome, RankLost):
-        raise RankLostError(found.outcome.reason, hint=found.outcome.hint)
-    return found.outcome
+    if isinstance(found, RankLost):
+        raise RankLostError(found.reason, hint=found.hint)
+    return found
 
 
 def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress) -> RankPrediction | None:

@@ -109,15 +109,15 @@ def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep 
         backend=plan.compile.backend,
         allocated_peak_bytes=found.measurement.allocated_peak_bytes,
         step_s=found.measurement.step_s,
-        broken=found.broken,
+        broken=found.graph_break,
     )
 
 
 def broken_notes(found: Measured) -> tuple[str, ...]:
     """Return a note on why the compiled model of a measurement is not one graph; empty if it is."""
-    if not found.broken:
+    if not found.graph_break:
         return ()
-    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {found.broken}.",)
+    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {found.graph_break}.",)
 
 
 def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:

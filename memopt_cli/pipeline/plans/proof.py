@@ -155,7 +155,7 @@ class Prover:
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
-                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further_steps=True))
                 return found if isinstance(found, Verification) else None
 
             return agreeing(plan, verify)
