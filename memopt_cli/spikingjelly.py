@@ -73,7 +73,7 @@ from memopt_cli.search.plan.targets import (
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
-from memopt_cli.training.apply import apply_plan, taken_off
+from memopt_cli.training.apply import apply_plan, without_plan
 from memopt_cli.training.own_checkpoints import switches_of
 from memopt_cli.training.wrappers import unwrapped
 
@@ -265,7 +265,7 @@ def apply_gc(
     )
     resolved = resolve(overrides)
     device = resolve_device() if device == "cuda" else device
-    with taken_off(net) as carried:
+    with without_plan(net) as carried:
         if dummy_input is None:
             modules = _listed(net, resolved, StepSettings(device=device))
         else:
@@ -326,7 +326,7 @@ def _local_rank(variable: str, devices: int) -> int:
 
 def _on_instances(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
     """Make segments of the modules that the caller named, without measuring, and install them on ``net``."""
-    with taken_off(net) as carried:
+    with without_plan(net) as carried:
         found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
         if not found.plan.is_empty:
             found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
@@ -354,7 +354,7 @@ def _measured(
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
-        with taken_off(net) as carried:
+        with without_plan(net) as carried:
             found = found_and_proven(request, replace(prepared, progress=progress), find_plan)
             apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
         found.notes[:0] = taken_off_note(carried)

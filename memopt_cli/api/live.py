@@ -75,7 +75,7 @@ from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
-from memopt_cli.training.apply import apply_plan, plan_of, taken_off
+from memopt_cli.training.apply import apply_plan, plan_of, without_plan
 
 
 @said_in_python()
@@ -479,7 +479,7 @@ def _searched(
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:
     """Apply the plan in ``found`` to ``model`` in place of the one that it carries, and set the folder it sends to."""
-    with taken_off(model) as carried:
+    with without_plan(model) as carried:
         apply_plan(model, found.plan.of_model)
     _, folder = found.resolved.options.sends_to
     if folder is not None and found.plan.sends:

@@ -41,7 +41,7 @@ class Step:
         for optimizer in self.optimizers:
             _check_optimizer(optimizer, known)
         if not callable(self.run):
-            raise OptionError(f"run is a {type(self.run).__name__}, which cannot be called", hint=_EXAMPLE)
+            raise OptionError(f"run cannot be called: it has the type {type(self.run).__name__}", hint=_EXAMPLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step on the inputs ``args`` and ``kwargs``."""
@@ -58,15 +58,17 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")
         if not isinstance(model, nn.Module):
-            raise OptionError(f"the model {name!r} is a {type(model).__name__}, not a torch.nn.Module", hint=_EXAMPLE)
+            raise OptionError(
+                f"the model {name!r} is not a torch.nn.Module: it has the type {type(model).__name__}", hint=_EXAMPLE
+            )
 
 
 def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizers holds a {kind}, not a torch.optim.Optimizer", hint=_EXAMPLE)
+        raise OptionError(f"optimizers must hold torch.optim.Optimizers, but it holds {kind}", hint=_EXAMPLE)
     if wants_closure(optimizer):
-        raise OptionError(closure_refusal(optimizer), hint="Take an optimizer that steps without a closure.")
+        raise OptionError(closure_refusal(optimizer), hint="Choose an optimizer that steps without a closure.")
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise OptionError(
             f"{kind} updates a tensor that is a parameter of no model of the step",
@@ -93,15 +95,15 @@ class StepModels(nn.Module):
         self.leaves: frozenset[str] | None = None
         """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
         self._moved: dict[nn.Parameter, Tensor] = {}
-        """Parameter that a step changes by other means than its optimizers -> its value before."""
+        """Parameter that a step changes by other means than its optimizers -> its value before the step."""
         self.waiting = {id(optimizer) for optimizer in step.optimizers}
-        """Ids of the optimizers that have not updated yet; an update that a scaler skips does not count."""
+        """Ids of the optimizers that have not updated yet; updates that a scaler skips do not count."""
         for name, model in step.models.items():
             self.add_module(name, model)
 
     @property
     def has_updated(self) -> bool:
-        """Whether any optimizer has updated, or there is none."""
+        """Whether an optimizer has updated; true for a step without optimizers."""
         return not self.step.optimizers or len(self.waiting) < len(self.step.optimizers)
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
@@ -119,11 +121,11 @@ class StepModels(nn.Module):
                 parameter.copy_(value)
 
     def on(self, device: str) -> StepModels:
-        """Return the models on ``device``: these, if they are there, or else new ones."""
+        """Return the models on ``device``: these models if they are there already, otherwise new ones."""
         return self if device == self._device else self._made_on(device).to(device)
 
     def anew(self) -> StepModels:
-        """Make the models once more, with layers grouped in runs if these have them."""
+        """Make the models once more, with layers grouped in runs if these models have such runs."""
         made = self._made_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
             group_layers(made)

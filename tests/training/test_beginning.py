@@ -133,9 +133,9 @@ class Steep(Net):
 def test_a_scaler_that_finds_its_scale() -> None:
     model, settings = Steep(), StepSettings(precision="fp16")
     step = Step(model=model, args=(inputs(),), kwargs={}, settings=settings, scaler=make_scaler(settings))
-    step.settle(StartingState(model))
+    step.find_scale(StartingState(model))
     assert step.scaler.get_scale() < 2**16
-    assert step.is_settled()
+    assert step.has_scale()
 
 
 def test_steps_on_ranks() -> None:

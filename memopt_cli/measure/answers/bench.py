@@ -216,14 +216,14 @@ class Bench:
         """Begin ``step`` from the state in which the model was loaded: see :func:`memopt_cli.training.step.begin`."""
         begin(step, self._start)
 
-    def settle(self, step: Step) -> None:
+    def find_scale(self, step: Step) -> None:
         """Let the gradient scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
-        step.settle(self._start)
+        step.find_scale(self._start)
         self.reset()
 
-    def settled(self, step: Step) -> Step:
+    def warmed_up(self, step: Step) -> Step:
         """Return ``step`` after its scaler has found a scale and its optimizers have made their state."""
-        self.settle(step)
+        self.find_scale(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
             step.take()
             self.reset()
@@ -236,7 +236,7 @@ class Bench:
         self.enter_start()
         try:
             step = self.step()
-            self.settle(step)
+            self.find_scale(step)
             return run(step)
         except Exception as error:
             if not is_out_of_memory(error):

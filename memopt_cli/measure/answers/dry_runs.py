@@ -101,7 +101,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """Count the tensor peak and measure the allocated peak of a step on data."""
-    step = bench.settled(bench.step(job.batch, job.dims))
+    step = bench.warmed_up(bench.step(job.batch, job.dims))
     with bench.planned(job.plan):
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
@@ -148,7 +148,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """Record a step on data under ``plan``."""
     workspaces = workspaces_for(bench, plan)
     with bench.planned(plan):
-        step = bench.settled(bench.step())
+        step = bench.warmed_up(bench.step())
         with _checkpoints_of(step, plan) as checkpoints:
             recorded = trace.record(step, bench.batch, contents=True, workspaces=workspaces)
     called = tuple(dict.fromkeys(checkpoints))
@@ -157,7 +157,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
 
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
     """Watch which modules call ``torch.utils.checkpoint`` themselves; not under a plan, whose segments call it, too."""
-    return watched_checkpoints(step.named) if plan == ORIGINAL else contextlib.nullcontext([])
+    return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:

@@ -29,7 +29,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     step = bench.step()
     if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
-            bench.settle(step)
+            bench.find_scale(step)
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
             failed = StepPrint(effects=(), others=(), hooks=(), failed=why)

@@ -72,7 +72,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
         spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))
     with ranks.alone():
-        start = StartingState(step.named)
+        start = StartingState(step.unwrapped_model)
         warm_up(step, start)
         times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
@@ -127,10 +127,10 @@ def warm_up(step: Step, start: StartingState) -> None:
 
     Raises :class:`StepError` if a step cannot be taken.
     """
-    step.settle(start)
+    step.find_scale(start)
     begin(step, start)
     step.checked()
-    step.clip()
+    step.unscale_and_clip()
     step.update()
     begin(step, start)
     step.take()

@@ -175,7 +175,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
-    step, since, limit = bench.settled(bench.step()), _clocks(), job.most_slowdown
+    step, since, limit = bench.warmed_up(bench.step()), _clocks(), job.most_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
 
@@ -248,7 +248,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
 
 def probed(bench: Bench, step: Step) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
-    bench.settle(step)
+    bench.find_scale(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
         _timed(bench, step)  # the optimizer makes its state in its first update
     try:
@@ -311,8 +311,8 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
 def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     """Take a step with finite gradients, drop the gradients, and return the seconds and the results of the step."""
     elapsed, printed = _taken(bench, step)
-    if not step.is_settled():
-        bench.settle(step)
+    if not step.has_scale():
+        bench.find_scale(step)
         elapsed, printed = _taken(bench, step)
     bench.model.zero_grad(set_to_none=True)
     return elapsed, printed
@@ -329,7 +329,7 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         updates |= used.gradients
     else:
         output = step.checked()
-        step.clip()
+        step.unscale_and_clip()
         step.update()
     synchronize(bench.settings.device)
     elapsed = time.perf_counter() - started

@@ -38,7 +38,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
         step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
         with bench.planned(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # small sizes warn that there are fewer chunks than the plan has
-            step.reach_loss()
+            step.run_to_loss()
         if len(cuts) < chunked:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(cuts)} did")
         return cuts
@@ -52,7 +52,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     """Verify the plan of ``job`` at its sizes; a plan with an optimizer in backward also in a few updates."""
     trained = bench.resized(job.batch, job.dims)
-    bench.settle(trained)
+    bench.find_scale(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model
     described = bench.subject.spec.dims
 
