@@ -503,7 +503,7 @@ def assert_failed(
 def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
     with start("Killed") as session:
         pid = pid_of(session)
-        detail = "the profiling subprocess was killed, as the system does when memory runs out"
+        detail = "the profiling subprocess was killed (SIGKILL), most likely because memory ran out"
         assert session.ask(MeasureJob(plan=ORIGINAL)) == OutOfMemory(detail=detail)
         assert processes_of(pid) == []
         # A session that has ended says so, and starts nothing.

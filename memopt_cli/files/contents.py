@@ -117,7 +117,7 @@ _PLAN = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
-    """Read the header of a file; its inputs are checked as strictly as those that a user types."""
+    """Read the header of a file; its inputs are checked as strictly as typed ones."""
     header = from_data(FileHeader, data, where=where)
     try:
         check_spec(header.spec)

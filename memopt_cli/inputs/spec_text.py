@@ -291,7 +291,7 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
 
 
 _MAX_SIZES, _ITEM_BYTES = 64, 8
-"""Most dimensions of a tensor, since few of PyTorch's operators take more; and most bytes of an item."""
+"""Maximum number of dimensions of a tensor, since few operators of PyTorch take more; and of bytes of an item."""
 _FEWER = f"Give at most {_MAX_SIZES}."
 
 
@@ -315,7 +315,7 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
 
 
 MAX_INPUTS = 1000
-"""Most inputs of a step."""
+"""Maximum number of inputs of a step."""
 
 
 def _check_tensor(tensor: TensorSpec) -> None:
@@ -434,7 +434,7 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 MAX_RANKS = 2**20
-"""Most ranks of a layout."""
+"""Maximum number of ranks of a layout."""
 
 
 def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:

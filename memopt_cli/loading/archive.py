@@ -150,7 +150,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
 
 
 def _check_fields(extra: bytes) -> None:
-    """Refuse a record with two extra fields of one kind, of which one reader takes the first and another the last."""
+    """Refuse a record with two extra fields of one kind: readers differ in which field they take."""
     seen, start = set[int](), 0
     while start < len(extra):
         kind, length = _FIELD.unpack_from(extra, start)

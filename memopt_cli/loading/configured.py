@@ -1,7 +1,7 @@
-"""Guessing the inputs of a model of transformers or timm from its configuration, which says what it was made for.
+"""Guessing the inputs of a model of transformers or timm from its configuration.
 
 Attributes such as ``config.vocab_size`` are read by name, without importing the library, so a model of any other
-library that has the same attributes works, too.
+library that has the same attributes works as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memopt_cli.records import GUESS, InputSpec, TensorSpec
 
 _BATCH: Final = 2  # batch norms need more than one sample
 _LONGEST: Final = 1024
-"""Most tokens of a guessed input: some models take a hundred thousand, and nobody begins with as many."""
+"""Maximum number of tokens in a guessed input: some models take 100,000, but nobody begins with as many."""
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 """Names under which configurations say how long a sequence may be."""
 

@@ -17,12 +17,12 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 
 _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-"""The class of a module that stayed TorchScript; what it holds is in an archive of its own."""
+"""The class of a module that stayed TorchScript; its parts are in an archive of its own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
-"""Most modules and containers nested in each other."""
+"""Maximum depth of nested modules and containers."""
 _MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Most values that are visited, and most characters of a name that is listed."""
+"""Maximum number of visited values, and of characters in a listed name."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
@@ -65,7 +65,7 @@ class Contents:
                 yield tensor, home
 
     def counted_modules(self) -> tuple[StoredModule, ...]:
-        """Return the modules with the numbers of their parameters and bytes, those of children included."""
+        """Return the modules with the numbers of their parameters and bytes, children included."""
         items, sizes = [0] * len(self.modules), [0] * len(self.modules)
         for tensor, home in self.distinct():
             if tensor.kind in ("parameter", "buffer"):

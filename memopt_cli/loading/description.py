@@ -31,7 +31,7 @@ _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
 )
 _LONG = 200
-"""Most characters that are shown of a remark that the file carries."""
+"""Maximum number of characters shown of a remark in the file."""
 _QUOTED = re.compile(r'"([^"]*)"')
 
 

@@ -59,7 +59,7 @@ _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MAX_PAIRS: Final = 10**6
-"""Most pairs of names of the same tensor, over all tensors: each name is compared with the others."""
+"""Maximum number of pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -288,7 +288,7 @@ class _Program:
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
         """Return operators that copy outputs of the graph into the tensors that it changes, and the other outputs.
 
-        Export makes a graph functional: what it writes in place, such as running statistics, it returns instead.
+        Export makes a graph functional: the graph returns values that the model writes in place, as running statistics.
         """
         names = {target: name for name, (_, target) in self._names.items()}
         ops, returned = [], []

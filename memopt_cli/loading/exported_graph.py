@@ -89,7 +89,7 @@ class GraphReader:
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Autograd functions, with their source lines, of which export kept the forward and lost the backward."""
+        """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
         self._fresh = itertools.count()
         self._same: dict[str, Operand] = {}
         """Name of a value that is another one -> that other one: the result of ``add_`` is its first operand."""

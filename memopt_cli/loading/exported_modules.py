@@ -8,7 +8,7 @@ a method of that child, and a call of that method takes their place.  For exampl
     c = linear(b, fc.weight)   # in fc
 
 gives the root ``a = self.fc(x); b = relu(a); c = self.fc(b)``: both calls of ``fc`` have equal bodies, and share one
-method.  A method takes as arguments what its operators use and cannot find in their own module.
+method.  A method takes as arguments the values that its operators use but do not find in their own module.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Method:
         """Add the operators ``ops``, after which the values ``later`` are used."""
         grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
         groups = [(call, list(group)) for call, group in grouped]
-        # Value -> index of the last group that uses it.  A child returns those of its values that a later group uses.
+        # Value -> index of the last group that uses it.  A child returns its values that a later group uses.
         last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):

@@ -23,7 +23,7 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is given the cache to fill: that of an attention, a block, a model."""
+    """Return whether the forward of ``module`` is given the cache to fill, as in an attention, a block or a model."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return isinstance(code, CodeType) and bool(_CACHES & set(code.co_varnames[: _parameters(code)]))
 

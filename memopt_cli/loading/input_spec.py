@@ -46,7 +46,7 @@ _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "ste
 """Names that an input script may use for the usual symbols."""
 
 _MAX_READ = 1 << 22
-"""Most values of an input that is made with data in a dry run."""
+"""Maximum number of values in an input that is made with data in a dry run."""
 
 
 # ---------------------------------------------------------------------------------------------- finding a spec
@@ -68,7 +68,7 @@ def find_spec(
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
     6. a guess from the layers of ``module``.
 
-    Dimensions in ``given`` replace those of the description from another source.
+    Dimensions in ``given`` replace the dimensions of the description from another source.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and given.has_inputs:
@@ -388,7 +388,7 @@ def batch_of(spec: InputSpec) -> int:
     if spec.data_file is not None:
         made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
-    elif spec.script is not None:  # its function may call the size anything, so look at what it returns
+    elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
         made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
         hint = NO_BATCH_ARGUMENT
     else:

@@ -34,14 +34,14 @@ _PLAIN: Final = frozenset(
 """Opcodes that make plain containers, numbers and texts, and call nothing."""
 _MAX_HOLDERS: Final = 200
 _MAX_BYTES: Final = 1 << 30
-"""Most source lines that are reported, and most bytes of a snapshot that is read."""
+"""Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
 _MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
 """Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
 
 Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
 ``pickle`` writes 3 to 5 bytes for each."""
 _LARGEST_STACK: Final = 100_000
-"""Most values on the unpickler's stack: ``pickle`` moves them into containers a thousand at a time."""
+"""Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _LONGEST_NAME: Final = 4096  # of a source file
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
@@ -53,7 +53,7 @@ _PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in
 
 
 class _PlainUnpickler(_Unpickler):
-    """Python's own unpickler, the one that is written in Python, with a check before every opcode."""
+    """The unpickler of Python's library that is written in Python, with a check before every opcode."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -248,7 +248,7 @@ class _Failure:
 def _text(value: Any) -> str:
     """Return the text ``value``; a container is refused, since turning it into text could take forever."""
     if not isinstance(value, str):
-        raise TypeError("text is something else")
+        raise TypeError("a value that must be text is not text")
     return value
 
 

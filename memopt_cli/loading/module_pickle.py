@@ -49,7 +49,7 @@ from memopt_cli.runtime.script_code import UnsafeScript
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
 _LONGEST_FLAGS: Final = 4000
-"""Most characters of flags in a hint; a file that would need more gets the hint to load it unchecked."""
+"""Maximum number of characters of flags in a hint; a longer hint would say to load the file unchecked."""
 
 
 class ModulePickle:

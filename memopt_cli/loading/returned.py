@@ -1,7 +1,7 @@
 """Checking the optimized model's file, which comes from a subprocess that the original may have taken over.
 
 A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
-use no class of a library, or of the user's, that the original does not use.  It may hold nothing besides the model: its
+use no class of a library, or of the user's, that the original does not use.  It may hold only the model: its
 later reader may be ``torch.load``, which makes everything in a file, needed or not.
 """
 

@@ -21,14 +21,14 @@ from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_line
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 _DEEPEST: Final = 400
-"""Most objects nested in each other: PyTorch takes them apart by recursion."""
+"""Maximum depth of nested objects: PyTorch takes them apart by recursion."""
 _MAX_ITEMS: Final = 4_000_000
-"""Most values in one object, each counted as often as it is reached: PyTorch makes that many Python objects."""
+"""Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
 _MIN_CODE, _EXPANSION, _MAX_CODE = 1 << 18, 8, 4 << 20
 """Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
 code takes 300 of memory."""
 _READ: Final = 4
-"""Most bytes of storages that a pickle may read, for each byte of its storages."""
+"""Maximum bytes of storages that a pickle may read, for each byte of its storages."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
 """Pickles whose tensors are made when the archive is loaded; the pickle of traced inputs has no data."""
 _NAMES: Final = re.compile(

@@ -21,7 +21,7 @@ _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
-"""Most bytes of one source: it is put together from lines, and a line that is stored once may be used many times."""
+"""Largest size of one source in bytes: its lines are stored once, and each may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {

@@ -99,7 +99,7 @@ def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
 
 
 class _Lifting:
-    """Lifts a tree of script modules, and collects notes on those that must stay TorchScript."""
+    """Lifts a tree of script modules, and collects notes on the modules that must stay TorchScript."""
 
     def __init__(self, root: ScriptModule, unit: Any) -> None:
         self.notes: list[str] = []

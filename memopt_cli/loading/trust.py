@@ -132,7 +132,7 @@ def unknown(use: Use) -> Denied | Missing:
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    # A name that the source only imports may be a function, too; that shows when the package is imported later.
+    # A name that the source only imports may also be a function; this shows when the package is imported later.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)

@@ -29,7 +29,7 @@ def user_function(
         return known[reference]
     path, _, name = reference.rpartition(":")
     said = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
-    if Path(path).suffix != ".py":  # Python would run other files, too: byte code, a library of machine code
+    if Path(path).suffix != ".py":  # Python would run other files as well: byte code, a library of machine code
         raise UsageError(f"{said}: '{path}' is not a Python file", hint=_HINT)
     if not Path(path).is_file():
         raise UsageError(f"{said}: there is no file '{path}'", hint=_HINT)
@@ -52,7 +52,7 @@ def _module_of(path: str, said: str) -> ModuleType:
     earlier = sys.modules.get(name)
     if earlier is not None and vars(earlier).get(_STAMP) == stamp:
         return earlier
-    main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it as ``__mp_main__``, too
+    main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it also as ``__mp_main__``
     imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module

@@ -55,7 +55,7 @@ _kept_bytecode = sys.dont_write_bytecode
 def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
 
-    The watch covers this thread, and those that are started inside the block.  ``path`` and ``hint`` are for the error.
+    The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.
     """
     global _installed, _kept_bytecode
     if not _installed:

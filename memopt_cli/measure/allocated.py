@@ -39,9 +39,9 @@ class Allocated:
     """The memory of one step, as the allocator saw it."""
 
     peak_bytes: int
-    """Most bytes that the allocator had handed out at an instant."""
+    """Peak of the bytes that the allocator had handed out."""
     reserved_bytes: int
-    """Most bytes that the allocator had taken from the device; on the CPU the same as ``peak_bytes``."""
+    """Peak of the bytes that the allocator had taken from the device; on the CPU the same as ``peak_bytes``."""
     step_s: float
     """Wall time of the step in seconds; recording its memory takes a few per cent."""
     backend: str
@@ -66,7 +66,7 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
 
 
 def growth(step: Callable[[], object], device: str) -> int:
-    """Return the least bytes by which allocated memory grows from one of three calls of ``step`` to the next.
+    """Return the smallest growth of allocated memory in bytes from one of three calls of ``step`` to the next.
 
     Garbage is collected after each call, since tensors in reference cycles are no leak.
     """
@@ -149,7 +149,7 @@ def _mark(phase: Phase) -> None:
 
 
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
-    """Yield the operators in ``events`` by time, each before those that it calls.
+    """Yield the operators in ``events`` by time, each before the operators that it calls.
 
     Operators inside an ``ASIDE_LABEL`` event are left out: they are memopt's own, not the step's.
     """

@@ -99,11 +99,11 @@ class Channel:
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or why there is none; a line beyond ``most_bytes`` makes no sense."""
+        """Return the next line with its newline, or why there is none; a line beyond ``most_bytes`` is refused."""
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.nonsense()
+            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.refuse_answer()
             if failure is not None:
                 return failure
         return self.take(end + 1)
@@ -135,10 +135,10 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------ its end
 
-    def nonsense(self) -> Crashed:
-        """End the subprocess, because its answer makes no sense."""
+    def refuse_answer(self) -> Crashed:
+        """End the subprocess, because its answer cannot be read."""
         self.end()
-        return Crashed(reason="its answer makes no sense", output_tail=self._tail())
+        return Crashed(reason="it sent an answer that memopt cannot read", output_tail=self._tail())
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
         """Return why a subprocess that has closed its pipe gave no answer."""
@@ -153,7 +153,9 @@ class Channel:
             return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
         self.end()
         if code == -signal.SIGKILL:
-            return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
+            return OutOfMemory(
+                detail="the profiling subprocess was killed (SIGKILL), most likely because memory ran out"
+            )
         reason = f"exit code {code}"
         if code < 0:
             known = -code in signal.valid_signals() and -code in list(signal.Signals)

@@ -94,7 +94,7 @@ class Session:
             if piece_bytes == 0:
                 saved = self._answer(job, channel)
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
-                return saved if is_whole else channel.nonsense()
+                return saved if is_whole else channel.refuse_answer()
             received_bytes += piece_bytes
             if received_bytes > most_bytes:
                 channel.end()
@@ -127,7 +127,7 @@ class Session:
         try:
             answer = read(line, job)
         except Exception:  # reading an answer that is made up may raise anything
-            return channel.nonsense()
+            return channel.refuse_answer()
         if isinstance(answer, FileChanged):
             raise ChangedFileError(answer.message, hint=answer.hint)
         return answer

@@ -141,7 +141,7 @@ class _Server:
                 status.close()
 
     def _kill_orphans(self) -> None:
-        """Kill the children that belong to no living subprocess, except those that imports start in the server."""
+        """Kill the children that belong to no living subprocess; children of imports in the server stay."""
         sessions = {os.getpid(), *self._alive}
         for _ in range(_SWEEPS):
             orphans = [pid for pid in _children() if _session(pid) not in sessions]

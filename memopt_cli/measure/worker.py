@@ -38,7 +38,7 @@ from memopt_cli.training.wrappers import uncompiled
 Answer = TypeVar("Answer")
 
 _PIECE = 1 << 20
-"""Least bytes of a saved model that are sent as one piece."""
+"""Smallest piece in bytes in which a saved model is sent, except the last."""
 
 
 class Worker:
@@ -54,9 +54,8 @@ class Worker:
         self._subject = subject
         self._build = build
         self._functions = functions
-        if (
-            subject.offload_folder is not None and not sandbox.is_confined()
-        ):  # a confined process may write only to its own folder
+        # A confined process may write only to its own folder.
+        if subject.offload_folder is not None and not sandbox.is_confined():
             wait_in(subject.offload_folder)
 
     @functools.cached_property
@@ -162,9 +161,8 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    is_explained = (
-        isinstance(error, FileFormatError) and hint
-    )  # the hint tells the cause, such as a script that trains when it is imported
+    # The hint of a file's error tells the cause, such as a script that trains when it is imported.
+    is_explained = isinstance(error, FileFormatError) and hint
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):

@@ -62,7 +62,7 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     model:
         The model.  If it is a wrapper such as ``nn.DataParallel``, the plan goes on the wrapped model.
     plan:
-        The plan, whose paths are those of the model's modules.
+        The plan; its paths name the model's modules.
     optimizer:
         The optimizer, which a plan with ``in_backward`` runs in backward; other plans do not need it.
 

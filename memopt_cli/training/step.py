@@ -256,7 +256,7 @@ def seeds_of_backward(
 
 
 def _by_keys(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of ``output``; those of a dict by sorted keys, so that its order does not change cotangents."""
+    """Yield the tensors of ``output``, of dicts by sorted keys, so that their order does not change cotangents."""
     if isinstance(output, dict):
         for key in sorted(output, key=str):
             yield from _by_keys(output[key])

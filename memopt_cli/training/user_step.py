@@ -109,7 +109,7 @@ class StepModels(nn.Module):
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """Learn from a first step which gradients it leaves, and which parameters it changed.
 
-        ``before`` has the values of the parameters before that step; those without data are not in it.
+        ``before`` has the values of the parameters before that step, except parameters without data.
         """
         self.leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}

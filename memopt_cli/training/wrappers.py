@@ -18,7 +18,7 @@ from memopt_cli.runtime.private_torch import is_compiled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
-    """A class of modules that run another one and add nothing to what it computes."""
+    """A class of modules that run another module and change nothing in its results."""
 
     attribute: str
     """Attribute that holds the wrapped model."""
@@ -78,7 +78,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
         return ()
     return (
         f"The model is wrapped, {wrapped_again(wrappers)}. memopt measures and writes it without the wrapper, whose "
-        "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan takes it wrapped, too.",
+        "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan also takes the wrapped model.",
     )
 
 

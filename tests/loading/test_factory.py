@@ -122,7 +122,7 @@ def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
 
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:
     torch.save({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, folder / "weights.pt")
-    with pytest.raises(FileFormatError, match="2 state dicts, none of which fits: 'a', 'b'"):
+    with pytest.raises(FileFormatError, match="2 state dicts, and none fits: 'a', 'b'"):
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
 
 

@@ -27,9 +27,9 @@ from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MAX_MODULES: Final = 100
 _MAX_CONTAINERS: Final = 200
-"""Most modules, and most plain containers, nested in each other: Python walks them by recursion."""
+"""Maximum depth of nested modules, and of nested plain containers: Python walks them by recursion."""
 _DEEPEST: Final = 400
-"""Most objects nested in each other, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
+"""Maximum depth of nested objects, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
 each, of the thousand that Python allows."""
 _MAX_ITEMS: Final = 4_000_000
 """Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
@@ -46,7 +46,7 @@ def uses_in(root: Any) -> list[Use]:
 
 
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
-    """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list those that none claims."""
+    """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
     known, unknown = [], []
     cache: dict[object, Kind | None] = {}
     for use in uses:

@@ -40,7 +40,7 @@ class PickleScan:
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
-    """Names that are called, or of which objects are created."""
+    """Names that are called, or whose objects are created."""
     work: int = 0
     """Units of work so far."""
     taken: int = 0

@@ -33,15 +33,15 @@ STORAGE_DTYPES = {
 
 
 LARGEST = 2**63 - 1
-"""Most items or bytes of a tensor: the largest number that PyTorch can hold."""
+"""Maximum number of items or bytes of a tensor: the largest integer that PyTorch can hold."""
 _MAX_SIZES = 64
-"""Most dimensions of a tensor: few of PyTorch's operators take more."""
+"""Maximum number of dimensions of a tensor: few operators of PyTorch take more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""Most bytes of a tensor for each byte of its storage, and bytes that are allowed besides.  A tensor from ``expand`` is
-larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, and a copy of it takes 4 TB."""
+"""Maximum bytes of a tensor for each byte of its storage, and bytes that are allowed in addition.  A tensor from
+``expand`` is larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MAX_WRAPPERS = 8
-"""Most calls around the one that makes a tensor, such as those for a parameter and a subclass."""
+"""Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class PickledTensor:
     offset: int = 0
     """Number of items in the storage before the tensor's first one."""
     storage: PickledStorage | None = None
-    """The storage of which the tensor is a view; ``None`` for a sparse tensor, which is no view."""
+    """The storage that the tensor views.  ``None``: the tensor is sparse, and views no storage."""
     trainable: bool = False
 
     @property
@@ -123,7 +123,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def storage_of(value: Any) -> PickledStorage | None:
-    """Return the storage of which ``value`` is the stand-in: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
@@ -139,7 +139,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor of which ``value`` is the stand-in; ``None`` if it is a stand-in for something else."""
+    """Return the tensor that ``value`` stands for.  ``None``: it stands for something else."""
     trainable: bool | None = None
     for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):

@@ -22,9 +22,9 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MAX_LOOKED_AT, _DEEPEST = 100_000, 20
-"""Most values among which a model is searched, and most containers nested in each other."""
+"""Maximum number of values that are searched for a model, and maximum depth of nested containers."""
 _SHOWN, _LONGEST_NAME = 8, 200
-"""Most names in a message, and most characters of a name."""
+"""Maximum number of names in a message, and of characters in a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -111,7 +111,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
     """Say at which entry of the file a model was found, and which other entries will not be written with it.
 
     ``what``: the start of the sentence, ``The model is`` or ``The weights are``; ``where``: the path in ``root``, empty
-    for the whole file, of which nothing is said; ``entries``: see :func:`place_of`.
+    for the whole file, which is not mentioned; ``entries``: see :func:`place_of`.
     """
     if not where:
         return ()

@@ -4,7 +4,7 @@ The charges, in units of work and in bytes (:class:`~.charges.PickleScan`):
 
 ========================  =====================================================================================
 a tuple of tuples         the items at every depth; they are charged again for each tuple around it
-a call                    the bytes of its arguments; for constructors of Python and ``torch`` their items, too
+a call                    the bytes of its arguments; for constructors of Python and ``torch`` also their items
 a call that hashes keys   hashing each key, and comparing it with the earlier keys of the same hash
 setting a dict's entries  hashing and comparing, as above
 adding to a set           hashing and comparing, as above
@@ -88,7 +88,7 @@ class Maker:
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
             kind, *others = arguments.items
             if callee == _RECONSTRUCTOR and others != [_OBJECT, None]:
-                raise ValueError("it makes an object of another one's parts")
+                raise ValueError("it rebuilds an object from parts of another object")
             return self.create(kind, self.make_tuple(others if callee == _NEWOBJ else []))
         callee = within_class(callee) or callee
         built = Built("called", callee, arguments)
@@ -161,7 +161,7 @@ class Maker:
             raise ValueError("it changes the attributes of an object after it has taken its state")
 
     def charge_keys(self, node: Built, keys: list[Any]) -> None:
-        """Charge for hashing ``keys``, and for comparing each with those of the same hash in ``node``."""
+        """Charge for hashing ``keys``, and for comparing each with the keys of the same hash in ``node``."""
         for key in keys:
             self._scan.spend(hashed(key))
             # The n-th key of one hash is compared with n - 1 others.  Strings are left out: Python salts their hashes,

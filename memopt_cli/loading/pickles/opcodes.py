@@ -35,7 +35,7 @@ from memopt_cli.loading.pickles.nodes import (
 from memopt_cli.loading.pickles.stack import Stack
 
 _LONGEST_INT = 2048
-"""Most bits of a number."""
+"""Maximum number of bits in an integer."""
 
 
 class Machine:

@@ -8,7 +8,7 @@ from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
-"""Most open marks, and most values above the last mark; picklers stay far below."""
+"""Maximum number of open marks, and of values above the last mark; picklers stay far below."""
 
 
 class Stack:

@@ -181,7 +181,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------ its steps
 
     def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
-        """Make a step at the sizes ``batch`` and ``dims``, or at those in the description of the inputs.
+        """Make a step at the sizes ``batch`` and ``dims``; the description of the inputs gives the other sizes.
 
         Raises :class:`UsageError` for another batch size of inputs from a file.
         """

@@ -87,7 +87,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
     """Return a function that estimates the allocated peak on ``card``, including what its libraries keep.
 
-    ``to_fit``: the function estimates the least memory in which the step fits, as the search for a batch asks.
+    ``to_fit``: whether to estimate the smallest memory in which the step fits, which the search for a batch needs.
     """
     library = library_blocks(bench.known(_original_trace).trace.ops, card)
 
@@ -156,7 +156,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
 
 
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
-    """Watch which modules call ``torch.utils.checkpoint`` themselves; not under a plan, whose segments call it, too."""
+    """Watch which modules call ``torch.utils.checkpoint``; not under a plan, whose segments call it as well."""
     return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
 
 

@@ -57,7 +57,7 @@ def _enter_mode(bench: Bench, mode: Mode) -> None:
         bench.model.eval()
     elif mode == "as it came":
         modes = {m: m.training and path not in bench.evaluating for path, m in bench.model.named_modules()}
-        for module, is_training in modes.items():  # outer ones first: ``train`` sets the modules below, too
+        for module, is_training in modes.items():  # outer modules first: ``train`` also sets the modules below
             module.train(is_training)
 
 

@@ -58,7 +58,8 @@ _NEAR, _NEAR_TURNS = 0.05, 5
 """A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
 gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
 _MAX_TURNS, _MAX_LONG_TURNS = 12, 3
-"""Most turns of short steps, and of long ones, while the error leaves open on which side of the limit a plan is."""
+"""Maximum number of turns of short steps, and of long steps, while the error leaves open whether a plan keeps the
+limit."""
 _LONG_S = 1.0
 """Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
@@ -80,7 +81,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
     waited = _waited(since, bench.settings.device)
     bench.enter_start()
-    # The operators of a long step are timed in the step that is counted anyway, those of a short one in further steps.
+    # The operators of a long step are timed in the step that is counted anyway; a short step is repeated for that.
     clock = trace.Clock(bench.settings.device) if is_long else None
     meter = trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -152,7 +153,7 @@ def _measurement(
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:
-    """Raise :class:`StepError` if steps under the plan each leave more memory than those of the original do.
+    """Raise :class:`StepError` if each step under the plan leaves more memory behind than a step of the original.
 
     The plan is removed from the model on the way.
     """
@@ -208,7 +209,7 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: flo
 
 
 def _clocks() -> tuple[float, float]:
-    """Return the seconds of the wall clock, and those in which this thread has run."""
+    """Return the seconds of the wall clock, and the seconds in which this thread has run."""
     return time.perf_counter(), time.thread_time()
 
 

@@ -28,7 +28,7 @@ from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
-    """Find, by forwards under the plan of ``job``, the least sizes at which every segment runs in all its chunks."""
+    """Find, by forwards under the plan of ``job``, the smallest sizes at which every segment runs in all its chunks."""
     spec = bench.subject.spec
     full_sizes = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)

@@ -20,7 +20,7 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
-    """Return the workspaces for steps under ``plan``: those of the original at full size, or estimates."""
+    """Return the workspaces for steps under ``plan``: measured on the original at full size, or estimated."""
     workspaces = bench.known(full_workspaces)
     if workspaces is None:
         return bench.known(_estimated)

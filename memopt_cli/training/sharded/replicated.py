@@ -28,7 +28,7 @@ from memopt_cli.runtime.leaves import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
-"""Arguments of DDP that are refused, as this reducer does not do what they ask for: casts, and other buckets."""
+"""Arguments of DDP that are refused, because this reducer makes no casts and no other buckets."""
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
 """Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
@@ -154,7 +154,7 @@ class Reducer:
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect the gradients of all parameters; if it finds unused ones, of those that ``outputs`` depend on."""
+        """Expect the gradients of all parameters; if DDP finds unused ones, only of parameters of ``outputs``."""
         if self._has_begun and self._is_static and self._seen is not None:
             self._finish()
         if self._has_begun:

@@ -65,7 +65,7 @@ def _alternatives(_: Any, parts: Any) -> Any:
 
 
 _MAX_PARTS: Final = 200
-"""Most parts of a type: Python compares each with all the others."""
+"""Maximum number of parts of a type: Python compares each part with all others."""
 
 
 def _check_parts(node: Built, graph: Graph) -> str:

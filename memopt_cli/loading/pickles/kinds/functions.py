@@ -45,7 +45,7 @@ _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torchvision.ops": re.compile(r"[a-z]\w+"),
     "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
 }
-"""Modules and packages of Python functions -> names of those that only compute, and do not call their arguments."""
+"""Module or package -> names of its functions that only compute, and do not call their arguments."""
 _MATH: Final = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh degrees dist erf erfc exp exp2 expm1 fabs "
     "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "

@@ -172,7 +172,7 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
     """Return the attributes and slots in ``state``, a dict or a pair of dict and slots; ``None`` for other states.
 
     A class with ``__slots__`` has the state ``(None, {"slot": value})``, or ``({"attribute": value}, {"slot": value})``
-    if its objects have a ``__dict__``, too.
+    if its objects have a ``__dict__`` as well.
     """
     match state:
         case Tuple(items=(None, slots)) if _is_dict(slots):

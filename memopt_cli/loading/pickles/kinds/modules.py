@@ -81,7 +81,7 @@ _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the module ``names`` that any process may import: model libraries, and their layers and models.
+    """Return the modules in ``names`` that any process may import: model libraries, and their layers and models.
 
     The names may be made up by a hostile model.  Other modules of a library, such as examples, may run a training when
     they are imported.
@@ -299,7 +299,7 @@ def check_module(node: Built, graph: Graph) -> str:
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
     """Say why a recurrent layer must not have this ``num_layers``; empty if it may.
 
-    It loops over that number, so the number must not be larger than that of its parameters.
+    The layer loops over that number, so it must not exceed the number of its parameters.
     """
     if not issubclass(kind, nn.RNNBase):
         return ""

@@ -35,11 +35,11 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Most characters of a path, of a logger's name (Python makes a logger for each part of it), and of a pattern."""
+"""Maximum number of characters of a path, of a logger's name (Python makes a logger for each part) and of a pattern."""
 
 
 def _checked(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check that its arguments are of the types ``given``, and at most ``most``."""
+    """Return ``make`` with a check that its arguments have the types ``given``, and no size above ``most``."""
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):

@@ -33,7 +33,7 @@ from memopt_cli.records import Trust
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
+"""Maximum number of files of the current folder that are searched for a class, and of bytes in each file."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
 """A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
 Parsing a source would take seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
