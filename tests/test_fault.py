@@ -269,7 +269,7 @@ def test_fault_in_a_subprocess(
     user_code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channel, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(channel, "_EXIT_TIMEOUT_S", 0.5)
     assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
 
 

@@ -872,7 +872,9 @@ def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatc
 
 @pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
 def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)  # as many steps as asked for, however short
+    monkeypatch.setattr(
+        "memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0
+    )  # as many steps as asked for, however short
     net, forwards = blocks(1), list[None]()
 
     def build() -> nn.Module:

@@ -80,14 +80,14 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
-def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """Return ``given`` if it is a plan, or the plan in the file at the path ``given``.
+def the_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    """Return ``plan`` itself, or the plan in its file if ``plan`` is a path.
 
     Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
     """
-    if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {for_message(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
-    return given if isinstance(given, Plan) else read_plan(given)[1]
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise OptionError(f"plan is {for_message(plan)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+    return plan if isinstance(plan, Plan) else read_plan(plan)[1]
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
@@ -108,8 +108,8 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
-    refuse_unknown(data, known, str(path))
+    known_keys = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
+    refuse_unknown(data, known_keys, str(path))
     return data
 
 
@@ -238,26 +238,26 @@ def _measurable(record: _Record) -> _Record:
 _POSITIVE = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
-def _checked(found: Baseline) -> Baseline:
-    """Return the baseline ``found`` if memopt could have recorded it.  Raises :class:`UsageError`.
+def _checked(baseline: Baseline) -> Baseline:
+    """Return ``baseline`` if memopt could have recorded it.  Raises :class:`UsageError`.
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
-    if found.conditions is not None and (layout := found.conditions.layout) is not None:
+    if baseline.conditions is not None and (layout := baseline.conditions.layout) is not None:
         check_layout(layout)
-    _check_shorter(found)
-    memories = (found.memory, *(step.memory for step in found.shorter))
+    _check_shorter(baseline)
+    memories = (baseline.memory, *(step.memory for step in baseline.shorter))
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MAX_LEVELS:
         raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MAX_LEVELS}")
-    return found
+    return baseline
 
 
-def _check_shorter(found: Baseline) -> None:
-    """Raise :class:`UsageError` if ``found`` has shorter steps that memopt does not record, or too many of them."""
-    sizes = [step.size for step in found.shorter]
-    are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
-    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
+def _check_shorter(baseline: Baseline) -> None:
+    """Raise :class:`UsageError` if ``baseline`` has shorter steps that memopt does not record, or too many of them."""
+    sizes = [step.size for step in baseline.shorter]
+    are_shorter = all(0 < step.size < baseline.header.spec.dims.get(step.dim, 0) for step in baseline.shorter)
+    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in baseline.shorter}) > 1:
         raise UsageError("the sizes of its shorter steps do not ascend to the size of its inputs")
     if len(sizes) > MAX_RANGES:
         raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MAX_RANGES}")
@@ -351,9 +351,9 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
     }
 
 
-def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
-    """Return the fastest pair of ``found`` as the mapping below ``recommended``; ``plan``: path of its plan, if any."""
-    answer = found.answer
+def fastest_data(fastest: FastestTraining, plan: str | None) -> dict[str, Any]:
+    """Return the fastest pair as the mapping below ``recommended``; ``plan``: path of the file of its plan."""
+    answer = fastest.answer
     assert isinstance(answer.outcome, BatchProbe), "the answer is a pair that was run"
     data: dict[str, Any] = {
         "batch_size": answer.batch,
@@ -362,12 +362,12 @@ def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
         "samples_per_s": answer.samples_per_s,
         "step_s": answer.outcome.step_s,
         "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,
-        "budget_bytes": found.budget_bytes,
+        "budget_bytes": fastest.budget_bytes,
     }
-    if found.accumulation is not None:
-        data["accumulation"] = to_data(found.accumulation)
-    if found.original is not None:
-        original = found.runs[found.original]
+    if fastest.accumulation is not None:
+        data["accumulation"] = to_data(fastest.accumulation)
+    if fastest.original is not None:
+        original = fastest.runs[fastest.original]
         data["original"] = {"batch_size": original.batch, "samples_per_s": original.samples_per_s}
     return data
 

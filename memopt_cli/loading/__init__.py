@@ -124,11 +124,11 @@ If it came from a session, of which no script is left: define its classes and bu
 (model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 
-def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
-    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` if the hash is not ``known``."""
+def read_same(path: str, key: str | None, expected_sha256: str | None) -> tuple[ModelFile, str]:
+    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` for a hash that is not expected."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
-    require_same(path, sha256, known)
+    require_same(path, sha256, expected_sha256)
     return file, sha256
 
 

@@ -64,8 +64,8 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 
 def _length(config: Any) -> int:
     """Return the largest power of two that ``config`` allows as a length, at most 1,024: for RoBERTa's 514, 512."""
-    known: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
-    return 1 << (min([_LONGEST, *known]).bit_length() - 1)
+    lengths: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
+    return 1 << (min([_LONGEST, *lengths]).bit_length() - 1)
 
 
 def _by_timm(module: nn.Module) -> tuple[TensorSpec, ...]:

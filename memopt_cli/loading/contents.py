@@ -142,7 +142,7 @@ class _Walk:
         value = _lifted_in(value)
         if not isinstance(value, Built):
             return {}
-        state = _made_of(value)[1] if _is_lifted(value) else value.state
+        state = _arguments_of(value)[1] if _is_lifted(value) else value.state
         if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
             state = state.items[0]
         if id(state) in self._seen:
@@ -204,30 +204,30 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
     if _class_of(value) == _TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
         value = value.arguments.items[0]
     if isinstance(value, Tuple):
-        named: Iterable[tuple[Any, Any]] = enumerate(value.items)
+        items: Iterable[tuple[Any, Any]] = enumerate(value.items)
     elif isinstance(value, Built) and str(value.callee) in _SEQUENCES:
-        named = enumerate(value.items)
+        items = enumerate(value.items)
     else:
-        named = entries_of(value)
-    for name, item in named:
+        items = entries_of(value)
+    for name, item in items:
         if isinstance(item, Built | Tuple) and isinstance(name, str | int):
             yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)
 
 
-def _made_of(value: Built) -> tuple[Any, ...]:
+def _arguments_of(value: Built) -> tuple[Any, ...]:
     """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
 
 
 def _is_lifted(value: Built) -> bool:
-    return value.callee == RESTORE_LIFTED and len(_made_of(value)) == 2
+    return value.callee == RESTORE_LIFTED and len(_arguments_of(value)) == 2
 
 
 def _lifted_in(value: Any) -> Any:
     """Return the lifted module inside ``value`` if that is a segment, else ``value``."""
     if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
-        made = _made_of(value)
-        return made[0] if made and isinstance(made[0], Built) else value
+        arguments = _arguments_of(value)
+        return arguments[0] if arguments and isinstance(arguments[0], Built) else value
     return value
 
 
@@ -235,12 +235,12 @@ def _class_of(value: Any) -> str:
     value = _lifted_in(value)
     if not isinstance(value, Built):
         return ""
-    made = _made_of(value)
+    arguments = _arguments_of(value)
     if _is_lifted(value):
-        program = made[0].items if isinstance(made[0], Tuple) else ()
+        program = arguments[0].items if isinstance(arguments[0], Tuple) else ()
         return printable(str(program[1])[:_LONGEST_NAME]) if len(program) > 1 else "Lifted"
-    if str(value.callee) in _RECONSTRUCTORS and made and isinstance(made[0], Global):
-        return str(made[0])
+    if str(value.callee) in _RECONSTRUCTORS and arguments and isinstance(arguments[0], Global):
+        return str(arguments[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""
 
 

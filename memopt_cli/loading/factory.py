@@ -76,7 +76,7 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every subprocess must build the same parameters
-            made = factory()
+            product = factory()
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
@@ -88,11 +88,11 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
                 "With `--fake`, tensors have no values, and it reads some: leave `--fake` out, or do not read values."
             )
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
-    if not isinstance(made, nn.Module | Step):
+    if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
-            f"{location}() returned an instance of {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"
+            f"{location}() returned an instance of {type(product).__name__}, neither an nn.Module nor a memopt_cli.Step"
         )
-    return made
+    return product
 
 
 def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:

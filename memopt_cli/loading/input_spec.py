@@ -131,20 +131,20 @@ def _read_tensor(item: Any) -> TensorSpec:
     return TensorSpec(name=name, shape=sizes, dtype=dtype, values=parse_values(str(item["values"]), dtype))
 
 
-def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
+def _check_keys(data: Any, known_keys: tuple[str, ...], where: str) -> None:
     if not isinstance(data, dict):
-        raise UsageError(f"{where} must be a mapping with the keys {', '.join(known)}")
-    refuse_unknown(data, known, where)
+        raise UsageError(f"{where} must be a mapping with the keys {', '.join(known_keys)}")
+    refuse_unknown(data, known_keys, where)
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:
     """Return ``spec`` without the optional dimensions that neither a shape nor the input script uses."""
     if not spec.optional_dims:
         return spec
-    taken = {size for tensor in spec.tensors for size in tensor.shape}
+    used_names = {size for tensor in spec.tensors for size in tensor.shape}
     if spec.script is not None:
-        taken |= _sizes_taken(inspect.signature(user_function(spec.script, "--input-script")).parameters)
-    dims = {name: size for name, size in spec.dims.items() if name in taken or name not in spec.optional_dims}
+        used_names |= _sizes_taken(inspect.signature(user_function(spec.script, "--input-script")).parameters)
+    dims = {name: size for name, size in spec.dims.items() if name in used_names or name not in spec.optional_dims}
     return replace(spec, dims=dims, optional_dims=())
 
 
@@ -207,9 +207,9 @@ def make_inputs(
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
-        made = _read_data(spec.data_file, spec.data_sha256)
+        inputs = _read_data(spec.data_file, spec.data_sha256)
     elif spec.script is not None:
-        made = _run_script(spec.script, spec.dims, seed)
+        inputs = _run_script(spec.script, spec.dims, seed)
     else:
         tensors = []
         for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
@@ -218,10 +218,10 @@ def make_inputs(
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
         return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
-    made = _place(made, device, dtype)
-    if isinstance(made, Mapping):
-        return (), dict(made)
-    return (tuple(made) if isinstance(made, list | tuple) else (made,)), {}
+    inputs = _place(inputs, device, dtype)
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
 
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
@@ -261,8 +261,8 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
 
 
-def _read_data(path: str, known: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be ``known`` unless that is ``None``."""
+def _read_data(path: str, expected_sha256: str | None) -> Any:
+    """Read the arguments in the file at ``path``, whose hash must be ``expected_sha256`` unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -275,16 +275,16 @@ def _read_data(path: str, known: str | None) -> Any:
             f"`{quoted_flag('--input-data', str(path))}` has an unknown ending", hint=f"Known: {', '.join(readers)}."
         )
     data = _data_of(path)
-    require_same(path, _sha256(data), known)
-    made = reader(data, path)
-    if isinstance(made, Mapping | list | tuple):
-        _require_few(len(made), path)
-    if any(tensor.is_meta for tensor in _tensors_in(made)):
+    require_same(path, _sha256(data), expected_sha256)
+    inputs = reader(data, path)
+    if isinstance(inputs, Mapping | list | tuple):
+        _require_few(len(inputs), path)
+    if any(tensor.is_meta for tensor in _tensors_in(inputs)):
         raise FileFormatError(
             f"{path} holds a tensor of the meta device, which has no data",
             hint="Save it again with tensors that have data.",
         )
-    return made
+    return inputs
 
 
 def _data_of(path: str) -> bytes:

@@ -74,7 +74,7 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     )
 
 
-def require_same(path: str, found: str, known: str | None) -> None:
-    """Raise :class:`ChangedFileError` if the hash ``found`` differs from ``known``; ``None``: no hash is known yet."""
-    if known not in (None, found):
+def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:
+    """Raise :class:`ChangedFileError` if ``sha256`` is not the expected hash.  ``None``: no hash is expected yet."""
+    if expected_sha256 not in (None, sha256):
         raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

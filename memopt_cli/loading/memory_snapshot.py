@@ -187,7 +187,7 @@ class _Reading:
     def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
         # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
-        made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
+        allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
             action, size = event.get("action"), _amount(event.get("size", 0))
@@ -199,7 +199,7 @@ class _Reading:
                 blocks.pop((failure.device, _amount(event["addr"])), None)
             elif action == "free_completed":
                 address = _amount(event["addr"])
-                blocks[failure.device, address] = {**made.get(address, {}), "size": size}
+                blocks[failure.device, address] = {**allocated_at.get(address, {}), "size": size}
         return reserved
 
     def _each(self, parts: Iterable[Any]) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class _Reading:
     def _line_of(self, block: Mapping[str, Any]) -> str:
         """Return the source line that allocated ``block``; empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
-        frames = block.get("frames") or next((made["frames"] for made in past if made.get("frames")), ())
+        frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:
             self.known[id(frames)] = self._innermost(frames)
         return self.known[id(frames)]

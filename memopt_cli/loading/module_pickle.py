@@ -66,12 +66,14 @@ class ModulePickle:
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-            found = module_in(pickled.pickle.root, file.key, file.path)
+            located = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        made = _make(file, pickled, found.root, kinds_of(storages_of(pickled), vouched), vouched)
-        if not isinstance(made, nn.Module):
-            raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
-        return Loaded(module=made, notes=found.notes, wrappers=found.wrappers)
+        model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+        if not isinstance(model, nn.Module):
+            raise FileFormatError(
+                f"{file.path} holds no model, but an instance of {type(model).__name__}", hint=_SAVE_AGAIN
+            )
+        return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
 
 
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
@@ -156,7 +158,9 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         within, loaded = next(iter(modules.items()), ((), loaded))
         where = (*where, *within)
     if not isinstance(loaded, nn.Module):
-        raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
+        raise FileFormatError(
+            f"{file.path} holds no model, but an instance of {type(loaded).__name__}", hint=_SAVE_AGAIN
+        )
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
@@ -207,12 +211,12 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     Raises :class:`UnsafeFileError` for an object that must not be made, :class:`FileFormatError` for a broken one.
     """
     _refuse_many(file, pickled.scan.wanted)
-    known, unclaimed = claimed(uses_in(root), kinds)
-    _refuse_libraries(file, known)
+    claims, unclaimed = claimed(uses_in(root), kinds)
+    _refuse_libraries(file, claims)
     verdicts = _unknown(unclaimed)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts, vouched.trust)  # before anything is imported
-    audit = Audit(root, known, vouched.vouches)
+    audit = Audit(root, claims, vouched.vouches)
     _refuse(file, [*verdicts, *audit.refused], vouched.trust)
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
@@ -239,9 +243,9 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
         )
 
 
-def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
+def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, Kind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
-    wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
+    wanted = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(wanted) > _MAX_IMPORTS:
         raise FileFormatError(
             f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries; no model uses more than "

@@ -231,8 +231,8 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
 def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Put the adapter on ``model`` as ``PeftModel.from_pretrained`` does, but by checked settings, not the folder's."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
-    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
-    config = kind.from_peft_type(**kind.check_kwargs(**known))
+    settings_of_kind = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
+    config = kind.from_peft_type(**kind.check_kwargs(**settings_of_kind))
     config.inference_mode = False
     wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
     adapted: nn.Module = wrapper(model, config)

@@ -48,10 +48,10 @@ def check_returned(path: str, source: ModelSource) -> int:
     trust = Trust(packages=("peft",)) if adapts else source.trust
     vouched = Vouched(trust, UserCode(trust.code_paths))
     with uncollected():
-        known = None if is_folder else _classes_of_original(source, vouched)
+        original_classes = None if is_folder else _classes_of_original(source, vouched)
         file = replace(read_file(path), path="the file")
         try:
-            _check(file, known, vouched)
+            _check(file, original_classes, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
                 f"the subprocess returned something that is not an optimized model: {err.message}", hint=_HINT
@@ -65,10 +65,10 @@ def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
 
 
-def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
+def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
-    ``known``: the :func:`_classes` of the original; ``None`` for a folder of ``save_pretrained``, which names none.
+    ``original_classes``: the :func:`_classes` of the original.  ``None``: it is a folder, which names no classes.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")
@@ -77,7 +77,9 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
     if NESTED in pickled.scan.wanted or _makes_more(pickled):
         raise UnsafeFileError("it creates objects that are not part of the model")
     audited(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
-    if known is not None and (added := {name for name, _ in set(_classes(pickled, vouched)) - known}):
+    if original_classes is not None and (
+        added := {name for name, _ in set(_classes(pickled, vouched)) - original_classes}
+    ):
         raise UnsafeFileError(
             f"it has {', '.join(sorted(added))}, which the original does not have, or has in another form"
         )

@@ -18,31 +18,31 @@ from memopt_cli.text.misnamed import definitions
 
 
 def user_function(
-    reference: str, flag: str, known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    reference: str, flag: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any]:
     """Return the function that ``reference``, ``file.py:function``, names.
 
-    The file runs without any check: a user who names it on the command line wants it to run.  ``known``: reference ->
-    function, for functions in memory.  Raises :class:`UsageError`, which names ``flag``, if there is none.
+    The file runs without any check: a user who names it on the command line wants it to run.  ``functions``: reference
+    -> function, for functions in memory.  Raises :class:`UsageError`, which names ``flag``, if there is no function.
     """
-    if reference in known:
-        return known[reference]
+    if reference in functions:
+        return functions[reference]
     path, _, name = reference.rpartition(":")
-    said = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
+    flag_text = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
     if Path(path).suffix != ".py":  # Python would run other files as well: byte code, a library of machine code
-        raise UsageError(f"{said}: '{path}' is not a Python file", hint=_HINT)
+        raise UsageError(f"{flag_text}: '{path}' is not a Python file", hint=_HINT)
     if not Path(path).is_file():
-        raise UsageError(f"{said}: there is no file '{path}'", hint=_HINT)
-    function = getattr(_module_of(path, said), name, None)
+        raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_HINT)
+    function = getattr(_module_of(path, flag_text), name, None)
     if not callable(function):
-        raise UsageError(f"{said}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
+        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
     return function  # type: ignore[no-any-return]
 
 
 _HINT = "Give `file.py:function`."
 
 
-def _module_of(path: str, said: str) -> ModuleType:
+def _module_of(path: str, flag_text: str) -> ModuleType:
     """Run the file at ``path`` as a module, once for all functions in it, and again only if the file has changed.
 
     All functions of a file must see the same classes.  Therefore a file that the user's code has imported already is
@@ -64,7 +64,7 @@ def _module_of(path: str, said: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"{said}: running {path} failed: {first_line(err)}") from err
+        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}") from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())

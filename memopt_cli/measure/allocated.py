@@ -27,9 +27,9 @@ MarkedStep = Callable[[Callable[[Phase], None]], object]
 
 _MEMORY_EVENT = "[memory]"
 """The name by which the profiler calls an allocation or a release."""
-_ENDED = "memopt::ended"
-_STEPS = 3
-"""Steps after which growth is judged: the first may allocate memory that the next ones reuse, which is no leak."""
+_STEP_ENDED = "memopt::ended"
+_GROWTH_STEPS = 3
+"""Number of steps by which growth is judged: the first may allocate memory that later steps reuse, which is no leak."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
@@ -75,7 +75,7 @@ def growth(step: Callable[[], object], device: str) -> int:
 
 
 def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
-    for _ in range(_STEPS):
+    for _ in range(_GROWTH_STEPS):
         step()
         gc.collect()
         torch.cuda.synchronize(device)
@@ -84,14 +84,14 @@ def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
 
 def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
     with _profiled(record_shapes=False) as profiled:
-        for _ in range(_STEPS):
+        for _ in range(_GROWTH_STEPS):
             step()
             gc.collect()
-            with record_function(_ENDED):
+            with record_function(_STEP_ENDED):
                 pass
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
-    ends_ns = [e.start_ns() for e in results.events() if e.name() == _ENDED]
+    ends_ns = [e.start_ns() for e in results.events() if e.name() == _STEP_ENDED]
     return [sum(change for start_ns, change in allocations if start_ns < end_ns) for end_ns in sorted(ends_ns)]
 
 

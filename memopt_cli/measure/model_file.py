@@ -173,10 +173,10 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
 
 def _refuse_names(model: nn.Module) -> None:
     """Refuse names that cannot be printed: they go to terminals, logs and plans."""
-    named = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
-    odd = next((path for path in named if not path.isprintable()), None)
-    if odd is not None:
-        raise StepError(f"a part of the model is named {odd!r}", hint="Give it a name that can be printed.")
+    paths = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
+    unprintable = next((path for path in paths if not path.isprintable()), None)
+    if unprintable is not None:
+        raise StepError(f"a part of the model is named {unprintable!r}", hint="Give it a name that can be printed.")
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -30,19 +30,19 @@ class UserFunction:
     """The reason why a subprocess cannot import the function; empty if it can."""
 
 
-def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return the user's function that is ``given`` itself or by its reference; messages call it a ``what``."""
-    if given is None or isinstance(given, str):
-        return UserFunction(reference=given or "")
-    name = getattr(given, "__qualname__", type(given).__name__)
-    module = sys.modules.get(getattr(given, "__module__", None) or "")
+def user_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
+    """Return the user's function that is ``function`` itself or by its reference; messages call it a ``what``."""
+    if function is None or isinstance(function, str):
+        return UserFunction(reference=function or "")
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    if file is None or not name.isidentifier() or getattr(module, name, None) is not given:
+    if file is None or not name.isidentifier() or getattr(module, name, None) is not function:
         reference, reason = f"{what} {name}{IN_MEMORY}", "no file has it by name at its top"
     else:
         reference, reason = f"{os.path.abspath(file)}:{name}", _unreachable_alone(module, name)
     obstacle = f"a subprocess cannot import the {what} {name} ({reason})" if reason else ""
-    return UserFunction(reference=reference, function=given, obstacle=obstacle)
+    return UserFunction(reference=reference, function=function, obstacle=obstacle)
 
 
 def _unreachable_alone(module: ModuleType | None, name: str) -> str:

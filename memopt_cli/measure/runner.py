@@ -140,8 +140,8 @@ def import_path(source: ModelSource) -> list[str]:
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:
-        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        return [*sys.path, *(entry for entry in named if entry and Path(entry).resolve() == here)]
+        users_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        return [*sys.path, *(entry for entry in users_path if entry and Path(entry).resolve() == here)]
     if here == own:
         return sys.path
     return [entry for entry in sys.path if Path(entry).resolve() != here]  # an empty entry is the current folder

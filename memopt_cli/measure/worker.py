@@ -37,7 +37,7 @@ from memopt_cli.training.wrappers import uncompiled
 
 Answer = TypeVar("Answer")
 
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 """Smallest piece in bytes in which a saved model is sent, except the last."""
 
 
@@ -145,7 +145,7 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
     replies.flush()
     pieces = Pieces(replies.buffer)
     try:
-        with io.BufferedWriter(pieces, _PIECE) as file:
+        with io.BufferedWriter(pieces, _PIECE_BYTES) as file:
             worker.save(job, cast(BinaryIO, file))
             file.flush()
             size_bytes = pieces.size_bytes

@@ -87,10 +87,10 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         raise StepError(
             f"`--optimizer`: {closure_refusal(optimizer)}", hint="Choose an optimizer that steps without a closure."
         )
-    known = {id(parameter) for parameter in model.parameters()}
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
-        if any(id(parameter) not in known for parameter in group["params"]):
+        if any(id(parameter) not in parameter_ids for parameter in group["params"]):
             raise StepError(f"`--optimizer`: {_name(function)} updates tensors that are not parameters of its model")
     return optimizer
 

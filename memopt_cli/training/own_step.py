@@ -147,7 +147,7 @@ _HINT = "It is called with the inputs, one for each argument of run, such as `-i
 
 
 def _described(output: Any) -> str:
-    return "nothing" if output is None else f"a {type(output).__name__}"
+    return "nothing" if output is None else f"an instance of {type(output).__name__}"
 
 
 class _Watch:

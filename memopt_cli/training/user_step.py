@@ -37,9 +37,9 @@ class Step:
 
     def __post_init__(self) -> None:
         _check_models(self.models)
-        known = {id(parameter) for model in self.models.values() for parameter in model.parameters()}
+        parameter_ids = {id(parameter) for model in self.models.values() for parameter in model.parameters()}
         for optimizer in self.optimizers:
-            _check_optimizer(optimizer, known)
+            _check_optimizer(optimizer, parameter_ids)
         if not callable(self.run):
             raise OptionError(f"run cannot be called: it has the type {type(self.run).__name__}", hint=_EXAMPLE)
 
@@ -63,13 +63,13 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
             )
 
 
-def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
+def _check_optimizer(optimizer: Optimizer, parameter_ids: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"optimizers must hold torch.optim.Optimizers, but it holds {kind}", hint=_EXAMPLE)
     if wants_closure(optimizer):
         raise OptionError(closure_refusal(optimizer), hint="Choose an optimizer that steps without a closure.")
-    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+    if any(id(parameter) not in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
         raise OptionError(
             f"{kind} updates a tensor that is a parameter of no model of the step",
             hint="List every model that is trained in models.",
@@ -126,27 +126,27 @@ class StepModels(nn.Module):
 
     def anew(self) -> StepModels:
         """Make the models once more, with layers grouped in runs if these models have such runs."""
-        made = self._made_on(self._device)
+        models = self._made_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
-            group_layers(made)
-        return made
+            group_layers(models)
+        return models
 
     def _made_on(self, device: str) -> StepModels:
         with torch.device(device) if device != "cpu" else contextlib.nullcontext():
             return StepModels(self._make(), self._make, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepModels:
-        made = self.anew()
+        copy = self.anew()
         with torch.no_grad():
-            for (_, parameter), (_, copied) in zip(self.named_parameters(), made.named_parameters(), strict=True):
+            for (_, parameter), (_, copied) in zip(self.named_parameters(), copy.named_parameters(), strict=True):
                 copied.data = parameter.detach().clone()
-            for module, other in zip(self.modules(), made.modules(), strict=True):
+            for module, other in zip(self.modules(), copy.modules(), strict=True):
                 for name, buffer in buffers_of(module).items():
                     buffers_of(other)[name] = None if buffer is None else buffer.detach().clone()
-        made.train(self.training)
-        for module, other in zip(self.modules(), made.modules(), strict=True):
+        copy.train(self.training)
+        for module, other in zip(self.modules(), copy.modules(), strict=True):
             other.training = module.training
-        return made
+        return copy
 
 
 def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:

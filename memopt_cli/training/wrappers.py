@@ -52,11 +52,11 @@ def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrap
 
     With ``keep_compiled``, the result of ``torch.compile`` does not count as a wrapper.
     """
-    found: list[Wrapper] = []
+    wrappers: list[Wrapper] = []
     while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
-        found.append(wrapper)
+        wrappers.append(wrapper)
         model = getattr(model, wrapper.attribute)
-    return tuple(found), model
+    return tuple(wrappers), model
 
 
 def _wrapper_of(model: Any) -> Wrapper | None:

@@ -372,7 +372,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a busy machine: the thread does not run while it sleeps."""
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one = worker()
     one.bench.model.register_forward_hook(lambda *_: time.sleep(0.05))
     answers = [
@@ -420,7 +420,7 @@ def test_a_long_step_is_timed_once_warm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *_: taken.append(1))
     found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
@@ -431,7 +431,7 @@ def test_a_long_step_is_timed_once_warm(
 def test_a_plan_is_timed_in_turns_with_the_original(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, runs = worker(), []
     one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
     found = one.do(TimeInTurnsJob(plans=(plan("2"),), turns=3))

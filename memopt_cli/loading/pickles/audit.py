@@ -47,7 +47,7 @@ def uses_in(root: Any) -> list[Use]:
 
 def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
-    known, unknown = [], []
+    claims, unclaimed = [], []
     cache: dict[object, Kind | None] = {}
     for use in uses:
         # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
@@ -58,17 +58,17 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
             cache[key] = next((kind for kind in kinds if kind.claims(use)), None)
         kind = cache[key]
         if kind is None:
-            unknown.append(use)
+            unclaimed.append(use)
         else:
-            known.append((use, kind))
-    return known, unknown
+            claims.append((use, kind))
+    return claims, unclaimed
 
 
 class Audit:
     """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
-    def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
-        """Import the names in ``known``, the uses from :func:`claimed`, and collect their recipes."""
+    def __init__(self, root: Any, claims: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
+        """Import the names in ``claims``, the uses from :func:`claimed`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
         """Object, or name that is held as a value -> its recipe."""
@@ -76,9 +76,9 @@ class Audit:
         """Names that were refused by their kind after they were imported."""
         self._root = root
         self._nodes = list(reachable(root))
-        self._uses = [use for use, _ in known]
+        self._uses = [use for use, _ in claims]
         cache: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
-        for use, kind in known:
+        for use, kind in claims:
             key = use.name, use.how
             if key not in cache:
                 cache[key] = kind.recipe(use)
@@ -165,9 +165,9 @@ class Audit:
 
     def _shared_attributes(self) -> Iterator[tuple[Global, str]]:
         """Yield the objects that share attributes: a change to one object would change the other."""
-        held = Counter(id(part) for node in self._nodes for part in held_in(node))
+        owner_counts = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
-            if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
+            if isinstance(node, Built) and any(owner_counts[id(own)] > 1 for own in self._own_parts(node)):
                 yield node.name, "shares its attributes with something else"
 
     def _own_parts(self, node: Built) -> Iterator[Built]:

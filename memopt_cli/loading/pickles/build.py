@@ -30,11 +30,11 @@ def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -
     for step in pickle.steps:
         builder.take(step)
     # Checked at the end, when no step can change them any more.
-    for made in builder.modules:
-        check_made(made)
-        check_segment(made)
-        if isinstance(made, LiftedModule):
-            check_lifted(made)
+    for module in builder.modules:
+        check_made(module)
+        check_segment(module)
+        if isinstance(module, LiftedModule):
+            check_lifted(module)
     check_apart(builder.modules)
     return builder.value(root)
 
@@ -69,11 +69,11 @@ class _Builder:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
             arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
-            self._made[id(node)] = made = recipe.make(*map(self.value, arguments), **keywords)
-            if recipe.role == "data" and callable(made):
-                raise Broken(f"a {type(made).__name__} can be called")
-            if isinstance(made, nn.Module):
-                self.modules.append(made)
+            self._made[id(node)] = built = recipe.make(*map(self.value, arguments), **keywords)
+            if recipe.role == "data" and callable(built):
+                raise Broken(f"an instance of {type(built).__name__} can be called")
+            if isinstance(built, nn.Module):
+                self.modules.append(built)
             return
         target, values = self._made[id(node)], [self.value(value) for value in step.values]
         if step.action == "extend":

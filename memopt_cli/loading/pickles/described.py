@@ -76,8 +76,8 @@ class PickledTensor:
 def items_in(sizes: Iterable[int]) -> int:
     """Return the number of items of a tensor with these ``sizes``, at most :data:`LARGEST`.
 
-    Raises :class:`ValueError` for sizes that no tensor has.  An empty tensor may have no huge sizes either: its strides
-    are their products.
+    Raises :class:`ValueError` for sizes that no tensor has.  Sizes of an empty tensor are limited as well, since its
+    strides are their products.
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):

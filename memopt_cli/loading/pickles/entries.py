@@ -78,11 +78,11 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
-def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
+def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     """Return the error for a file that holds more than one model."""
-    first = ".".join(next(iter(found)))
+    first = ".".join(next(iter(models)))
     return FileFormatError(
-        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
+        f"{path} holds {len(models)} models: {listed(models)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
     )
 
 
@@ -100,8 +100,8 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
-            known = listed({(name,): None for name in entries_here}) or "none"
-            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
+            names = listed({(name,): None for name in entries_here}) or "none"
+            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, left = entries_here[name], left[len(name) + 1 :]
         where.append(name)
     return tuple(where), value
@@ -200,7 +200,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def listed(found: dict[Path, Any]) -> str:
-    """List the first few paths of ``found``, as keys joined by dots."""
-    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(found, _SHOWN)]
-    return ", ".join(names) + (", …" if len(found) > _SHOWN else "")
+def listed(paths: dict[Path, Any]) -> str:
+    """List the first few paths of ``paths``, as keys joined by dots."""
+    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
+    return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

@@ -59,8 +59,8 @@ class Holder:
         if self._held[0] != key:
             self.close()
             with contextlib.ExitStack() as entered:
-                made = make(entered)
-                self._open, self._held = entered.pop_all(), (key, made)
+                fresh = make(entered)
+                self._open, self._held = entered.pop_all(), (key, fresh)
         value: Found = self._held[1]
         return value
 
@@ -123,8 +123,8 @@ class Bench:
             model = apply_plan(self._maker.placed(self._maker.built()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
-                made = spread(model, mesh, layout, function)
-            yield made
+                spread_model = spread(model, mesh, layout, function)
+            yield spread_model
 
     def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
         """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
@@ -280,5 +280,5 @@ def _checked_alone(bench: Bench) -> None:
 def maker_of_optimizer(text: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> OptimizerMaker:
     """Return a maker of the optimizer that ``text`` of ``--optimizer`` names; ``functions``: see :class:`Bench`."""
     choice = parse_optimizer(text)
-    made = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
-    return optimizer_maker(choice, made)
+    function = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
+    return optimizer_maker(choice, function)

@@ -92,8 +92,8 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
     library = library_blocks(bench.known(_original_trace).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
-        held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
-        blocks = [*held, *library]
+        lifetimes = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
+        blocks = [*lifetimes, *library]
         return needed_bytes(blocks, card) if to_fit else replayed(blocks, card).allocated_peak_bytes
 
     return allocated

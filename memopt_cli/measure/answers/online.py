@@ -19,7 +19,7 @@ from memopt_cli.records import BatchProbe, GradientAgreement
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.step import input_dtype, synchronize
 
-_WINDOW = 8
+_RECORDED_TIME_STEPS = 8
 """Number of time steps, from the start of a sequence, whose memory is recorded."""
 
 
@@ -39,7 +39,7 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
     sequence.restart()
     # Memory is recorded twice, since a recording of a whole sequence would be huge: at the start, where everything
     # that stays is made, and after the last time step, where anything that grew would show.
-    first = _allocated_bytes(bench, sequence, range(min(job.time_steps, _WINDOW)))
+    first = _allocated_bytes(bench, sequence, range(min(job.time_steps, _RECORDED_TIME_STEPS)))
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
     synchronize(bench.settings.device)
@@ -62,9 +62,9 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
         sequence.step.update()
 
     gc.collect()  # else garbage in reference cycles of a cell may be freed while memory is recorded
-    held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
-    held -= unique_bytes(state.value for state in sequence.states)
-    return measure_allocated(lambda _: take(), bench.settings.device, held).peak_bytes
+    held_bytes = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
+    held_bytes -= unique_bytes(state.value for state in sequence.states)
+    return measure_allocated(lambda _: take(), bench.settings.device, held_bytes).peak_bytes
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:

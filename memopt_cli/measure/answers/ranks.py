@@ -1,6 +1,6 @@
 """Measuring a step on every rank of a real process group, such as one that ``torchrun`` starts.
 
-All ranks run this file together; each returns the measurements of all of them.
+All ranks run this file together, and each returns the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from memopt_cli.training.sharded.reduced import buckets_seen
 from memopt_cli.training.sharded.spread import data_ranks, spread_really
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
 
-_COUNTS = 3
-"""Number of times that a step is counted, of which the median is taken: gloo may free a buffer late."""
+_COUNT_REPEATS = 3
+"""Number of counts of a step, whose median is used: gloo may free a buffer late."""
 _TIMED_STEPS = 5
 
 
@@ -145,10 +145,10 @@ def with_buckets(step: Step, start: StartingState) -> Step:
 def median_count(step: Step, start: StartingState) -> Counted:
     """Count the tensor peak of ``step`` a few times, and return the median."""
     counts = []
-    for _ in range(_COUNTS):
+    for _ in range(_COUNT_REPEATS):
         begin(step, start)
         counts.append(trace.count(step))
-    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
+    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
 
 
 def _allocated_by(step: Step, start: StartingState) -> Allocated:

@@ -1,7 +1,7 @@
 """Measured steps on real data: time and memory of the step as described, under a plan, and at other sizes.
 
 A step is timed several times if it is short, and once after a warm-up if it is long.  A plan and the original are
-compared by steps taken in turns, since everything else that the machine does slows both of a pair.
+compared by steps taken in turns, since other work of the machine slows both steps of a pair.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, sy
 from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
 from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
 
-_ENOUGH_S = 0.3
+_MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
-_BEYOND_DOUBT = 3
-"""Slowdown in the first turn, divided by the allowed one, beyond which a plan is not timed again."""
-_NEAR, _NEAR_TURNS = 0.05, 5
+_HOPELESS_FACTOR = 3
+"""Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
+_NEAR_SHARE, _NEAR_TURNS = 0.05, 5
 """A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
-gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+gave 1.35, and other turns 1.14 and 1.13, where 1.33 was allowed."""
 _MAX_TURNS, _MAX_LONG_TURNS = 12, 3
 """Maximum number of turns of short steps, and of long steps, while the error leaves open whether a plan keeps the
 limit."""
-_LONG_S = 1.0
-"""Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
+_LONG_STEP_S = 1.0
+"""Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
 
 
@@ -75,7 +75,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     started = time.monotonic()
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
-    is_long = job.warm_up and first_s >= _LONG_S
+    is_long = job.warm_up and first_s >= _LONG_STEP_S
     cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
     since = _clocks()
     timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
@@ -89,7 +89,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
             watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
-    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
+    fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
         bench.remember(full_workspaces, metered(meter, allocated))
@@ -101,7 +101,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         _refuse_growth(bench, step)
     measurement = _measurement(bench, started, timed, counted, allocated)
     measurement = replace(measurement, step_times_s=(*cold, *measurement.step_times_s), waited=waited)
-    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
+    return Measured(measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned)
 
 
 def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
@@ -109,10 +109,10 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     started = time.monotonic()
     step = bench.step()
     graph_break = compile_step(bench, job.plan, step)
-    first_s, first = _first(bench, step)
-    timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
+    first_s, first = _take_first(bench, step)
+    timed = _timed_steps(bench, step, 1 if first_s >= _LONG_STEP_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
-    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
+    fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     counted = Counted(
         tensor_peak_bytes=allocated.peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -127,7 +127,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     measurement = _measurement(bench, started, timed, counted, allocated)
     not_as_planned = tuple(warnings_of(bench.model))
     return Measured(
-        measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, graph_break=graph_break
+        measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned, graph_break=graph_break
     )
 
 
@@ -184,7 +184,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
         return list(zip(original, planned[plan], strict=False))
 
     def is_open(plan: int) -> bool:
-        least, most = (1, _MAX_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MAX_TURNS)
+        least, most = (1, _MAX_LONG_TURNS) if original[0] >= _LONG_STEP_S else (job.turns, _MAX_TURNS)
         return _needs_more([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
 
     hopeful = list(range(len(job.plans)))
@@ -194,7 +194,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
             with bench.planned(job.plans[plan]):
                 planned[plan].append(_timed_in_turn(bench, step))
         if limit is not None:
-            hopeful = [n for n in hopeful if planned[n][0] <= _BEYOND_DOUBT * limit * original[0]]
+            hopeful = [n for n in hopeful if planned[n][0] <= _HOPELESS_FACTOR * limit * original[0]]
     waited = _waited(since, bench.settings.device)
     return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
@@ -204,7 +204,7 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: flo
     if most_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
+    least = _NEAR_SHARE * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
     return abs(slowdown - most_slowdown) < max(least, error)
 
 
@@ -260,7 +260,7 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
             step.checked()  # fails in the same way, with an error that names the module
         raise
     step.model.zero_grad(set_to_none=True)
-    if allocated.step_s >= _LONG_S:
+    if allocated.step_s >= _LONG_STEP_S:
         return allocated.peak_bytes, allocated.step_s
     return allocated.peak_bytes, statistics.median(timed.step_s for timed in _timed_steps(bench, step, 1))
 
@@ -289,13 +289,13 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
         never_called.pop(module, None)
 
     with module_hooks(bench.model, enter, lambda *_: None):
-        elapsed, printed = _first(bench, step)
+        seconds, fingerprints = _take_first(bench, step)
     if never_called:
         raise StepError(
             f"the plan makes a segment of '{min(never_called.values())}', but the step never calls that module",
             hint="Remove it from the plan.",
         )
-    return elapsed, printed
+    return seconds, fingerprints
 
 
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
@@ -306,20 +306,20 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
             if parameter.is_floating_point():
                 up = torch.empty(parameter.shape, dtype=parameter.dtype).bernoulli_(generator=generator)
                 parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up.to(parameter.device) - 1))
-        return _first(bench, bench.step())[1]
+        return _take_first(bench, bench.step())[1]
 
 
-def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     """Take a step with finite gradients, drop the gradients, and return the seconds and the results of the step."""
-    elapsed, printed = _taken(bench, step)
+    seconds, fingerprints = _take_checked(bench, step)
     if not step.has_scale():
         bench.find_scale(step)
-        elapsed, printed = _taken(bench, step)
+        seconds, fingerprints = _take_checked(bench, step)
     bench.model.zero_grad(set_to_none=True)
-    return elapsed, printed
+    return seconds, fingerprints
 
 
-def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     seed_everything(bench.settings.seed)
     synchronize(bench.settings.device)
     started = time.perf_counter()
@@ -333,8 +333,8 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         step.unscale_and_clip()
         step.update()
     synchronize(bench.settings.device)
-    elapsed = time.perf_counter() - started
-    return elapsed, fingerprint(tensors_left(bench.model, output) | updates)
+    seconds = time.perf_counter() - started
+    return seconds, fingerprint(tensors_left(bench.model, output) | updates)
 
 
 @dataclass(slots=True)
@@ -393,7 +393,7 @@ def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) 
 
 
 def _needs_more(times: Sequence[float], least: int) -> bool:
-    return len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MAX_STEPS)
+    return len(times) < least or (0 < sum(times) < _MIN_TIMED_S and len(times) < _MAX_STEPS)
 
 
 def _process_peak_bytes() -> int:

@@ -81,7 +81,7 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     )
 
 
-def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:
+def _with_updates(step: Step, plan: Plan, verification: Verification) -> Verification:
     def install(model: nn.Module, optimizer: Optimizer) -> None:
         check_steps_alone(optimizer)
         apply_plan(model, plan, optimizer)
@@ -89,13 +89,13 @@ def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:
     def install_plain(model: nn.Module, optimizer: Optimizer) -> None:
         apply_plan(model, plan.of_model)
 
-    check, updates = compare_updates(step, install_plain, install, batch=found.batch)
-    further = (*found.further, check)
+    check, updates = compare_updates(step, install_plain, install, batch=verification.batch)
+    further = (*verification.further, check)
     if not updates.worst.name:
-        return replace(found, further=further)
+        return replace(verification, further=further)
     worst = updates.worst
     return replace(
-        found,
+        verification,
         further=further,
         passed=False,
         worst_name=worst.name,

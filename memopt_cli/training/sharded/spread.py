@@ -57,23 +57,23 @@ def _spread(
 ) -> nn.Module:
     parts = set(model.modules())
     with _without_older(what):
-        made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
-    _refuse(made, what)
-    if not isinstance(made, nn.Module):
-        raise UsageError(f"{layout.parallel} returned {_kind(made)}, not an nn.Module", hint=_RETURN)
-    if parts.isdisjoint(made.modules()):
+        spread_model = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+    _refuse(spread_model, what)
+    if not isinstance(spread_model, nn.Module):
+        raise UsageError(f"{layout.parallel} returned {_kind(spread_model)}, not an nn.Module", hint=_RETURN)
+    if parts.isdisjoint(spread_model.modules()):
         raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
-    if any(map(is_compiled, made.modules())):
+    if any(map(is_compiled, spread_model.modules())):
         raise StepError(
             f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
             hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
-    if not _is_spread(made):
+    if not _is_spread(spread_model):
         raise UsageError(
-            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it shards nothing",
+            f"{layout.parallel} left every parameter of {type(spread_model).__name__} whole: it shards nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
-    return made
+    return spread_model
 
 
 _COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are not seen"}
@@ -93,7 +93,7 @@ def data_ranks(model: nn.Module) -> int:
 def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
     group = dist.group.WORLD
     try:
-        made = function(model, mesh)
+        spread_model = function(model, mesh)
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:  # the user's code may raise anything
@@ -103,7 +103,7 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
         raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP)
-    return made
+    return spread_model
 
 
 _RETURN = "Let it return the model that trains."
@@ -111,9 +111,9 @@ _GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
 _NO_GROUP = "The group and the mesh exist already: do not make others in it."
 
 
-def _refuse(made: Any, what: str) -> None:
+def _refuse(spread_model: Any, what: str) -> None:
     """Raise :class:`StepError` if a part of ``made`` is of a package whose memory is not counted."""
-    parts = made.modules() if isinstance(made, nn.Module) else [made]
+    parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
         for package, why in _UNPREDICTED.items():

@@ -112,15 +112,16 @@ def _check_attribute(node: Built, graph: Graph) -> str:
     """Say why ``node``, a call of ``getattr``, must not be made; empty if it may."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
-            allowed, of = is_allowed(f"aten::{name}"), owner.name
+            is_permitted, owner_name = is_allowed(f"aten::{name}"), owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
             may_get = _may_get_from_class if is_class else _may_get_from_object
-            allowed, of = kind is not None and may_get(kind, name, graph), kind.__name__ if kind else "something"
+            is_permitted = kind is not None and may_get(kind, name, graph)
+            owner_name = kind.__name__ if kind else "an object without a known class"
         case _:
-            return "is asked for something without a name"
-    return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
+            return "asks for an attribute without a name"
+    return "" if is_permitted else f"asks for the attribute {quoted(name)} of {owner_name}"
 
 
 def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:

@@ -116,12 +116,12 @@ class Kind(Protocol):
 def resolve(wanted: Global) -> Any | Denied | Missing:
     """Import the module of ``wanted``, and return the object of that name in it: ``Outer.Inner`` is a nested class."""
     try:
-        found: Any = importlib.import_module(wanted.module)
+        target: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
-            if not (isinstance(found, type) or found is importlib.import_module(wanted.module)) or is_dunder(part):
+            if not (isinstance(target, type) or target is importlib.import_module(wanted.module)) or is_dunder(part):
                 return Denied("is not a class or function by itself")
-            found = getattr(found, part)
-        return found
+            target = getattr(target, part)
+        return target
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
         return Missing(first_line(err), "" if within(lacks, wanted.package) else lacks)
@@ -131,9 +131,9 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 """Packages that the user cannot trust as a whole: some of their functions run their arguments as code."""
 
 
-def by_name(use: Use, found: Any) -> Trust | None:
+def by_name(use: Use, target: Any) -> Trust | None:
     """Return the trust in the name of ``use`` alone; ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
-    home = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", None)
+    home = target.__name__ if isinstance(target, types.ModuleType) else getattr(target, "__module__", None)
     is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
     return None if is_theirs else Trust(globals=(str(use.name),))
 
@@ -148,10 +148,10 @@ def is_callable(kind: type) -> bool:
     return any("__call__" in vars(base) for base in kind.__mro__)
 
 
-def is_surrogate(found: Any) -> bool:
-    """Return whether ``found`` is a class of surrogate gradients of snnTorch."""
-    is_function = isinstance(found, type) and issubclass(found, torch.autograd.Function)
-    return is_function and within(found.__module__, "snntorch")
+def is_surrogate(target: Any) -> bool:
+    """Return whether ``target`` is a class of surrogate gradients of snnTorch."""
+    is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
+    return is_function and within(target.__module__, "snntorch")
 
 
 def quoted(value: Any) -> str:
@@ -160,7 +160,7 @@ def quoted(value: Any) -> str:
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
         return shortened(value)
-    return f"a {type(value).__name__}"
+    return f"an instance of {type(value).__name__}"
 
 
 def is_dunder(name: str) -> bool:
@@ -200,7 +200,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"a {type(target).__name__} has no slot {quoted(name)}")  # a property would run
+            raise Broken(f"{type(target).__name__} has no slot {quoted(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 
@@ -228,13 +228,13 @@ _BECOMES: Final = "cls_to_become"
 """The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
-def _is_method(found: Any) -> bool:
-    """Return whether ``found``, an attribute of a class, is one that an object's attribute would hide, as a method is.
+def _is_method(attribute: Any) -> bool:
+    """Return whether an attribute of an object would hide ``attribute``, one of its class, as it would hide a method.
 
-    A property is not hidden, since Python looks for it before it looks at the object's attributes.
+    A property is not hidden: Python looks for properties before the object's attributes.
     """
-    kind = type(found)
-    keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
+    kind = type(attribute)
+    keeps_its_value = hasattr(kind, "__set__") or isinstance(attribute, functools.cached_property)
     return hasattr(kind, "__get__") and not keeps_its_value
 
 

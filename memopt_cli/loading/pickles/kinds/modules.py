@@ -86,8 +86,8 @@ def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
     The names may be made up by a hostile model.  Other modules of a library, such as examples, may run a training when
     they are imported.
     """
-    known = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
-    return tuple(name for name in names if name in known or _MODELING.fullmatch(name))
+    importable = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
+    return tuple(name for name in names if name in importable or _MODELING.fullmatch(name))
 
 
 _CONFIGURATIONS: Final = frozenset(
@@ -124,24 +124,24 @@ class Libraries:
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``: a module, hook, enum, named tuple, settings, or a class held as a value."""
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
-        remedy = by_name(use, found)
-        if not isinstance(found, type):
+        cls = resolve(use.name)
+        if isinstance(cls, Denied | Missing):
+            return cls
+        remedy = by_name(use, cls)
+        if not isinstance(cls, type):
             return Denied("is a function", remedy)
-        if not any(within(found.__module__, library) for library in self.libraries):
-            return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
-        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](found)
+        if not any(within(cls.__module__, library) for library in self.libraries):
+            return Denied(f"is not defined in {use.name.package} but in {cls.__module__}", remedy)
+        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](cls)
         return recipe or Denied(_REASONS[use.how], remedy)
 
-    def _held(self, found: type) -> Recipe | None:
+    def _held(self, cls: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
-        is_layer = issubclass(found, _LAYERS) and any(within(found.__module__, package) for package in own)
-        if is_layer or is_surrogate(found) or issubclass(found, enum.Enum):
-            return Recipe(make=lambda: found, role="callable", kind=found)
-        is_named = issubclass(found, nn.Module) or _is_settings(found) or _is_named_tuple(found)
-        return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
+        is_layer = issubclass(cls, _LAYERS) and any(within(cls.__module__, package) for package in own)
+        if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
+            return Recipe(make=lambda: cls, role="callable", kind=cls)
+        is_named = issubclass(cls, nn.Module) or _is_settings(cls) or _is_named_tuple(cls)
+        return Recipe(make=lambda: cls, role="named", kind=cls) if is_named else None
 
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
@@ -152,24 +152,24 @@ _REASONS: Final = {
 }
 
 
-def _created(found: type) -> Recipe | Denied | None:
-    """Return the recipe for an object of the class ``found``, or why it has none; ``None`` if its kind is not known."""
-    bases = [base for base in found.__mro__ if base.__module__ not in _PLAIN_COPIES]
-    if issubclass(found, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
-        own = found.__module__.partition(".")[0] == "torch"
-        remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
+def _created(cls: type) -> Recipe | Denied | None:
+    """Return the recipe for an object of the class ``cls``, or why it has none; ``None`` if its kind is not known."""
+    bases = [base for base in cls.__mro__ if base.__module__ not in _PLAIN_COPIES]
+    if issubclass(cls, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
+        own = cls.__module__.partition(".")[0] == "torch"
+        remedy = None if own else Trust(globals=(f"{cls.__module__}.{cls.__qualname__}",))
         return Denied("rebuilds itself from its attributes when it is copied or saved", remedy)
-    if issubclass(found, nn.Module):
-        return module_recipe(found)
-    if found.__name__ in _HOOKS.get(found.__module__, ()):
-        return Recipe(make=_maker(found), role="hook", kind=found, fill=fill, check=_check_hook)
-    if issubclass(found, _TRAINING):
-        return Recipe(make=_maker(found), kind=found, fill=fill, check=_check_training)
-    if _is_settings(found):
-        role: Role = "callable" if is_callable(found) else "data"
-        return Recipe(make=_maker(found), role=role, kind=found, fill=set_attributes, check=_check_attributes)
-    if _is_named_tuple(found):
-        return Recipe(make=lambda *items: _named_tuple(found, items), kind=found)
+    if issubclass(cls, nn.Module):
+        return module_recipe(cls)
+    if cls.__name__ in _HOOKS.get(cls.__module__, ()):
+        return Recipe(make=_maker(cls), role="hook", kind=cls, fill=fill, check=_check_hook)
+    if issubclass(cls, _TRAINING):
+        return Recipe(make=_maker(cls), kind=cls, fill=fill, check=_check_training)
+    if _is_settings(cls):
+        role: Role = "callable" if is_callable(cls) else "data"
+        return Recipe(make=_maker(cls), role=role, kind=cls, fill=set_attributes, check=_check_attributes)
+    if _is_named_tuple(cls):
+        return Recipe(make=lambda *items: _named_tuple(cls, items), kind=cls)
     return None
 
 
@@ -180,9 +180,9 @@ _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
 """Modules in whose classes these methods only copy attributes."""
 
 
-def _called(found: type) -> Recipe | None:
-    """Return the recipe for a call of ``found`` if it is an enum, whose call returns a member; ``None`` otherwise."""
-    return Recipe(make=lambda value: _member(found, value), kind=found) if issubclass(found, enum.Enum) else None
+def _called(cls: type) -> Recipe | None:
+    """Return the recipe for a call of ``cls`` if it is an enum, whose call returns a member; ``None`` otherwise."""
+    return Recipe(make=lambda value: _member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
 
 
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -194,38 +194,38 @@ _HELPERS: Final = (
 """Modules and packages whose classes hold settings and tensors, and compute with them."""
 
 
-def _is_settings(found: type) -> bool:
-    if any(within(found.__module__, package) for package in _HELPERS):
+def _is_settings(cls: type) -> bool:
+    if any(within(cls.__module__, package) for package in _HELPERS):
         return True
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in found.__mro__}
-    plain = dataclasses.is_dataclass(found) and not is_callable(found) and not hasattr(found, "__setstate__")
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
     return bool(bases & _CONFIGURATIONS) or plain
 
 
-def _is_named_tuple(found: type) -> bool:
-    return issubclass(found, tuple) and hasattr(found, "_fields") and found.__bases__ == (tuple,)
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields") and cls.__bases__ == (tuple,)
 
 
-def _named_tuple(found: Any, items: tuple[Any, ...]) -> Any:
-    if len(items) != len(found._fields):
-        raise Broken(f"a {found.__name__} has {len(items)} items")
-    return tuple.__new__(found, items)
+def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
+    if len(items) != len(cls._fields):
+        raise Broken(f"an instance of {cls.__name__} has {len(items)} items")
+    return tuple.__new__(cls, items)
 
 
-def _member(found: type[enum.Enum], value: Any) -> enum.Enum:
-    for member in found:
+def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
+    for member in cls:
         if type(member.value) is type(value) and member.value == value:
             return member
-    raise Broken(f"{found.__name__} has no member of such a value")
+    raise Broken(f"{cls.__name__} has no member of such a value")
 
 
-def _maker(found: type) -> Callable[..., Any]:
-    """Return a function that creates an object of the class ``found`` without running its constructor."""
+def _maker(cls: type) -> Callable[..., Any]:
+    """Return a function that creates an object of the class ``cls`` without running its constructor."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
-            raise Broken(f"a {found.__name__} is created with arguments")
-        return object.__new__(found)
+            raise Broken(f"an instance of {cls.__name__} is created with arguments")
+        return object.__new__(cls)
 
     return make
 
@@ -254,9 +254,11 @@ def _check_training(node: Built, graph: Graph) -> str:
     An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
     """
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
-    held = [] if groups is None else _items_of(groups)
-    known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
-    return _check_attributes(node, graph) if known else "has groups of parameters that are not lists"
+    group_list = [] if groups is None else _items_of(groups)
+    are_lists = group_list is not None and all(
+        _items_of(dict(entries_of(group)).get("params")) is not None for group in group_list
+    )
+    return _check_attributes(node, graph) if are_lists else "has groups of parameters that are not lists"
 
 
 def _items_of(value: Any) -> list[Any] | None:
@@ -279,9 +281,9 @@ def _check_hook(node: Built, graph: Graph) -> str:
 # ---------------------------------------------------------------------------------------------- modules
 
 
-def module_recipe(found: type[nn.Module]) -> Recipe:
-    """Return the recipe for a module of the class ``found``, which is created empty and given audited attributes."""
-    return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
+def module_recipe(cls: type[nn.Module]) -> Recipe:
+    """Return the recipe for a module of the class ``cls``, which is created empty and given audited attributes."""
+    return Recipe(make=_maker(cls), role="module", kind=cls, fill=fill, check=check_module)
 
 
 def check_module(node: Built, graph: Graph) -> str:
@@ -305,8 +307,8 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
         return ""
     state = dict(entries)
     layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
-    known = type(layers) is int and 0 < layers <= len(parameters)
-    return "" if known else f"has {quoted(layers)} layers and {len(parameters)} parameters"
+    is_plausible = type(layers) is int and 0 < layers <= len(parameters)
+    return "" if is_plausible else f"has {quoted(layers)} layers and {len(parameters)} parameters"
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:

@@ -73,16 +73,16 @@ class Own:
             )
         if use.name == RESTORE_LIFTED:
             return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
+        target = resolve(use.name)
+        if isinstance(target, Denied | Missing):
+            return target
         if use.how == "held":
-            return Recipe(make=lambda: found, role="named", kind=found)
-        if isinstance(found, type) and issubclass(found, nn.Module):
-            return replace(module_recipe(found), fill=_fill_script) if found is ScriptLeaf else module_recipe(found)
-        if found not in map(type, COMPRESSORS.values()):
+            return Recipe(make=lambda: target, role="named", kind=target)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            return replace(module_recipe(target), fill=_fill_script) if target is ScriptLeaf else module_recipe(target)
+        if target not in map(type, COMPRESSORS.values()):
             return Denied("is not part of the format of memopt's files")
-        return Recipe(make=lambda: object.__new__(found), kind=found)  # codecs hold no state
+        return Recipe(make=lambda: object.__new__(target), kind=target)  # codecs hold no state
 
 
 def _fill_script(target: Any, state: Any) -> None:
