@@ -242,7 +242,7 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
 def test_a_long_measured_step_is_not_taken_again_to_time_its_operators(
     optimizer: str, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", 0.0)
     monkeypatch.setattr("memopt_cli.trace.time_operators", lambda step: pytest.fail("it was"))
     one = worker(optimizer=optimizer)
     one.do(MeasureJob(plan=ORIGINAL, steps=3))
@@ -398,7 +398,7 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
 def test_a_probe_takes_a_long_step_once(
     long_s: float, steps: range, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *_: taken.append(1))
     found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
@@ -419,7 +419,7 @@ def test_a_long_step_is_timed_once_warm(
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *_: taken.append(1))
