@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.files.contents import frontier_json, read_frontier
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import check_pick
+from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN, check_pick
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
 from memopt_cli.pipeline.terms import differences, filled_in, inputs_term, left_out, naming_code, step_terms, typed
 from memopt_cli.records import (
@@ -110,9 +111,17 @@ def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
         value, before = getattr(asked, name), getattr(then, name)
         if value not in (getattr(plain, name), before):
             raise UsageError(
-                f"`--pick` takes a plan that was shown, and its {name.replace('_', ' ')} was {before}, not {value}",
+                f"`--pick` takes a plan that was shown, and its {name.removesuffix('s').replace('_', ' ')} was "
+                f"{_text(before)}, not {_text(value)}",
                 hint=f"Leave the option out. {_AGAIN}",
             )
+
+
+def _text(value: Any) -> str:
+    """Return the ``value`` of an option about as it is typed."""
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
@@ -180,11 +189,14 @@ def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) ->
 
 
 def _shown(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+    options = request.search.options
+    if request.search.asked_slowdown is None:
+        options = replace(options, max_slowdown=FRONTIER_SLOWDOWN)
     return ShownFrontier(
         header=file_header(prepared),
         weights_sha256=prepared.facts.weights_sha256,
         key=prepared.subject.source.key,
         settings=prepared.subject.settings,
-        options=request.search.options,
+        options=options,
         points=(),
     )
