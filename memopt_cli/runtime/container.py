@@ -199,6 +199,10 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 # ---------------------------------------------------------------------------------------------- the class
 
 
+_MADE = "_memopt_made"
+"""Attribute of the class of a segment that is complete."""
+
+
 class _SegmentClass(type):
     """The class of the classes of segments, on which attributes are set as without a plan: on the module's own class.
 
@@ -224,7 +228,7 @@ def _is_of_segment(kind: type, name: str) -> bool:
 
     It is while ``kind`` is being made, as by ``__init_subclass__``, and in a class that others derive from a segment's.
     """
-    return "_is_made" not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
+    return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
 
 
 def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
@@ -282,7 +286,7 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
         "forward": forward,
     }
     kind: Any = _metaclass(original)(original.__name__, (mixin, original), body)
-    kind._is_made = True
+    setattr(kind, _MADE, True)
     return kind  # type: ignore[no-any-return]
 
 

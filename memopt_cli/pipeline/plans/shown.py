@@ -27,6 +27,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, write_all
 
@@ -82,6 +83,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         )
     asked, then = request.settings, shown.settings
     _check_code(asked, then)
+    _check_inputs(request, shown)
     options = replace(request.search.options, level=shown.options.level)
     taken = left_out(asked, then)
     notes = (*request.search.notes, *[f"As when the plans were shown: {typed(then, taken)}."] * bool(taken))
@@ -101,6 +103,18 @@ def _check_code(asked: StepSettings, then: StepSettings) -> None:
         raise UsageError(
             f"the plans were shown for a step with {flags}, and a file beside the model names no code that is run",
             hint=f"If that is your code, add {flags}.",
+        )
+
+
+def _check_inputs(request: OptimizeRequest, shown: ShownFrontier) -> None:
+    """Raise :class:`UsageError` if ``request`` leaves out the file or the script that made the inputs of ``shown``."""
+    spec = shown.header.spec
+    files = {"--input-data": spec.data_file, "--input-script": spec.script}
+    flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
+    if flag and not (request.spec is not None and request.spec.has_inputs):
+        raise UsageError(
+            f"the plans were shown for a step with `{flag}`, and a file beside the model names no other file",
+            hint=f"If those are your inputs, add `{flag}`.",
         )
 
 

@@ -153,6 +153,16 @@ def test_plans_of_another_step_are_named(flags: tuple[str, ...], said: str, opti
     assert said in done.err
 
 
+@pytest.mark.parametrize(("field", "flag"), [("data_file", "--input-data"), ("script", "--input-script")])
+def test_a_file_of_inputs_has_to_be_typed_again(field: str, flag: str, optimize: Memopt) -> None:
+    """Only what the user types names files to read and code to run."""
+    Path(SHOWN).write_text(json.dumps(made_up(spec={field: "my inputs.py:make", "source": flag})))
+    done = optimize("--pick", "1")
+    assert (done.code, done.out, done.changed) == (2, "", set())
+    assert f"the plans were shown for a step with {flag} 'my inputs.py:make'" in done.err
+    assert f"add {flag} 'my inputs.py:make'." in done.err
+
+
 def test_the_slowdown_that_a_frontier_allows_by_itself_may_be_typed_again(optimize: Memopt) -> None:
     assert optimize(*SPEC, "--level", "1", "--frontier").code == 0
     assert json.loads(Path(SHOWN).read_text())["options"]["max_slowdown"] == shown.FRONTIER_SLOWDOWN
