@@ -199,6 +199,43 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 # ---------------------------------------------------------------------------------------------- the class
 
 
+_MADE = "_memopt_made"
+"""Attribute of the class of a segment that is complete."""
+
+
+class _SegmentClass(type):
+    """The class of the classes of segments, on which attributes are set as without a plan: on the module's own class.
+
+    So ``type(self).calls += 1`` in a forward, or ``type(layer).rate = 0.1`` in a schedule, is seen by all modules of
+    that class, segments or not.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if _is_of_segment(cls, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(vars(cls)["_original"], name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        if _is_of_segment(cls, name):
+            super().__delattr__(name)
+        else:
+            delattr(vars(cls)["_original"], name)
+
+
+def _is_of_segment(kind: type, name: str) -> bool:
+    """Tell whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
+
+    It is while ``kind`` is being made, as by ``__init_subclass__``, and in a class that others derive from a segment's.
+    """
+    return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
+
+
+def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
+    kind = type(original)
+    return _SegmentClass if kind is type else type(f"{kind.__name__}OfSegment", (_SegmentClass, kind), {})
+
+
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     """Return the class of segments on modules of class ``original``, made the first time.
 
@@ -248,7 +285,9 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
         "_original": original,
         "forward": forward,
     }
-    return type(original.__name__, (mixin, original), body)
+    kind: Any = _metaclass(original)(original.__name__, (mixin, original), body)
+    setattr(kind, _MADE, True)
+    return kind  # type: ignore[no-any-return]
 
 
 def _label(mixin: type[Installed], config: Settings) -> str:
@@ -268,7 +307,8 @@ def _without_segment(kind: type) -> type:
         return kind
     bases = tuple(_without_segment(base) for base in kind.__bases__)
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, bases, body)  # type: ignore[misc,no-any-return]
+    make: Any = type if isinstance(kind, _SegmentClass) else type(kind)
+    return make(kind.__name__, bases, body)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- running it
