@@ -30,6 +30,7 @@ from memopt_cli.runtime.private_torch import (
     parts_of_concatenation,
     version_counter,
 )
+from memopt_cli.runtime.thread_block import ThreadBlock
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -565,32 +566,27 @@ def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-    """Return ``codec.compress(x)``, run :class:`beside_the_model`."""
-    with beside_the_model():
+    """Return ``codec.compress(x)``, run :class:`internal_tensors`."""
+    with internal_tensors():
         return codec.compress(x)
 
 
 def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
-    """Return ``codec.decompress(packed)``, run :class:`beside_the_model`."""
-    with beside_the_model():
+    """Return ``codec.decompress(packed)``, run :class:`internal_tensors`."""
+    with internal_tensors():
         return codec.decompress(packed)
 
 
-class beside_the_model:  # it reads as a statement
+class internal_tensors(ThreadBlock):
     """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
 
-    __slots__ = ("_outer",)
-
-    def __enter__(self) -> None:
-        self._outer, _thread.beside = is_beside_the_model(), True
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.beside = self._outer
+    __slots__ = ()
+    _thread, _name, _default, _value = _thread, "makes_internal_tensors", False, True
 
 
-def is_beside_the_model() -> bool:
+def makes_internal_tensors() -> bool:
     """Return whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
-    return getattr(_thread, "beside", False)
+    return getattr(_thread, "makes_internal_tensors", False)
 
 
 def _bits(flat: Tensor) -> Tensor:

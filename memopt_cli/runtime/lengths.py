@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.module_state import SEGMENT_KEY
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
+from memopt_cli.runtime.thread_block import ThreadBlock
 
 _thread = threading.local()
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -91,19 +92,14 @@ def present_length() -> float:
     return length
 
 
-class at_length:  # it reads as a statement
+class at_length(ThreadBlock):
     """A block in which the present input has this ``length``."""
 
-    __slots__ = ("_length", "_outer")
+    __slots__ = ("_value",)
+    _thread, _name, _default = _thread, "length", math.inf
 
     def __init__(self, length: float) -> None:
-        self._length = length
-
-    def __enter__(self) -> None:
-        self._outer, _thread.length = present_length(), self._length
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.length = self._outer
+        self._value = length
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:

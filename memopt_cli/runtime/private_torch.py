@@ -548,7 +548,7 @@ def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # it reads as a statement
+class as_written:  # used like a function, hence in lower case
     """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)

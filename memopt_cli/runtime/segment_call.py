@@ -22,7 +22,7 @@ from memopt_cli.runtime.compressor import (
     OwnCompressor,
     Packed,
     SpikeCompressor,
-    beside_the_model,
+    internal_tensors,
     load,
     note_stored,
     store,
@@ -82,7 +82,7 @@ def call_checkpointed(
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
     tensors = given.tensors
     if learned.overwrites_input:
-        with beside_the_model():
+        with internal_tensors():
             tensors = _clones(tensors)
     needed = [t.requires_grad for t in given.tensors]
     lent: Sequence[Tensor] = ()

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt_cli.runtime.compressor import beside_the_model
+from memopt_cli.runtime.compressor import internal_tensors
 from memopt_cli.runtime.copies import Copy, remade, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
@@ -90,7 +90,7 @@ class StartingState:
         self._held: HeldSlots | None = None
         """The values of the slots that move; ``None`` if none do."""
         if reading.moves or others:
-            with beside_the_model():
+            with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
         """The tensors in slots that forward leaves alone, but may read, and their versions."""

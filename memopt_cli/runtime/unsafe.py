@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from memopt_cli.runtime.module_state import name_of
+from memopt_cli.runtime.thread_block import ThreadBlock
 
 _thread = threading.local()
 _moments = itertools.count(1)
@@ -121,17 +122,11 @@ def this_moment() -> int:
     return now or next(_moments)
 
 
-class as_of:  # it reads as a statement
-    """A block in which only those modules run plainly or whole that did so before ``moment``."""
+class as_of(ThreadBlock):
+    """A block in which modules run plainly or whole only if they did so before ``moment``."""
 
-    __slots__ = ("_moment", "_outer")
+    __slots__ = ("_value",)
+    _thread, _name, _default = _thread, "now", 0
 
     def __init__(self, moment: int) -> None:
-        self._moment = moment
-
-    def __enter__(self) -> None:
-        self._outer: int = getattr(_thread, "now", 0)
-        _thread.now = self._moment
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.now = self._outer
+        self._value = moment

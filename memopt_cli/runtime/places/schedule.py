@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.compressor import Packed, beside_the_model, is_dense
+from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once, waiting
 from memopt_cli.runtime.private_torch import (
@@ -238,7 +238,7 @@ class _Item:
     def _fetch(self) -> None:
         if not self._here and self._flat is None:
             assert self._sent is not None
-            with beside_the_model(), torch.no_grad():
+            with internal_tensors(), torch.no_grad():
                 self._flat = torch.empty(self._sent.nbytes, dtype=torch.uint8, device=self._device)
             self._sent.fetch(self._flat)
 
