@@ -126,7 +126,7 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
 
 
 class NotGathered(Exception):
-    """Passes over the chunks would not give the result of the whole; the message is a sentence without its subject."""
+    """Passes over the chunks would not give the result of the whole; the message is a :data:`Complaint`."""
 
 
 class BatchStatistics:

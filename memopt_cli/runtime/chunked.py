@@ -29,7 +29,7 @@ from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import data_of
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import name_of, uninitialized
+from memopt_cli.runtime.module_state import Complaint, name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
 from memopt_cli.runtime.places.schedule import Parcel, parcel_to
@@ -235,10 +235,10 @@ def _resumes(module: nn.Module) -> bool:
 
 
 class _NotInChunks(Exception):
-    """A module computes something else in chunks, or leaves other state behind, for a reason without its subject."""
+    """A module computes something else in chunks, or leaves other state behind."""
 
-    def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: the whole would surely not fail as well."""
+    def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
+        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are surely at fault."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
@@ -270,12 +270,12 @@ class _FirstChunk:
 
         Raises :class:`_NotInChunks`.
         """
-        moved = self._moves.found()
+        moved = self._moves.to_try()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
         reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
-        moved_on = (_complaint(name, value) for name, value, held in self._whole if held != data_of(value))
+        moved_on = (_writing(name, value) for name, value, before in self._whole if before != data_of(value))
         reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
@@ -362,8 +362,8 @@ class _FirstChunk:
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
 
 
-def _without_axis(config: SegmentConfig, output: Any) -> str:
-    """Return why chunks with such an ``output`` cannot be joined, a sentence without its subject; empty if they can."""
+def _without_axis(config: SegmentConfig, output: Any) -> Complaint:
+    """Return why chunks with such an ``output`` cannot be joined."""
     if isinstance(output, ReachedNorm):
         return ""
     parts = output if isinstance(output, tuple) else (output,)
@@ -377,8 +377,8 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
     return ""
 
 
-def _complaint(name: str, value: Any) -> str:
-    """Return that the first chunk wrote to the argument ``value`` named ``name``, a sentence without its subject."""
+def _writing(name: str, value: Any) -> Complaint:
+    """Return that the first chunk wrote to the argument ``value`` named ``name``."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""

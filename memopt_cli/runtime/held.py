@@ -17,7 +17,7 @@ from torch import Tensor
 from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
 from memopt_cli.runtime.frozen import Frozen, data_of, freeze
 from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
-from memopt_cli.runtime.module_state import leaves_in
+from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
 _LARGEST_COPY: Final = 1 << 16
@@ -100,8 +100,8 @@ class HeldSlots:
         """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
-        self.lost = ""
-        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
+        self.lost: Complaint = ""
+        """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._hold_slots(reading.moves)

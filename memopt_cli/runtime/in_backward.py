@@ -38,8 +38,8 @@ _thread = threading.local()
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
     """Install ``optimizer`` in backward: from now on it updates each parameter that requires a gradient there.
 
-    ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` with a reason, a sentence about the
-    optimizer without its subject, if that is not possible; then nothing has changed.
+    ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` if that is not possible, with a
+    predicate about the optimizer ("has a parameter twice"); then nothing has changed.
     """
     parameters = _parameters_of(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:

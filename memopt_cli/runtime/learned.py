@@ -270,8 +270,8 @@ class Learned:
         """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """The index, from the end, of the saved tensor that is compared in every call, -1 for the last; ``None`` if no
-        tensor is compared."""
+        """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor).
+        ``None``: no tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False

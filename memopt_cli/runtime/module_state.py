@@ -1,6 +1,6 @@
 """Read, take and put back the state of a module tree: buffers, and what modules keep in attributes.
 
-:class:`ModuleState` takes all of it by reference, without a look at what forward changes; segments take more care
+:class:`ModuleState` takes all state by reference, whether forward changes it or not; segments take more care
 (``state.py``).  The rest of this file lists state by name, copies modules and resets hidden state.
 """
 
@@ -46,9 +46,15 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
 """Names of the attributes that are no state: parameters, children, hooks, and memopt's own."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
+Complaint = str
+"""What is wrong with a module, as a predicate: "draws random numbers".  Empty: nothing is wrong.
+
+Whoever shows it puts the module's name (:func:`name_of`) before it.
+"""
+
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet; empty if there is none."""
+    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet, or an empty text."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):

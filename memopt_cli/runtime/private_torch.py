@@ -146,6 +146,15 @@ base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
 """The tensor that autograd takes a tensor for a view of; ``None`` if it is no view."""
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has strided memory.
+
+    Nested tensors have none, nor special zero tensors (``torch.func.jvp``) and the tensors that a transform wraps.
+    """
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not (stands_for_zeros(tensor) or is_of_transform(tensor))
+
+
 def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of the subclass ``kind`` that has no memory."""
     return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
@@ -176,6 +185,11 @@ UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeE
 def is_fake(value: Any) -> bool:
     """Return whether ``value`` is a tensor of a dry run, which has a shape and a device, but no data."""
     return isinstance(value, FakeTensor)
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may define operators anew."""
+    return type(tensor) is Tensor or isinstance(tensor, FakeTensor)
 
 
 class DryRun(FakeTensorMode):
@@ -571,7 +585,7 @@ def forbids_hooks(error: RuntimeError) -> bool:
 
 @functools.cache
 def _refusal_of_hooks() -> str:
-    with unseen(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with unseen(), saved_tensors_hooks(unchanged, unchanged):
         try:
             torch.func.grad(torch.sum)(torch.zeros(()))
         except RuntimeError as refusal:
@@ -630,6 +644,12 @@ def not_compiled(function: _C) -> _C:
     set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from what is not traced
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and where it is
     return function
+
+
+@not_compiled
+def unchanged(tensor: Tensor) -> Tensor:
+    """Return ``tensor``: a hook on saving that does nothing."""
+    return tensor
 
 
 between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]

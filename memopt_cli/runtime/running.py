@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming
+from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming, unchanged
 from memopt_cli.runtime.thread_block import ThreadBlock
 
 _thread = threading.local()
@@ -160,4 +160,4 @@ def is_transformed() -> bool:
 
 def saving_aside() -> saved_tensors_hooks:
     """Return hooks that hide the tensors saved in their block from the hooks around: backward never needs them."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return saved_tensors_hooks(unchanged, unchanged)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.runtime.generators import position_of, put_at
+from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.places.schedule import Handle, Parcel
 from memopt_cli.runtime.private_torch import (
     OpOverloadPacket,
@@ -137,9 +138,8 @@ class KeptOutputs:
         """Number of outputs when autograd last saved a tensor: a recomputation ends there, and needs no later ones."""
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
         """Storage -> the outputs in it, each with the index of its leaf."""
-        self.changes = ""
-        """Why PyTorch runs another kernel because outputs are kept, a sentence without its subject; empty if it does
-        not."""
+        self.other_kernel: Complaint = ""
+        """How PyTorch runs another kernel because outputs are kept."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class KeptOutputs:
 class NothingKept:
     """The stand-in for :class:`KeptOutputs` in a segment that recomputes everything."""
 
-    changes = ""
+    other_kernel: Complaint = ""
 
     def note_save(self) -> None:
         """Ignore that autograd saves a tensor now."""
@@ -275,7 +275,7 @@ class _Recording(_Calls):
             for tensor in _written(func, args, kwargs):
                 kept.copy_before_write(tensor)
         if _pools_otherwise(func, args):
-            kept.changes = "pools in one dimension, by another kernel where outputs are kept"
+            kept.other_kernel = "pools in one dimension, by another kernel where outputs are kept"
         call = self._kept_call(func)  # before it runs, since a call that fails counts as well
         result = func(*args, **kwargs)
         if call:

@@ -42,12 +42,12 @@ from memopt_cli.runtime.copies import Copy, remade, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import matrices_of, name_of, restored
+from memopt_cli.runtime.module_state import Complaint, matrices_of, name_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
 
-# Reasons why a forward cannot run again: sentences without their subject, the segment.
+# Complaints about a forward that cannot run again.
 _HOOKS: Final = "adds or removes hooks of modules within it"
 _DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
@@ -102,8 +102,8 @@ class StartingState:
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
-        self._lost = ""
-        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
+        self._lost: Complaint = ""
+        """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
@@ -200,8 +200,8 @@ class StartingState:
         if written.version in versions and written.copy is not None:
             self._received = {**(self._received or {}), number: written.copy}
 
-    def lost(self) -> str:
-        """Return what forward did that nothing can undo, a sentence without its subject; empty if all can be undone."""
+    def lost(self) -> Complaint:
+        """Return what forward did that nothing can undo."""
         if self._parameters.written:
             return f"writes to its parameter {self._parameters.written} in place"
         if self._parameters.has_gradients:

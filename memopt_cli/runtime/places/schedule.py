@@ -27,11 +27,11 @@ from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once, waiting
 from memopt_cli.runtime.private_torch import (
+    has_memory,
     holders_of,
     is_fake,
-    is_of_transform,
+    is_ordinary,
     memory_of,
-    stands_for_zeros,
     version_counter,
 )
 
@@ -324,12 +324,9 @@ class Placed:
 
 def _can_be_sent(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
-    if type(tensor) is not Tensor and not is_fake(tensor):
+    if not is_ordinary(tensor) or not has_memory(tensor):
         return False
-    if tensor.layout is not torch.strided or tensor.is_nested or is_of_transform(tensor) or stands_for_zeros(tensor):
-        return False
-    is_plain = not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-    return is_plain and tensor.nbytes >= _MIN_BYTES
+    return tensor.nbytes >= _MIN_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
 
 
 def fetched(stored: Packed | Placed) -> Packed:
