@@ -39,7 +39,7 @@ from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.places.interface import DEVICE
-from memopt_cli.runtime.places.schedule import Group, parcel_to
+from memopt_cli.runtime.places.schedule import ParcelSeries, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
@@ -358,7 +358,7 @@ def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     config, state = config_of(module), (*module.parameters(), *module.buffers())
     if config.place == DEVICE:
         return PackedSaves(state)
-    return PackedSaves((*state, *tensors_of((args, kwargs))), Group(config.place), packs=config.packs)
+    return PackedSaves((*state, *tensors_of((args, kwargs))), ParcelSeries(config.place), packs=config.packs)
 
 
 def _run_through_loss(

@@ -122,8 +122,8 @@ class HeldSlots:
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
-            if stuck := self._objects.stuck:
-                self.lost = f"holds {stuck}, and may move it on"
+            if iterator := self._objects.uncopyable_iterator:
+                self.lost = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
         for number, copy in copies_of([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy

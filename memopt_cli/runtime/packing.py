@@ -33,7 +33,7 @@ from memopt_cli.runtime.compressor import (
     store_raw,
 )
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.schedule import Group, Placed, fetched
+from memopt_cli.runtime.places.schedule import PackedAway, ParcelSeries, fetch
 from memopt_cli.runtime.private_torch import (
     base_of,
     has_memory,
@@ -151,7 +151,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "codec", "packed")
 
-    def __init__(self, codec: SpikeCompressor, packed: Packed | Placed) -> None:
+    def __init__(self, codec: SpikeCompressor, packed: Packed | PackedAway) -> None:
         self.codec = codec
         self.packed = packed
 
@@ -200,7 +200,7 @@ class _Late:
 class PackedSaves:
     """The tensors that autograd saves during one run of a module's forward, packed."""
 
-    def __init__(self, untouched: Iterable[Tensor], group: Group | None = None, *, packs: bool = True) -> None:
+    def __init__(self, untouched: Iterable[Tensor], group: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
         ``group``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
@@ -238,7 +238,7 @@ class PackedSaves:
                 return _Unpacked(tensor)
             self._group.note_save()
         saved = self._packed_before(tensor) if is_large and self._packs else None
-        if saved is not None and isinstance(saved.packed, Placed):
+        if saved is not None and isinstance(saved.packed, PackedAway):
             saved.packed.note_use()
         if saved is None and is_large:
             # It may be noise, which an operator fills after saving it (:mod:`memopt_cli.runtime.noise`).
@@ -250,11 +250,11 @@ class PackedSaves:
             return self._store_raw(tensor)
         return saved, tensor.shape, tensor.stride()
 
-    def _send(self, packed: Packed) -> Packed | Placed:
+    def _send(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send ``packed``, if there is a place to send it to, and return it."""
         return packed if self._group is None else self._group.take(packed)
 
-    def _store_raw(self, tensor: Tensor) -> Packed | Placed:
+    def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:
         """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
 
         A view holds the memory of its whole base.  So the base need not be packed any more, and concatenations can
@@ -297,12 +297,12 @@ class PackedSaves:
             return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
-        if isinstance(stored, Packed | Placed):
-            raw = fetched(stored)
+        if isinstance(stored, Packed | PackedAway):
+            raw = fetch(stored)
             return _unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        return load(saved.codec, fetched(saved.packed)).as_strided(shape, stride)
+        return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)
 
     def _packed_before(self, tensor: Tensor) -> _Saved | None:
         """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
