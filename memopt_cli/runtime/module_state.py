@@ -84,7 +84,8 @@ class _Container:
         items = [restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, dict):
-            for key, value in items:  # not ``update``: that of a Counter would count the pairs
+            # Not ``update``: a Counter's own ``update`` would count the pairs.
+            for key, value in items:
                 self.container[key] = value
         elif isinstance(self.container, set):
             self.container.update(items)
@@ -171,7 +172,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
-        """Take the state of ``module``, or only that of ``modules``, which are among its parts."""
+        """Take the state of ``module``, or only of ``modules``, which are among its parts."""
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
         # The children of a ScriptModule are in no dictionary, and cannot be exchanged.
@@ -188,7 +189,7 @@ class ModuleState:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor among buffers and attributes."""
-        # Not parameters, nor tensors that a transform of torch.func has left behind, which cannot be read.
+        # Not parameters, nor tensors that a transform of torch.func has left behind: these cannot be read.
         leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.held.values()))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return (t for t in tensors if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
@@ -237,8 +238,8 @@ def _generator_classes() -> tuple[type, ...]:
 def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         for attributes in () if part in without else _attributes_of(part):
-            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            yield from ((_joined_path(path, key), value) for key, value in held.items() if key not in STRUCTURE)
+            state = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            yield from ((_joined_path(path, key), value) for key, value in state.items() if key not in STRUCTURE)
 
 
 def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -18,8 +18,8 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
 _MIN_LAYERS = 2
-"""Fewest layers with weights in a Sequential that is divided.  Two, since it pays for a U-Net's pairs of convolutions:
-as whole blocks they gave no plan at half of the activation peak; divided, they gave one that takes 1.40 times as long
+"""Minimum number of layers with weights in a Sequential that is divided.  Two, for a U-Net's pairs of convolutions: as
+whole blocks they gave no plan at half of the activation peak; divided, they gave a plan that takes 1.40 times as long
 (``benchmarks/storage.py``)."""
 
 
@@ -158,7 +158,7 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
-    """Return the run named ``name``, ``first-last`` by its first and last child; ``None`` if ``name`` names no run."""
+    """Return the run named ``name``, ``first-last`` by its first and last child, or ``None`` without such a run."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")

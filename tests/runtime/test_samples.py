@@ -119,7 +119,7 @@ def test_where_looking_would_wait_for_a_device_that_is_told_at_the_sixteenth_ste
     with silent():
         _step(model)
         monkeypatch.setenv(LATE, "1")
-        for _ in range(samples._RARER - 2):
+        for _ in range(samples._TURN_FACTOR - 2):
             _step(model)
     with pytest.warns(UserWarning, match=TOLD):
         _step(model)
