@@ -126,14 +126,14 @@ class InBackward:
             has_group = distributed.is_available() and distributed.is_initialized()
             if has_group and (processes := distributed.get_world_size()) > 1:
                 raise RuntimeError(
-                    f"the optimizer cannot run in backward in {processes} processes: it would use gradients before "
-                    f"those of the other processes are added; {_WITHOUT}"
+                    f"the optimizer cannot run in backward in {processes} processes: it would use gradients before the "
+                    f"gradients of the other processes are added; {_WITHOUT}"
                 )
         if id(parameter) in self._updated:
             raise RuntimeError(
-                f"'{self.names[id(parameter)]}' gets a second gradient before optimizer.step(), and the optimizer has "
-                f"run in backward with the first: gradients cannot be accumulated so; call optimizer.step() after "
-                f"every backward, or {_WITHOUT}"
+                f"'{self.names[id(parameter)]}' gets a second gradient before optimizer.step(), but the optimizer has "
+                "run in backward with the first, so gradients cannot be accumulated; call optimizer.step() after every "
+                f"backward, or {_WITHOUT}"
             )
         self._updated.add(id(parameter))
 
@@ -209,7 +209,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise ValueError("is no torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
-        raise ValueError("wraps another optimizer: give that one")
+        raise ValueError("wraps another optimizer: pass the wrapped optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len({*map(id, parameters)}) < len(parameters):
         raise ValueError("has a parameter twice")
@@ -218,13 +218,13 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 # ---------------------------------------------------------------------------------------------- what can step alone
 
-_STEPS = 3
-"""Steps in a trial."""
-_OF_A_KIND = 2
-"""Parameters in a trial of each kind (number of dimensions, dtype, device) that a group has: two show a coupling."""
+_TRIAL_STEPS = 3
+"""Number of steps in a trial."""
+_PARAMETERS_OF_A_KIND = 2
+"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
 _MAX_SIZE = 4
 """Largest size of a dimension of the parameters in a trial."""
-_RATE = 0.01
+_TRIAL_RATE = 0.01
 """Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
@@ -238,7 +238,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     together, alone = _small(optimizer), _small(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
-            for seed in range(_STEPS):
+            for seed in range(_TRIAL_STEPS):
                 _take_both(together, alone, seed)
                 if not _are_equal(together, alone):
                     raise ValueError("looks at several parameters at once: it updates them otherwise one by one")
@@ -263,29 +263,29 @@ class StateOnDemand(defaultdict[Any, Any]):
         self._make = make
 
     def __missing__(self, parameter: Any) -> dict[str, Any]:
-        self[parameter] = made = self._make(parameter)
-        return made
+        self[parameter] = state = self._make(parameter)
+        return state
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
     """Return a copy of ``optimizer`` with a few small parameters, and those parts of its state that fit them."""
-    made: Optimizer = object.__new__(type(optimizer))
+    small: Optimizer = object.__new__(type(optimizer))
     likes: dict[Tensor, Tensor] = {}
-    state = StateOnDemand(lambda small: _cut_state(optimizer.state, likes.get(small)))
-    vars(made).update(vars(optimizer), state=state)
-    made.param_groups = [_small_group(group, likes) for group in optimizer.param_groups]
-    return made
+    state = StateOnDemand(lambda parameter: _cut_state(optimizer.state, likes.get(parameter)))
+    vars(small).update(vars(optimizer), state=state)
+    small.param_groups = [_small_group(group, likes) for group in optimizer.param_groups]
+    return small
 
 
 def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[str, Any]:
-    """Return a copy of ``group`` with a few small parameters; add to ``likes`` the parameter each is made after."""
+    """Return a copy of ``group`` with a few small parameters; map each in ``likes`` to the parameter that it mimics."""
     settings = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
     if not isinstance(settings.get("lr"), Tensor) and settings.get("lr") == 0:
-        settings["lr"] = _RATE
+        settings["lr"] = _TRIAL_RATE
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
         alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
-        if len(alike) < _OF_A_KIND:
+        if len(alike) < _PARAMETERS_OF_A_KIND:
             alike.append(_filled(parameter, len(alike)).requires_grad_())
             likes[alike[-1]] = parameter
     return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}

@@ -1,6 +1,6 @@
 """Run one call of a segment: drop what autograd saves in forward, and make it again when backward asks for it.
 
-The mechanism is that of PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
+The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
     forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the

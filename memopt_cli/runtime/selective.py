@@ -1,6 +1,6 @@
 """Keep the outputs of some operators in a segment, so that they are not recomputed (selective checkpointing).
 
-The idea is that of PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
+The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
 - A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
   counters alone.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions,

@@ -88,7 +88,7 @@ class StartingState:
         self._stays = reading.stays
         """For each owner, the slots that forward leaves alone, and their values."""
         self._held: HeldSlots | None = None
-        """The values of the slots that move; ``None`` if none do."""
+        """The values of the slots that move.  ``None``: no slot moves."""
         if reading.moves or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
@@ -101,7 +101,7 @@ class StartingState:
         devices = {t.device for t in (*inputs, *self._parameters.tensors, *tensors)}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
-        """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
+        """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
         self._lost: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False
@@ -128,7 +128,7 @@ class StartingState:
             written |= surprising
         if self._held is not None:
             self.is_surprised |= self._held.is_surprised
-        # Whoever learns something replaces the list ``known.stays``: if it is the same one, no other call has.
+        # A call that learns something replaces the list ``known.stays``: if it is the same list, no other call has.
         is_unsurprising = not self.is_watched and not self.is_surprised and known.stays is self._stays
         is_still = is_unsurprising and known.is_still()
         if self._held is not None or not is_still:
@@ -294,8 +294,8 @@ class StartingState:
             if version_of(tensor) != version and number not in (self._received or {}):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that {name_of(self._module)} reads was modified in "
-                    f"place between forward and backward (version {version} -> {version_of(tensor)}); recomputing with "
-                    "it would be wrong. Call backward before, or assign a new tensor."
+                    f"place between forward and backward (version {version} -> {version_of(tensor)}), so recomputing "
+                    "with it would be wrong. Call backward before the in-place change, or assign a new tensor."
                 )
 
 
