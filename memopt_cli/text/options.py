@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Size, Whole
@@ -52,6 +52,15 @@ class Option:
     """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
+    names: Literal["data", "file", "code"] = "code"
+    """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
+    to trust.  A found ``memopt.yaml`` may not set the last, so new rows are refused until they say "data"."""
+
+    @property
+    def may_name(self) -> Literal["data", "file", "code"]:
+        """Most dangerous thing that a value can name; a switch and a value that is parsed are data."""
+        is_parsed = isinstance(self.kind, Kind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
+        return "data" if self.takes is None or is_parsed else self.names
 
 
 _SECONDS = Real(0, LONGEST_S, unit="seconds")
@@ -87,14 +96,16 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "SPEC",
         flags=("-i", "--input"),
         common=True,
+        names="data",
     ),
-    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True),
+    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True, names="data"),
     "optimize.dims": Option(
         _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. "),
         INPUTS,
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
+        names="data",
     ),
     "recommend_batch.dims": Option(
         _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. "),
@@ -102,11 +113,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
+        names="data",
     ),
-    "input_data": Option("Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python=""),
+    "input_data": Option(
+        "Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python="", names="file"
+    ),
     "input_script": Option("Call a function that makes the inputs.", INPUTS, "FILE.py:NAME", "function", python=""),
     # -------------------------------------------------------------------------------------------- the step
-    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True),
+    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True, names="data"),
     "precision": Option(
         "stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
         STEP,
@@ -130,6 +144,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "optimizer",
         default="none",
         common=True,
+        names="data",
     ),
     "optimizer_in_backward": Option(
         "Let plans run --optimizer in backward: each gradient is used and freed as soon as it is complete. The script "
@@ -154,18 +169,26 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "card",
         flags=("--for",),
         python="for_device",
+        names="file",
     ),
-    "baseline.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
-    "check.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
-    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE),
-    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True),
+    "baseline.plan": Option(
+        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
+    ),
+    "check.plan": Option(
+        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
+    ),
+    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, names="file"),
+    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True, names="file"),
     "profile.fake": Option("Estimate on tensors without data, for a step that does not fit here.", STEP, common=True),
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
-    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND"),
+    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", names="data"),
     "recommend_batch.compile": Option(
-        "Find the batch whose step fits as torch.compile makes it: inductor, aot_eager, …", STEP, "BACKEND"
+        "Find the batch whose step fits as torch.compile makes it: inductor, aot_eager, …",
+        STEP,
+        "BACKEND",
+        names="data",
     ),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
@@ -177,6 +200,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         RANKS,
         "LOW:HIGH",
         "range of ranks",
+        names="data",
     ),
     "parallel": Option(
         "How the model is spread: fsdp (fully_shard on repeated blocks and on the rest), ddp, or a function of your "
@@ -187,7 +211,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="parallelize",
     ),
     "mesh": Option(
-        "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.", RANKS, "NAME=SIZE,...", "mesh", default="dp=N"
+        "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.",
+        RANKS,
+        "NAME=SIZE,...",
+        "mesh",
+        default="dp=N",
+        names="data",
     ),
     "rank": Option(
         "Which rank, from 0.", RANKS, "N", Whole(0), default="the first and the last, and the larger of them in full"
@@ -216,12 +245,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Also look for steps that torch.compile makes, for --level, --budget or --frontier: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
+        names="data",
     ),
     "optimize.lengths": Option(
         "File of the sizes that the dimension with a range has: one per line, or a size and how often it occurs.",
         SEARCH,
         "FILE",
         default="all sizes equally frequent",
+        names="file",
     ),
     "frontier": Option(
         "Show plans from the fastest to the smallest. --pick or --budget applies one.",
@@ -269,6 +300,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="memopt chooses",
         flags=("--target",),
         python="target",
+        names="data",
     ),
     "allow_inexact": Option(
         "Let chunks use batch statistics of their own where those of the whole batch are not available. The summary "
@@ -381,13 +413,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "LOW:HIGH",
         "range of replicas",
         python="",
+        names="data",
     ),
-    "recommend_batch.plan": Option("Recommend a batch with this plan as well.", ANSWER, "FILE", common=True),
+    "recommend_batch.plan": Option(
+        "Recommend a batch with this plan as well.", ANSWER, "FILE", common=True, names="file"
+    ),
     "recommend_batch.lengths": Option(
         "File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget on "
         "them.",
         ANSWER,
         "FILE",
+        names="file",
     ),
     "strategy": Option(
         "Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) and "
@@ -395,6 +431,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         ANSWER,
         "NAME,...",
         python="",
+        names="data",
     ),
     "longest_step": Option(
         "Recommend no batch whose step takes longer than this.",
@@ -403,13 +440,25 @@ OPTIONS: Final[Mapping[str, Option]] = {
         Real(0.001, LONGEST_S, unit="seconds"),
     ),
     "log": Option(
-        "The text of an out-of-memory error: a traceback, a log.", ANSWER, "FILE", "file", common=True, python=""
+        "The text of an out-of-memory error: a traceback, a log.",
+        ANSWER,
+        "FILE",
+        "file",
+        common=True,
+        python="",
+        names="file",
     ),
     "explain.snapshot": Option(
-        "A pickle of torch.cuda.memory._snapshot(); it is read as data.", ANSWER, "FILE", "file", common=True, python=""
+        "A pickle of torch.cuda.memory._snapshot(); it is read as data.",
+        ANSWER,
+        "FILE",
+        "file",
+        common=True,
+        python="",
+        names="file",
     ),
     # -------------------------------------------------------------------------------------------- the gate
-    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True),
+    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, names="file"),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
         "allocated peak), activations:0, parameters:0, step:20%, offloaded:5% (bytes that wait elsewhere). Repeatable.",
@@ -417,14 +466,16 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "METRIC:LIMIT",
         default="peak:0",
         common=True,
+        names="data",
     ),
     # -------------------------------------------------------------------------------------------- loading
     "key": Option(
         "Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
         LOADING,
         "NAME",
+        names="data",
     ),
-    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python=""),
+    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python="", names="file"),
     "code_path": Option(
         "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
         LOADING,
@@ -499,8 +550,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME",
         common=True,
         python="",
+        names="data",
     ),
-    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python=""),
+    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", names="data"),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
     "check.quiet": Option(
         "Show no progress, and of the table the verdict alone.", OUTPUT, flags=("-q", "--quiet"), python=""
