@@ -96,7 +96,7 @@ class InBackward:
         """``id`` of each parameter that was updated since the last ``step``."""
         self._used: list[tuple[dict[str, Any], Any]] = []
         """The groups with an update since the last ``step``, and their settings then."""
-        self._held = 0
+        self._earlier_states = 0
         """Number of parameters that had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
@@ -122,7 +122,7 @@ class InBackward:
     def _check(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raise :class:`RuntimeError` if the gradient of ``parameter`` is not the whole gradient of the step."""
         if not self._updated:
-            self._held = len(optimizer.state)
+            self._earlier_states = len(optimizer.state)
             has_group = distributed.is_available() and distributed.is_initialized()
             if has_group and (processes := distributed.get_world_size()) > 1:
                 raise RuntimeError(
@@ -153,7 +153,7 @@ class InBackward:
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
         if updated:
-            _order_state(optimizer, self._held)
+            _order_state(optimizer, self._earlier_states)
         if updated and getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(f"the optimizer has run in backward with gradients that a GradScaler scales; {_WITHOUT}")
         if any(_settings(group) != before for group, before in used):
@@ -169,10 +169,10 @@ class InBackward:
                 )
 
 
-def _order_state(optimizer: Optimizer, held: int) -> None:
+def _order_state(optimizer: Optimizer, earlier_states: int) -> None:
     """Sort new state by the order of the parameters, as a joint step makes it: ``state_dict`` keeps that order."""
     state = optimizer.state
-    new = {id(parameter) for parameter in list(state)[held:]}
+    new = {id(parameter) for parameter in list(state)[earlier_states:]}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
         state[parameter] = state.pop(parameter)
 
@@ -191,8 +191,8 @@ def _updating() -> Iterator[None]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group`` for comparison, with a tensor's identity and version in place of the tensor."""
-    others = ((name, value) for name, value in group.items() if name != "params")
-    return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in others}
+    settings = ((name, value) for name, value in group.items() if name != "params")
+    return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in settings}
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
@@ -321,15 +321,16 @@ def _take_both(together: Optimizer, alone: Optimizer, seed: int) -> None:
             step_alone(alone, group, parameter)
 
 
-def _are_equal(one: Optimizer, other: Optimizer) -> bool:
-    for group, another in zip(one.param_groups, other.param_groups, strict=True):
-        pairs = zip(group["params"], another["params"], strict=True)
-        if not all(same_bits(a.detach(), b.detach()) for a, b in pairs) or _plain(group) != _plain(another):
+def _are_equal(a: Optimizer, b: Optimizer) -> bool:
+    for group_a, group_b in zip(a.param_groups, b.param_groups, strict=True):
+        pairs = zip(group_a["params"], group_b["params"], strict=True)
+        if not all(same_bits(p.detach(), q.detach()) for p, q in pairs):
+            return False
+        if _settings_by_value(group_a) != _settings_by_value(group_b):
             return False
     return True
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` by value."""
-    others = ((name, value) for name, value in group.items() if name != "params")
-    return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in others}
+def _settings_by_value(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = ((name, value) for name, value in group.items() if name != "params")
+    return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in settings}

@@ -141,27 +141,27 @@ def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
 class _Attributes:
     """A mapping of a module's attributes, and their values at one moment."""
 
-    __slots__ = ("_atoms", "_mapping", "_names", "held")
+    __slots__ = ("_atoms", "_mapping", "_names", "objects")
 
     def __init__(self, mapping: MutableMapping[str, Any]) -> None:
         self._mapping, self._names = mapping, tuple(mapping)
         self._atoms: dict[str, Any] = {}
         """Values of immutable types, such as numbers."""
-        self.held: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
         """Other values; containers with their items, and generators with their position."""
         for name in _names_of_state(self._names):
             value = mapping[name]
             if type(value) in ATOMS or _is_atom(value):
                 self._atoms[name] = value
             else:
-                self.held[name] = _hold(value)
+                self.objects[name] = _hold(value)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         if tuple(self._mapping) != self._names:
-            for name in self._mapping.keys() - self._atoms.keys() - self.held.keys() - STRUCTURE:
+            for name in self._mapping.keys() - self._atoms.keys() - self.objects.keys() - STRUCTURE:
                 del self._mapping[name]
         self._mapping.update(self._atoms)
-        for name, value in self.held.items():
+        for name, value in self.objects.items():
             self._mapping[name] = restored(value, replaced)
 
 
@@ -176,21 +176,21 @@ class ModuleState:
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
         # The children of a ScriptModule are in no dictionary, and cannot be exchanged.
-        self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
+        self._children = [(table, dict(table)) for table in map(children_of, modules) if isinstance(table, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put everything back; tensors and iterators whose ``id`` is a key of ``replaced`` become the value there."""
-        for children, held in self._children:
-            if children != held:
-                children.clear()
-                children.update(held)
+        for table, children in self._children:
+            if table != children:
+                table.clear()
+                table.update(children)
         for attributes in self._attributes:
             attributes.restore(replaced or {})
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor among buffers and attributes."""
         # Not parameters, nor tensors that a transform of torch.func has left behind: these cannot be read.
-        leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.held.values()))
+        leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.objects.values()))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return (t for t in tensors if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
@@ -220,7 +220,7 @@ def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
         name: [leaf for _, leaf in _named_leaves(name, value) if type(leaf) in _NUMBERS]
         for name, value in _named_attributes(module)
     }
-    return {name: held for name, held in numbers.items() if held}
+    return {name: leaves for name, leaves in numbers.items() if leaves}
 
 
 def generators_by_name(module: nn.Module) -> dict[str, Any]:

@@ -332,20 +332,20 @@ def alias(tensor: Tensor) -> Tensor:
 
 def parameters_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the own parameters of ``module``, some ``None``; writing to it skips every check."""
-    held: dict[str, Any] = module._parameters
-    return held
+    table: dict[str, Any] = module._parameters
+    return table
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the own buffers of ``module``."""
-    held: dict[str, Any] = module._buffers
-    return held
+    table: dict[str, Any] = module._buffers
+    return table
 
 
 def children_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the children of ``module``; of a ``ScriptModule``, an object that has ``items``."""
-    held: dict[str, Any] = module._modules
-    return held
+    table: dict[str, Any] = module._modules
+    return table
 
 
 def program_of(script: Any) -> Any:

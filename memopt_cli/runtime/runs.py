@@ -90,11 +90,11 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
 def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
     """Remove the runs from ``model``, in place: all, or ``only`` these; a Sequential without runs is a plain one."""
     for module in model.modules():
-        left = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
-        if vars(module).pop(RUNS_KEY, None) is not None and not left and type(module) is GroupedSequential:
+        rest = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
+        if vars(module).pop(RUNS_KEY, None) is not None and not rest and type(module) is GroupedSequential:
             module.__class__ = nn.Sequential  # type: ignore[assignment]
-        if left:
-            vars(module)[RUNS_KEY] = left
+        if rest:
+            vars(module)[RUNS_KEY] = rest
 
 
 def calls_in_turn(module: nn.Module) -> bool:
@@ -175,9 +175,9 @@ def _run(parent: nn.Module, names: list[str]) -> Run:
 
 
 def _add(parent: nn.Module, name: str, run: Run) -> None:
-    for other, its in _runs_of(parent).items():
-        if children_of(its).keys() & children_of(run).keys():
-            raise ValueError(f"it shares children with the run {other}")
+    for present_name, present_run in _runs_of(parent).items():
+        if children_of(present_run).keys() & children_of(run).keys():
+            raise ValueError(f"it shares children with the run {present_name}")
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
     if not isinstance(parent, GroupedSequential):

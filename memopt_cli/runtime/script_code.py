@@ -228,12 +228,12 @@ def _chains(tree: ast.AST) -> Iterator[tuple[ast.Name, list[ast.Attribute]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             attributes: list[ast.Attribute] = []
-            at: ast.expr = node
-            while isinstance(at, ast.Attribute):
-                attributes.append(at)
-                at = at.value
-            if isinstance(at, ast.Name) and at.id in _ROOTS:
-                yield at, attributes[::-1]
+            inner_node: ast.expr = node
+            while isinstance(inner_node, ast.Attribute):
+                attributes.append(inner_node)
+                inner_node = inner_node.value
+            if isinstance(inner_node, ast.Name) and inner_node.id in _ROOTS:
+                yield inner_node, attributes[::-1]
 
 
 def _check_chain(names: list[str]) -> None:
@@ -390,8 +390,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
     """
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)
-    if other is not None or len(calls) > _MAX_TO_RESTORE:
+    if not all(isinstance(node, _TO_RESTORE) for node in ast.walk(function)) or len(calls) > _MAX_TO_RESTORE:
         raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
     called = []
     for call in calls:
@@ -412,7 +411,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
 
 def _check_displays(function: ast.FunctionDef) -> None:
     # A list that holds one list ten times, which holds another ten times, and so on, is far larger than its text.
-    held = {
+    containers = {
         target.id
         for node in ast.walk(function)
         for target, value in _assigned(node)
@@ -420,7 +419,7 @@ def _check_displays(function: ast.FunctionDef) -> None:
     }
     displays = (node for node in ast.walk(function) if isinstance(node, ast.List | ast.Tuple))
     items = [item for node in displays if isinstance(node.ctx, ast.Load) for item in node.elts]
-    if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, held) for item in items):
+    if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, containers) for item in items):
         raise UnsafeScript(f"a list of lists in {_RESTORES}, which runs while it is loaded")
 
 

@@ -158,15 +158,15 @@ class AbridgedCall:
         self._module, self._stand_ins, self._live_bytes = module, stand_ins, live_bytes
         self._moves = Moves(module)
         self._live = live_bytes()
-        self._grown: list[int] = []
+        self._grown_bytes: list[int] = []
         """The bytes by which live tensors grew in forward, for each chunk that ran."""
         self._outputs: list[_Form] = []
         """The forms of the latest chunk's outputs."""
         self._gradients: dict[int, list[_Form | None]] = {}
         """Index of a stand-in -> the forms of the gradients of the inputs of the chunk after it."""
-        self._held: dict[int, int] = {}
+        self._held_bytes: dict[int, int] = {}
         """Index of a stand-in -> the bytes that each of its chunks holds until its backward, outputs aside."""
-        self._began: dict[int, int] = {}
+        self._began_bytes: dict[int, int] = {}
         """Index of a stand-in -> the bytes of live tensors when backward came to the chunk after it."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
@@ -188,20 +188,20 @@ class AbridgedCall:
         if len(parts) > outputs or self._moves.now():
             self._stand_ins.refuse(self._module)
         self._live = live
-        self._grown.append(live - before)
+        self._grown_bytes.append(live - before)
         self._outputs = [self._form_or_refuse(part) for part in parts]
         if index and self.counts[index - 1] > 1:
             self._watch_backward(index - 1, parts)
 
     def stand_in(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Return the outputs of the stand-in at ``index``; until its backward, it holds as many bytes as its chunks."""
-        held_bytes = self._held[index] = self._held_bytes()
+        held_bytes = self._held_bytes[index] = self._bytes_held_by_chunk()
         count = self.counts[index]
         moves = any(form.is_differentiable for form in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
-        made: tuple[Any, ...] = _StandIn.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
+        outputs: tuple[Any, ...] = _StandIn.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
-        return made
+        return outputs
 
     def new_outputs(self, index: int) -> list[Tensor]:
         """Return new outputs of the stand-in at ``index``."""
@@ -214,17 +214,17 @@ class AbridgedCall:
 
     def check_backward(self, index: int) -> None:
         """Check, as backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
-        left = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held[index]
-        if self._live_bytes() - self._began.get(index, 0) != left:
+        grown_bytes = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held_bytes[index]
+        if self._live_bytes() - self._began_bytes.get(index, 0) != grown_bytes:
             self._stand_ins.refuse(self._module)
 
     def differentiable(self) -> list[bool]:
         """Return whether each output is differentiable."""
         return [form.is_differentiable for form in self._outputs]
 
-    def _held_bytes(self) -> int:
+    def _bytes_held_by_chunk(self) -> int:
         """Return the bytes that each chunk holds until its backward, outputs aside."""
-        *_, before, last = self._grown
+        *_, before, last = self._grown_bytes
         held_bytes = last - sum(form.nbytes for form in self._outputs)
         # Inside another segment, what chunks hold is dropped after forward and made again.  A stand-in would hold it
         # all the time, so it is refused there.
@@ -235,7 +235,7 @@ class AbridgedCall:
 
     def _watch_backward(self, stand_in: int, outputs: Sequence[Tensor]) -> None:
         def begin(gradient: Tensor) -> None:
-            self._began.setdefault(stand_in, self._live_bytes())
+            self._began_bytes.setdefault(stand_in, self._live_bytes())
 
         for output in outputs:
             if output.requires_grad:

@@ -249,13 +249,13 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 def _can_get(owner: nn.Module, name: str) -> bool:
     """Return whether ``owner`` has an attribute ``name`` that is data."""
-    for held in (parameters_of(owner), buffers_of(owner)):
-        if name in held:
-            return is_data(held[name]) and not _is_of_class(owner, name)
+    for table in (parameters_of(owner), buffers_of(owner)):
+        if name in table:
+            return is_data(table[name]) and not _is_of_class(owner, name)
     return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
 
 
 def _can_set(owner: nn.Module, name: str) -> bool:
     """Return whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
-    is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), children_of(owner)))
+    is_new = isinstance(owner, LiftedModule) and not any(name in table for table in (vars(owner), children_of(owner)))
     return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

@@ -80,12 +80,12 @@ class Ranges:
 
 
 class _Job:
-    """The job to write ``nbytes`` of memory at ``address`` to the file, or to read them from it, at offset ``at``."""
+    """A job: write ``nbytes`` of memory at ``address`` to the file at ``offset``, or read them from there."""
 
-    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "at", "error", "nbytes")
+    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "error", "nbytes", "offset")
 
-    def __init__(self, address: int, nbytes: int, at: int) -> None:
-        self.address, self.nbytes, self.at = address, nbytes, at
+    def __init__(self, address: int, nbytes: int, offset: int) -> None:
+        self.address, self.nbytes, self.offset = address, nbytes, offset
         self.error: Exception | None = None
         self._turn = threading.Lock()
         """A lock that is never released: the thread that does the job takes it, or before it the one that cancels."""
@@ -189,9 +189,9 @@ class Disk(Place):
         """Queue ``job``, which reads bytes back from the file."""
         self._reader.put(job)
 
-    def give(self, at: int, size: int) -> None:
-        """Let the ``size`` bytes of the file from ``at`` on be used again."""
-        self._ranges.give(at, size)
+    def give(self, offset: int, size: int) -> None:
+        """Let the ``size`` bytes of the file from ``offset`` on be used again."""
+        self._ranges.give(offset, size)
 
     def close(self, error: Exception) -> None:
         """Write nothing more, because of ``error``; what is in the file can still be read."""
@@ -233,19 +233,19 @@ class Disk(Place):
     def _write(self, block: Any, address: int, job: _Job, start: int) -> None:
         size = min(_BLOCK, job.nbytes - start)
         ctypes.memmove(address, job.address + start, size)
-        self._move(os.pwritev, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+        self._move(os.pwritev, block[: -(-size // _SECTOR) * _SECTOR], job.offset + start)
 
     def _read(self, block: Any, address: int, job: _Job, start: int) -> None:
         size = min(_BLOCK, job.nbytes - start)
-        self._move(os.preadv, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+        self._move(os.preadv, block[: -(-size // _SECTOR) * _SECTOR], job.offset + start)
         ctypes.memmove(job.address + start, address, size)
 
-    def _move(self, move: Callable[[int, Any, int], int], block: Any, at: int) -> None:
+    def _move(self, move: Callable[[int, Any, int], int], block: Any, offset: int) -> None:
         assert self._file is not None
         done = 0
         while done < len(block):
             try:
-                moved = move(self._file, [block[done:]], at + done)
+                moved = move(self._file, [block[done:]], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _stop_passing_cache(self._file):
                     raise
@@ -309,7 +309,7 @@ class _InFile(Sent):
         # In a fork no thread can read it; ``wait_until_fetched`` raises if it is needed.
         if not self._disk.is_of_this_process():
             return
-        self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.at)
+        self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.offset)
         self._disk.read(self._reading)
 
     def wait_until_fetched(self) -> None:
@@ -333,7 +333,7 @@ class _InFile(Sent):
         self._writing.cancel()
         if self._reading is not None:
             self._reading.cancel()
-        self._disk.give(self._writing.at, self._size)
+        self._disk.give(self._writing.offset, self._size)
 
 
 def _text_of(error: Exception) -> str:
