@@ -297,7 +297,7 @@ def test_small_tensors_are_not_sent(elsewhere: Elsewhere) -> None:
 def test_host_memory_is_where_tensors_of_the_cpu_are_already(
     plan: Plan, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "_said", set[str]())
+    monkeypatch.setattr(interface, "_warnings", set[str]())
     net = planned(plan)
     with pytest.warns(
         UserWarning, match="sends tensors to host, and those on cpu stay there: they are in host"
