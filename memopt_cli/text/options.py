@@ -171,10 +171,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="for_device",
         names="file",
     ),
-    "baseline.plan": Option(
-        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
-    ),
-    "check.plan": Option(
+    "plan": Option(
         "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
     ),
     "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, names="file"),
@@ -185,7 +182,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", names="data"),
     "recommend_batch.compile": Option(
-        "Find the batch whose step fits as torch.compile makes it: inductor, aot_eager, …",
+        "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …",
         STEP,
         "BACKEND",
         names="data",
@@ -242,7 +239,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimize.compile": Option(
-        "Also look for steps that torch.compile makes, for --level, --budget or --frontier: inductor, aot_eager, …",
+        "Also try steps compiled by torch.compile, for --level, --budget or --frontier: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
         names="data",
@@ -269,8 +266,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="memopt_cli.apply_plan",
     ),
     "max_slowdown": Option(
-        "The longest step that a plan may have, as a multiple of the original's. none: the least memory, however long "
-        "the step takes.",
+        "Longest step that a plan may have, as a multiple of the original's. none: the least memory, however long the "
+        "step takes.",
         SEARCH,
         "RATIO",
         Real(1, unlimited=True),
@@ -303,8 +300,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         names="data",
     ),
     "allow_inexact": Option(
-        "Let chunks use batch statistics of their own where those of the whole batch are not available. The summary "
-        "names "
+        "Let each chunk use its own batch statistics where the whole batch's are not available. The summary names "
         "the modules.",
         SEARCH,
     ),
@@ -314,18 +310,18 @@ OPTIONS: Final[Mapping[str, Option]] = {
         SEARCH,
         "auto|none|host|disk[:FOLDER]",
         Offload(),
-        default="none; without FOLDER that of temporary files",
+        default="none; FOLDER: the one for temporary files",
     ),
     "host_memory": Option(
-        "Most that plans may send to host memory with --offload host.",
+        "Maximum memory that plans may use on the host, with --offload host.",
         SEARCH,
         "64GiB",
         Size(),
-        default="half of what is free; never more",
+        default="half of the free memory, which is also the maximum",
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(
-        "A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
+        "A named set of limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
         "exhaustive (level 4, no limit). Other flags override it.",
         FINE,
         "NAME",
@@ -341,7 +337,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="none",
     ),
     "checkpoint_budget": Option(
-        "Most modules that become segments, of those that may: speed (half), balanced (three quarters) or memory "
+        "Share of the eligible modules that may become segments: speed (half), balanced (three quarters) or memory "
         "(all).",
         FINE,
         "NAME",
@@ -349,25 +345,29 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="none",
     ),
     "max_gc_wrapped_modules": Option(
-        "Most segments that a plan may have, not counting nested ones.", FINE, "N", Whole(0), default="no limit"
+        "Maximum number of segments in a plan, without nested ones.", FINE, "N", Whole(0), default="no limit"
     ),
     "gc_target_budget_ratio": Option(
-        "The same limit, as a share of the modules that may become segments.", FINE, "0..1", Real(0, 1), default="all"
+        "Maximum number of segments in a plan, as a share of the modules that may become segments.",
+        FINE,
+        "0..1",
+        Real(0, 1),
+        default="all",
     ),
     "compress_x": Option("Pack the stored inputs of segments, losslessly.", FINE, default="on"),
     "temporal_split_factor": Option(
         "Try numbers of chunks that grow by about this factor: 2, 4, 8 … for 2.", FINE, "N", Whole(2), default="2"
     ),
     "max_split_rounds": Option(
-        "Most segments that contain others and, counted separately, most steps by --temporal-split-factor, over the "
-        "whole plan.",
+        "Maximum number of rounds that split a plan further: each nests segments in one more segment, or takes "
+        "one more step of --temporal-split-factor. The two kinds are counted separately.",
         FINE,
         "N",
         Whole(0),
         default="no limit",
     ),
     "max_candidates_per_round": Option(
-        "Most modules tried in chunks in each split round, and most changes of a plan tried at once.",
+        "Maximum number of modules that each split round tries in chunks, and of changes to a plan tried at once.",
         FINE,
         "N",
         Whole(1),
@@ -398,7 +398,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="by the error, else 90%",
         common=True,
     ),
-    "global_batch": Option("Samples per optimizer step, by gradient accumulation.", ANSWER, "N", Whole(1), common=True),
+    "global_batch": Option(
+        "Samples per optimizer step; gradient accumulation makes them up.", ANSWER, "N", Whole(1), common=True
+    ),
     "multiple_of": Option("Propose only multiples of N.", ANSWER, "N", Whole(1), common=True),
     "objective": Option(
         "Recommend the largest batch (max) or the fastest (throughput).",
@@ -470,7 +472,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     ),
     # -------------------------------------------------------------------------------------------- loading
     "key": Option(
-        "Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
+        "Which entry to use where a file, or --weights, holds several models: model, or ema.model.",
         LOADING,
         "NAME",
         names="data",
@@ -555,7 +557,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", names="data"),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
     "check.quiet": Option(
-        "Show no progress, and of the table the verdict alone.", OUTPUT, flags=("-q", "--quiet"), python=""
+        "Show no progress, and print only the line with the verdict.", OUTPUT, flags=("-q", "--quiet"), python=""
     ),
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
@@ -566,7 +568,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "confirm": Option(
         "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
     ),
-    "against": Option("Another way to name CANDIDATE.", OTHERS, "CANDIDATE", "model", python=""),
     "config": Option(
         "Read flags from YAML (level: 4). The command line wins.",
         OTHERS,

@@ -270,7 +270,7 @@ RUNS_CODE = {
     "allow-package": "sympy",
     "allow-global": "builtins.exec",
 }
-FOR_ANOTHER_COMMAND = {"against": "evil:make"}
+FOR_ANOTHER_COMMAND = {"parallel": "evil.py:spread"}
 """A found file is refused by every command, whichever of them the key is for."""
 
 
