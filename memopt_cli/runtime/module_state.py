@@ -47,7 +47,7 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
 _NUMBERS = frozenset({bool, int, float, complex})
 
 Complaint = str
-"""What is wrong with a module, as a predicate: "draws random numbers".  Empty: nothing is wrong.
+"""A text that says what is wrong with a module, as a predicate: "draws random numbers".  Empty: nothing is wrong.
 
 Whoever shows it puts the module's name (:func:`name_of`) before it.
 """

@@ -896,7 +896,7 @@ class Centering(Parts, norm=lambda: nn.BatchNorm1d(4)):
 def test_an_input_that_is_overwritten_is_refused() -> None:
     block = Centering()
     install_segment(block, EXACT)
-    with pytest.raises(RuntimeError, match=r"Centering writes over its input before a batch norm, .* set batch_stat"):
+    with pytest.raises(RuntimeError, match=r"Centering writes over its input before a batch norm, .* Set batch_stat"):
         block(torch.randn(6, 4))
 
 

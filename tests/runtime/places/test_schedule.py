@@ -300,7 +300,7 @@ def test_host_memory_is_where_tensors_of_the_cpu_are_already(
     monkeypatch.setattr(interface, "_warnings", set[str]())
     net = planned(plan)
     with pytest.warns(
-        UserWarning, match="sends tensors to host, and those on cpu stay there: they are in host"
+        UserWarning, match="sends tensors to host, but tensors on cpu stay there: they are in host"
     ) as said:
         found = [gradients(net), gradients(net)]
     assert len(said) == 1
