@@ -73,7 +73,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import logged
-from memopt_cli.runtime.places.disk import wait_in
+from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
@@ -497,7 +497,7 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
         apply_plan(model, found.plan.of_model)
     _, folder = found.resolved.options.sends_to
     if folder is not None and found.plan.sends:
-        wait_in(folder)
+        set_offload_folder(folder)
     found.notes[:0] = taken_off_note(carried)
 
 

@@ -495,7 +495,7 @@ def test_sequences_that_cannot_be_cut() -> None:
 def test_an_axis_that_the_input_does_not_have(axis: int) -> None:
     _, optimized = _pair(mlp(), chunks=2, axis=axis)
     with pytest.raises(
-        ValueError, match=rf"along axis {axis}, and got \(6, 4\); change axis or seq_inputs in the plan"
+        ValueError, match=rf"along axis {axis}, and got \(6, 4\). Change axis or seq_inputs in the plan"
     ):
         optimized(torch.randn(6, 4))
 
