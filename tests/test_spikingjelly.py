@@ -352,7 +352,7 @@ def test_a_codec_that_cannot_be_called_is_refused_with_the_signature_that_is_wan
     net[1].x_compressor = Typed()
     (note,) = gc(net, Block, (torch.randn(64, 8),))["notes"]
     assert "'1' (its x_compressor is Typed with decompress(s_seq: 'Tensor', shape: " in note
-    assert "it is to be called decompress(packed) or decompress(packed, shape))" in note
+    assert "and memopt calls decompress(packed) or decompress(packed, shape))" in note
 
 
 class Halves:

@@ -28,7 +28,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
-from memopt_cli.runtime.places.disk import wait_in
+from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.module_calls import InputsRejected
@@ -56,7 +56,7 @@ class Worker:
         self._functions = functions
         # A confined process may write only to its own folder.
         if subject.offload_folder is not None and not sandbox.is_confined():
-            wait_in(subject.offload_folder)
+            set_offload_folder(subject.offload_folder)
 
     @functools.cached_property
     def bench(self) -> Bench:

@@ -171,9 +171,9 @@ def _rates(target: Place, device: str) -> tuple[float, float, float]:
 
         def fetch(sent: Sent = sent) -> None:
             sent.fetch(tensor)
-            sent.arrived()
+            sent.wait_until_fetched()
 
-        (_, sending_s), (_, fetching_s) = _timed(sent.has_gone, device), _timed(fetch, device)
+        (_, sending_s), (_, fetching_s) = _timed(sent.wait_until_sent, device), _timed(fetch, device)
         sent.release()
         rounds += 1
         if rounds:  # not the first round, in which the file grows, or memory is pinned

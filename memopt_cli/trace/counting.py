@@ -56,7 +56,7 @@ def count(
         phases=tuple(log.peaks.phases.values()),
         collectives=log.collectives.records(),
         operators=log.storages.tick,
-        elsewhere_bytes=elsewhere.most_bytes,
+        elsewhere_bytes=elsewhere.peak_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
+from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
@@ -129,7 +129,7 @@ class StorageLog(TorchDispatchMode):
         if path is None:
             path = self.module_running()
         record = self.storages.begin(storage, path, kind or self._kind(), share)
-        if kind is None and self.phase == "forward" and not is_beside_the_model():
+        if kind is None and self.phase == "forward" and not makes_internal_tensors():
             record.rank = self._made[path]
             self._made[path] += 1
         return record

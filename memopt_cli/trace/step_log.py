@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.records import CompressorName, OpTrace, Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_beside_the_model
+from memopt_cli.runtime.compressor import makes_internal_tensors
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
@@ -118,7 +118,7 @@ class StepLog(StorageLog):
             fixed_workspace_bytes=fixed,
             line=line_of_the_model() if self.phase == "forward" else "",
             recomputes=self._path_of.get(id(recomputing_module())),
-            packs=is_beside_the_model(),
+            packs=makes_internal_tensors(),
         )
         self.ops.append(LoggedOp(record, call))
 

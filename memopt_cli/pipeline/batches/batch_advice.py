@@ -20,6 +20,9 @@ from memopt_cli.records import (
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
+NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
+"""Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
+
 _FAR = 1000
 """Multiple of the described batch beyond which the advice does not count memory as the limit.
 
