@@ -132,7 +132,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
     count = _count_records(data)
     records = zipfile.ZipFile(io.BytesIO(data)).infolist()
     if len(records) != count:
-        raise ValueError("the archive is damaged, its directory is ambiguous")
+        raise ValueError("the archive is damaged: its directory is ambiguous")
     _check_names(record.orig_filename for record in records)
     for record in records:
         _check_fields(record.extra)
@@ -140,7 +140,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
         if record.flag_bits & 1 or not (stored or record.compress_type == zipfile.ZIP_DEFLATED):
             raise ValueError("the archive is encrypted, or compressed in an unknown way")
         if stored and record.file_size != record.compress_size:
-            raise ValueError("the archive is damaged, a record has two sizes")
+            raise ValueError("the archive is damaged: a record has two sizes")
     if sum(record.compress_size for record in records) > len(data):
         raise _HostileArchive("its records overlap")
     unpacked = sum(record.file_size for record in records)
@@ -170,9 +170,9 @@ def _count_records(data: bytes) -> int:
         _, _, position, _ = _LOCATOR64.unpack_from(data, locator)
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
-            raise ValueError("the archive is damaged, it has two ends")
+            raise ValueError("the archive is damaged: it has two ends")
     if signature != b"PK\x05\x06" or comment or start + size != end:
-        raise ValueError("the archive is damaged, its end is not where it should be")
+        raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)
 
 

@@ -92,9 +92,9 @@ class _PlainUnpickler(_Unpickler):
             if not all(type(key) is str for key in keys):
                 return "a key in it is not text"
         if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
-            return "it makes far more values than it puts anywhere"
+            return "it makes far more values than it stores"
         if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
-            return f"it holds far more values than its {self._size} bytes would"
+            return f"it holds far more values than fit into its {self._size} bytes"
         return ""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -206,7 +206,7 @@ class _Reading:
         for part in parts:
             self.left -= 1
             if self.left < 0:
-                raise ValueError("it refers to its parts over and over")
+                raise ValueError("it refers to its parts far too often")
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
     kinds = {record: kind_of(record) for record in archive.sizes}
     code = [name for name in kinds if kinds[name] == "code"]
     if sum(archive.sizes[name] for name in code) > min(_MIN_CODE + _EXPANSION * len(data), _MAX_CODE):
-        raise ValueError("it has far more code than a model of its size does")
+        raise ValueError("it has far more code than a model of its size needs")
     trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in code})
     if misplaced := [name for name in trees if not name.startswith("code/") or not name.endswith(".py")]:
         raise UnsafeScript(f"a record named {misplaced[0]}, which memopt does not know")
@@ -113,7 +113,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
         check_tensors(made, sizes, 0)
         # PyTorch reads a storage again wherever a pickle names it; the pickles that it writes name it once.
         if sum(storage.size_bytes for storage in map(storage_of, made) if storage) > _READ * sum(sizes.values()):
-            raise ValueError("it reads its storages again and again")
+            raise ValueError("it reads its storages far too often")
     elif record.endswith(".debug_pkl"):
         check_lines(pickle.root)
     return pickle

@@ -85,7 +85,7 @@ class ScriptObjects:
             return
         name = str(node.callee)
         if (node.items or node.entries or node.has_state) and node.how in ("called", "stored"):
-            raise ValueError(f"it fills what {name} made")
+            raise ValueError(f"it fills an object that {name} made")
         if node.how == "created":
             self._check_object(node, name)
         elif node.how == "called" and name.startswith("__torch__."):
@@ -95,7 +95,7 @@ class ScriptObjects:
             match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
-            raise ValueError("a container is not of the type that it is given")
+            raise ValueError("a container does not have its declared type")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
         """Return whether making ``node`` copies the tensors of its state, as packed weights of quantized layers do."""

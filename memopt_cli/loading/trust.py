@@ -127,7 +127,7 @@ def unknown(use: Use) -> Denied | Missing:
     here = _is_here(wanted)
     if wanted.package in TOO_WIDE:
         remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None
-        return Denied("is not something that memopt builds from a file", remedy)
+        return Denied("is not a name that memopt builds objects of", remedy)
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):

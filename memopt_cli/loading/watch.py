@@ -96,7 +96,7 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:
         raise UnsafeFileError(
-            f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",
+            f"{watch.path} was not loaded: while a library built its objects, it tried to reach outside ({event})",
             hint=watch.hint,
         )
 

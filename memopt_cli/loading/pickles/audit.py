@@ -160,7 +160,7 @@ class Audit:
             seen.add(id(key))
             kind = None if isinstance(key, Tuple) or key.callee == GETATTR else self.class_of(key)
             if isinstance(key, Built) and kind is not None and not (_has_plain_hash(kind) or self.trusts(kind)):
-                yield key.name, "is a key, and computes which of its attributes"
+                yield key.name, "is a key whose class computes the hash from attributes"
             pending.extend(key.items if isinstance(key, Tuple) else key.argument_items())
 
     def _shared_attributes(self) -> Iterator[tuple[Global, str]]:
@@ -168,7 +168,7 @@ class Audit:
         owner_counts = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
             if isinstance(node, Built) and any(owner_counts[id(own)] > 1 for own in self._own_parts(node)):
-                yield node.name, "shares its attributes with something else"
+                yield node.name, "shares its attributes with another object"
 
     def _own_parts(self, node: Built) -> Iterator[Built]:
         """Yield the dicts that become the attributes of ``node``, and the registers of a module in them."""
@@ -216,9 +216,9 @@ def _has_plain_hash(kind: type) -> bool:
 def _misfilled(node: Built, recipe: Recipe) -> str:
     """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
-        return "is filled as something else is"
+        return "is filled in a way that its class does not allow"
     if node.has_state and recipe.fill is None:
-        return "has a state, and can have none"
+        return "has a state, which its class does not take"
     return "is created with keyword arguments" if node.keywords is not None and recipe.role != "trusted" else ""
 
 

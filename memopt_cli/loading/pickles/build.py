@@ -93,6 +93,6 @@ class _Builder:
             return self._recipes[value].make()
         if isinstance(value, Built | Tuple):
             if id(value) not in self._made:
-                raise Broken("it uses an object before that is made")
+                raise Broken("it uses an object before making the object")
             return self._made[id(value)]
         return value

@@ -19,7 +19,7 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
-EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
+EXHAUSTING: Final = "reading it would take far more work than a model of its size needs"
 _MIN_WORK, _MAX_WORK = 500_000, 8_000_000
 """Units of work that even the smallest file may cause, and the most for any file.  For scale: a module of a model takes
 about 150 units, and a few hundred bytes in the file."""

@@ -82,7 +82,9 @@ def items_in(sizes: Iterable[int]) -> int:
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
         if dims > _MAX_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
-            raise ValueError(f"a tensor has more than {_MAX_SIZES} sizes, or one that is not a whole number below 2^63")
+            raise ValueError(
+                f"a tensor has more than {_MAX_SIZES} sizes, or a size that is not a whole number below 2^63"
+            )
         count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
     if not count and widest == LARGEST:
         raise ValueError("an empty tensor has sizes whose product does not fit into 63 bits")

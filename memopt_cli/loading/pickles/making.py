@@ -145,7 +145,7 @@ class Maker:
         """Give ``node`` its state, once."""
         self._check_open(node)
         if node.has_state:
-            raise ValueError("it gives an object two states")
+            raise ValueError("it sets the state of an object twice")
         node.state, node.has_state = state, True
         parts = state.items if isinstance(state, Tuple) else (state,)
         self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)

@@ -183,7 +183,7 @@ def _argument(machine: Machine, argument: Any) -> None:
 
 
 def _unsupported(machine: Machine, _: Any) -> None:
-    raise ValueError("it uses an opcode that is not for files")
+    raise ValueError("it uses an opcode that files do not need")
 
 
 _ACTIONS: Final[dict[str, Action]] = {

@@ -46,7 +46,7 @@ class Stack:
         """Return the object on top, which is to be filled.  Raises :class:`ValueError` if it can hold nothing."""
         node = self._values[-1]
         if not isinstance(node, Built):
-            raise ValueError("it fills what can hold nothing")
+            raise ValueError("it puts items into a value that can hold none")
         return node
 
     def check_size(self) -> None:

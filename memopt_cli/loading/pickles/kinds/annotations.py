@@ -80,7 +80,7 @@ def _check_parts(node: Built, graph: Graph) -> str:
             pending.extend(part.items)
         elif isinstance(part, Built) and str(part.name) != "builtins.type":
             if not Annotations().claims(Use(part.name, part.how, part)):
-                return "makes a type of something else"
+                return "makes a type from a value that is not a type"
         elif isinstance(part, str) and not _TEXT.fullmatch(part):
-            return "makes a type of a text that names none"
+            return "makes a type from a text that names no type"
     return ""

@@ -40,7 +40,7 @@ def _dtype(name: Any, *_: Any) -> Any:
     import numpy as np
 
     if type(name) is not str or not _PLAIN.fullmatch(name):
-        raise Broken("an array holds something else than numbers")
+        raise Broken("an array holds values other than numbers")
     return np.dtype(name)
 
 
@@ -49,7 +49,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
-    raise Broken("an array has a dtype that is made of others, or its bytes are in another order")
+    raise Broken("an array has a structured dtype, or its bytes are in another order")
 
 
 def _empty(*_: Any) -> Any:

@@ -86,7 +86,7 @@ class Functions:
         # A module such as ``torch.nn.functional`` also has names that it imported, which need not only compute.
         python = _in_function_module(use.name.module)
         if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
-            return Denied("is not a function that memopt knows to do nothing but compute")
+            return Denied("is not a function that memopt knows to only compute")
         return Recipe(make=lambda: function, role="callable")
 
 

@@ -119,7 +119,7 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
         target: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
             if not (isinstance(target, type) or target is importlib.import_module(wanted.module)) or is_dunder(part):
-                return Denied("is not a class or function by itself")
+                return Denied("is an attribute, not a class or function of a module")
             target = getattr(target, part)
         return target
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
@@ -216,11 +216,11 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
         if name == _BECOMES and not graph.trusts(kind):
-            return f"has {name} among its attributes, a class that would take the place of its own"
+            return f"has {name} among its attributes, a class that would replace its own"
         own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         hides = runs and own is not None
         if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
-            return f"has something else in the place of its method {name}"
+            return f"replaces its method {name} by an attribute"
     return ""
 
 

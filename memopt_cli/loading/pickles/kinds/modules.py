@@ -216,7 +216,7 @@ def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
     for member in cls:
         if type(member.value) is type(value) and member.value == value:
             return member
-    raise Broken(f"{cls.__name__} has no member of such a value")
+    raise Broken(f"{cls.__name__} has no member of this value")
 
 
 def _maker(cls: type) -> Callable[..., Any]:
@@ -341,7 +341,7 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
-            return f"has {what} named {quoted(misnamed)}, which stands for more than a name where code is made of it"
+            return f"has {what} named {quoted(misnamed)}, which would become code where code is made from it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
         return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
@@ -430,10 +430,10 @@ def check_made(module: nn.Module) -> None:
     for register, holds in _PARTS.items():
         parts = attributes.get(register)
         if not isinstance(parts, dict):
-            raise Broken(f"a {kind.__name__} has no {register}")
+            raise Broken(f"an instance of {kind.__name__} has no {register}")
         for name, part in parts.items():
             if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
-                raise Broken(f"a {kind.__name__} has {register} that are none")
+                raise Broken(f"an instance of {kind.__name__} has values in {register} that do not belong there")
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:

@@ -102,7 +102,7 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
         return restore(original, settings)
     except ValueError as reason:
         kind = original if isinstance(original, type) else type(original)
-        raise Broken(f"a {kind.__name__} can be no segment: {reason}") from reason
+        raise Broken(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
 
 
 def check_segment(module: nn.Module) -> None:
@@ -110,7 +110,7 @@ def check_segment(module: nn.Module) -> None:
     try:
         check_installed(module)
     except ValueError as reason:
-        raise Broken(f"its {name_of(module)} can be no segment: {reason}") from reason
+        raise Broken(f"its {name_of(module)} cannot be a segment: {reason}") from reason
 
 
 def _check_segment(node: Built, graph: Graph) -> str:
@@ -122,7 +122,7 @@ def _check_segment(node: Built, graph: Graph) -> str:
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
             if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):
-                return "makes a segment of something that is not a module"
+                return "makes a segment of an object that is not a module"
             return "has a state of an unexpected type" if entries is None else check_attributes(kind, entries, graph)
     return "makes a segment from unexpected arguments"
 
@@ -176,4 +176,4 @@ def _check_lifted(node: Built, graph: Graph) -> str:
                 if entries is None
                 else check_attributes(LiftedModule, entries, graph)
             )
-    return "lifts something else"
+    return "rebuilds a lifted module from unexpected arguments"

@@ -43,7 +43,7 @@ def _checked(make: Callable[..., Any], *given: type, most: int = 10_000) -> Call
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in given for argument in arguments):
-            raise Broken(f"a {getattr(make, '__name__', 'value')} is built from unexpected arguments")
+            raise Broken(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
     return checked
@@ -123,7 +123,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
 def _type_of(value: Any) -> type:
     """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
-        raise Broken("it asks for the type of something")
+        raise Broken("it asks for the type of a value that memopt does not expect")
     return type(value)
 
 
@@ -139,7 +139,7 @@ def _check_partial(node: Built, graph: Graph) -> str:
     """Refuse a partial whose function may do more than compute, or whose state names another function."""
     given = node.argument_items()
     if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
-        return "calls something that is not a function that only computes"
+        return "calls a callable that memopt does not know to only compute"
     match node.state:
         case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
             entries = plain_entries(named)
@@ -147,7 +147,7 @@ def _check_partial(node: Built, graph: Graph) -> str:
                 return "is given arguments of an unexpected type"
             values = (*arguments, *(value for _, value in entries))
             if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
-                return "hands a function something to call"
+                return "passes a callable to a function"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
     return "has a state of an unexpected type"
 

@@ -21,8 +21,8 @@ def _check(node: Built, graph: Graph) -> str:
     """Refuse packed weights whose state is not a pair of a known class's name and a state that the class checks."""
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:
-            return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"
-    return "is not of a class of packed weights"
+            return "" if is_packed(name, state) else "holds packed weights in a form that PyTorch does not write"
+    return "is not an object of a class of packed weights"
 
 
 QUANTIZED: Final = Listed(

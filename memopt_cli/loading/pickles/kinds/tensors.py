@@ -73,10 +73,10 @@ class Stored:
         match identity:
             case ("storage", str(kind), str(key), _, int(count), *view) if kind in STORAGE_DTYPES and count >= 0:
                 if any(part is not None for part in view):
-                    raise Broken("it was saved by a PyTorch before 0.4, whose storages are views of others")
+                    raise Broken("it was saved by a PyTorch before 0.4, whose storages may be views of other storages")
                 dtype = getattr(torch, STORAGE_DTYPES[kind])
                 return Storage(self.storages.get(key, count * dtype.itemsize), dtype)
-        raise Broken("it refers to something beside it that is not a storage")
+        raise Broken("it refers to data outside of the pickle that is not a storage")
 
 
 # ---------------------------------------------------------------------------------------------- dense
@@ -91,7 +91,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
     """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than the storage."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise Broken("a tensor is made of no storage")
+        raise Broken("a tensor has no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
     try:
         check_view(sizes, strides, start, dtype.itemsize, storage.data.nbytes())
@@ -163,7 +163,7 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
-        raise Broken("a sparse tensor has blocks of no size")  # kernels would divide by 0
+        raise Broken("a sparse tensor has blocks of size 0")  # kernels would divide by 0
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
@@ -248,7 +248,7 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
     """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
-        raise Broken("a tensor is made by something else")
+        raise Broken("a tensor is not made by a function that memopt knows")
     made = _MAKERS[function](*arguments)
     if type(made) is not kind:
         made = made.as_subclass(kind)
@@ -261,9 +261,9 @@ def _check_subclass(node: Built, graph: Graph) -> str:
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)
             if own is None or not issubclass(own, Tensor):
-                return "makes a tensor of a class that is not a tensor's"
+                return "makes a tensor of a class that is not a tensor class"
             return _check_attributes((state,), graph)
-    return "makes a tensor by something else"
+    return "makes a tensor by a function that memopt does not know"
 
 
 def _size(*sizes: Any) -> torch.Size:
