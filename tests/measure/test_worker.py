@@ -542,8 +542,8 @@ def three_norms() -> nn.Module:
 def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> None:
     worker = Worker(subject_of("B", 40), build=three_norms)
     for _ in range(2):
-        assert isinstance(worker.do(ChunkingJob(path="0")).rule, Refused)
-        found = worker.do(ChunkingJob(path="0", allow_inexact=True)).rule
+        assert isinstance(worker.do(ChunkingJob(path="0")), Refused)
+        found = worker.do(ChunkingJob(path="0", allow_inexact=True))
         assert isinstance(found, ChunkRule)
         assert found.inexact
 
@@ -556,8 +556,8 @@ def second_hooked() -> nn.Module:
 
 def test_modules_with_other_hooks_are_not_alike() -> None:
     worker = Worker(subject_of("B", 40), build=second_hooked)
-    assert isinstance(worker.do(ChunkingJob(path="0")).rule, ChunkRule)
-    assert isinstance(worker.do(ChunkingJob(path="1")).rule, Refused)
+    assert isinstance(worker.do(ChunkingJob(path="0")), ChunkRule)
+    assert isinstance(worker.do(ChunkingJob(path="1")), Refused)
 
 
 def wide_and_narrow() -> nn.Module:
@@ -579,7 +579,7 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
     monkeypatch.setattr("memopt_cli.measure.answers.chunks.capture_call", capture)
     worker.do(TraceJob(fake=True))
     for path in ("0", "2", "0", "3"):
-        assert worker.do(ChunkingJob(path=path)).rule == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+        assert worker.do(ChunkingJob(path=path)) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     assert tried == ["2", "3"]
 
 

@@ -245,7 +245,7 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
         ({"models": {}}, "models must be a mapping"),
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
-        ({"models": {"net": 3}}, "the model 'net' is a int"),
+        ({"models": {"net": 3}}, "the model 'net' is not a torch.nn.Module: it has the type int"),
         ({"optimizers": [3]}, "optimizers must hold torch.optim.Optimizers, but it holds int"),
         ({"run": 3}, "run cannot be called: it has the type int"),
     ],
