@@ -32,7 +32,7 @@ from memopt_cli.text.documents import read_bytes
 from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
+from memopt_cli.training.wrappers import compiled_notes, split_wrappers, unwrapped, wrapper_notes
 
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
@@ -59,7 +59,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
-    around, module = peeled(loaded.module, keep_compiled=source.keeps_compiled)
+    around, module = split_wrappers(loaded.module, keep_compiled=source.keeps_compiled)
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)

@@ -16,7 +16,7 @@ from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents, contents_of, count_items
 from memopt_cli.loading.exported_contents import read_exported
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import judged
+from memopt_cli.loading.module_pickle import refusals_by_name
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
@@ -104,7 +104,7 @@ def _pickle(file: ModelFile) -> _Found:
 
 def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
     """Judge each name that ``pickled`` would import as loading without any flag does."""
-    for wanted, verdict in sorted(judged(file, pickled).items(), key=lambda pair: str(pair[0])):
+    for wanted, verdict in sorted(refusals_by_name(file, pickled).items(), key=lambda pair: str(pair[0])):
         match verdict:
             case None:
                 yield GlobalVerdict(name=str(wanted), verdict="allowed")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import made_of, refuse_attacks
-from memopt_cli.loading.pickles.entries import listed, place_notes, place_of, state_dicts_in
+from memopt_cli.loading.module_pickle import build_data, refuse_attacks
+from memopt_cli.loading.pickles.entries import list_paths, place_notes, place_of, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
@@ -43,7 +43,7 @@ def build(location: str) -> nn.Module:
     else:
         factory = _imported(location)
     built = _made(factory, location)
-    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(step_made, factory, location))
+    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(make_step, factory, location))
 
 
 def _imported(location: str) -> Callable[[], Any]:
@@ -64,7 +64,7 @@ def _imported(location: str) -> Callable[[], Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def step_made(factory: Callable[[], Any], location: str) -> Step:
+def make_step(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
     built = _made(factory, location)
     if not isinstance(built, Step):
@@ -136,7 +136,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         )
     where = next(iter(fitting or state_dicts))
     if len(fitting) > 1 or (len(state_dicts) > 1 and not fitting):
-        names = listed(dict.fromkeys(fitting or state_dicts))
+        names = list_paths(dict.fromkeys(fitting or state_dicts))
         if not fitting:
             raise FileFormatError(
                 f"{file.path} holds {len(state_dicts)} state dicts, and none fits: {names}",
@@ -145,7 +145,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    weights: Mapping[str, Tensor] = made_of(file, pickled, state_dicts[where])
+    weights: Mapping[str, Tensor] = build_data(file, pickled, state_dicts[where])
     return weights
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
-from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
+from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
@@ -90,19 +90,19 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
         file = ModelFile(path=path, data=data)
         pickled = read_pickled(file, limit)
         refuse_attacks(file, pickled.scan, UserCode(()))
-        return made_of(file, pickled, pickled.pickle.root)
+        return build_data(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:
         kind = UnsafeFileError if isinstance(err, UnsafeFileError) else FileFormatError
         raise kind(err.message, hint="Save tensors in plain lists and dicts, with torch.save(tensors, path).") from err
 
 
-def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
+def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """Make the tensors and plain containers that ``root`` reaches.  Raises as :func:`load_tensors` does."""
     nobody = Vouched(Trust(), UserCode(()))
     return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
-def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
+def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
     """Map each name that loading ``file`` would import to its refusal; ``None`` if it is allowed without any flag.
 
     If the file holds one model, only the names that the model needs are listed.
@@ -113,7 +113,7 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
-    known, unclaimed = claimed(uses_in(root), kinds_of(storages_of(pickled), nobody))
+    known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
@@ -192,7 +192,7 @@ def storages_of(pickled: PickledFile) -> Stored:
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with uncollected():
-        audit = audited(file, pickled, root, kinds, vouched)
+        audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
         with watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
@@ -203,7 +203,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
-def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+def audit_objects(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
     """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
     Names are checked first, then the classes that they import, then the objects as a whole: a file that no flag could
@@ -211,7 +211,7 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     Raises :class:`UnsafeFileError` for an object that must not be made, :class:`FileFormatError` for a broken one.
     """
     _refuse_many(file, pickled.scan.wanted)
-    claims, unclaimed = claimed(uses_in(root), kinds)
+    claims, unclaimed = assign_kinds(uses_in(root), kinds)
     _refuse_libraries(file, claims)
     verdicts = _unknown(unclaimed)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
@@ -276,7 +276,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise Unvouched(
-            f"{file.path} was not loaded: {listed(reasons)}",
+            f"{file.path} was not loaded: {list_names(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
             else f"Remove {names} from the model and save it again. {UNCHECKED}",
@@ -315,11 +315,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
         else unchecked(together((trust, together_with)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
-    message = f"{file.path} was not loaded: {listed(beyond_help or denied)}"
+    message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 
 
-def listed(denied: Mapping[Global, Denied]) -> str:
+def list_names(denied: Mapping[Global, Denied]) -> str:
     """Say why the first few names in ``denied`` were denied, and how many more there are."""
     texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -18,8 +18,8 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS
 from memopt_cli.loading import format_of, read_file, read_same
 from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import ModulePickle, audited, refuse_attacks, storages_of
-from memopt_cli.loading.pickles.audit import claimed, uses_in
+from memopt_cli.loading.module_pickle import ModulePickle, audit_objects, refuse_attacks, storages_of
+from memopt_cli.loading.pickles.audit import assign_kinds, uses_in
 from memopt_cli.loading.pickles.kinds import kinds_of
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Recipe
 from memopt_cli.loading.pickles.kinds.modules import Libraries
@@ -76,7 +76,7 @@ def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouc
     refuse_attacks(file, pickled.scan, vouched.code)
     if NESTED in pickled.scan.wanted or _makes_more(pickled):
         raise UnsafeFileError("it creates objects that are not part of the model")
-    audited(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
+    audit_objects(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
     if original_classes is not None and (
         added := {name for name, _ in set(_classes(pickled, vouched)) - original_classes}
     ):
@@ -106,7 +106,7 @@ def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool
     A class has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.
     """
-    known, _ = claimed(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
+    known, _ = assign_kinds(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
     recipes: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
     for use, kind in known:
         if not isinstance(kind, Libraries | Vouched):

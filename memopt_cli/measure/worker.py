@@ -75,7 +75,7 @@ class Worker:
         keeps_compiled = self._subject.source.keeps_compiled or plan.compile is not None
         try:
             compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
-            with self.bench.cleared(), compiled:
+            with self.bench.restored(), compiled:
                 return answer(self.bench, job)
         except InputsRejected as error:
             spec, location = self._subject.spec, self._subject.source.location
@@ -90,7 +90,7 @@ class Worker:
     def close(self) -> None:
         """Leave the contexts that the bench keeps open for further jobs, such as a group of ranks."""
         if "bench" in vars(self):
-            self.bench.held.close()
+            self.bench.rank_step.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""

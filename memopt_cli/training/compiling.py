@@ -11,7 +11,7 @@ from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.records import CompilePlan, from_data, to_data
 from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
 from memopt_cli.runtime.private_torch import call_of_its_own, is_compiled, within_budget
-from memopt_cli.training.wrappers import peeled
+from memopt_cli.training.wrappers import split_wrappers
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
@@ -50,7 +50,7 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 
 def require_uncompiled(model: nn.Module) -> None:
     """Raise :class:`PlanError` if ``model``, or the model inside its wrappers, is compiled already."""
-    if is_compiled(peeled(model, keep_compiled=True)[1]):
+    if is_compiled(split_wrappers(model, keep_compiled=True)[1]):
         raise PlanError(
             "the plan compiles the model, which is compiled already",
             hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",

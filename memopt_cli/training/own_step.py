@@ -117,11 +117,11 @@ class OwnStep(Step):
     def has_scale(self) -> bool:
         return self.models.leaves is not None and not self.models.waiting
 
-    def checked(self) -> Any:
-        return self.checked_while(lambda optimizer: None)
+    def run_checked(self) -> Any:
+        return self.run_checked_with(lambda optimizer: None)
 
-    def checked_while(self, on_update: OnUpdate) -> Any:
-        """Run one step as :meth:`checked` does, and call ``on_update`` before every update."""
+    def run_checked_with(self, on_update: OnUpdate) -> Any:
+        """Run one step as :meth:`run_checked` does, and call ``on_update`` before every update."""
         with watched_modules(self.model) as watched:
             try:
                 output = self.run(on_update=on_update)

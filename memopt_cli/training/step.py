@@ -162,7 +162,7 @@ class Step:
             if parameter.requires_grad:
                 give_zero_gradient(parameter)
 
-    def checked(self) -> Any:
+    def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
         Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An

@@ -44,10 +44,10 @@ WRAPPERS: Final = {
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of ``model``; ``model`` itself if it is no wrapper."""
-    return peeled(model)[1]
+    return split_wrappers(model)[1]
 
 
-def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
+def split_wrappers(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
     """Return the wrappers of ``model``, the outermost first, and the model inside of them.
 
     With ``keep_compiled``, the result of ``torch.compile`` does not count as a wrapper.
@@ -64,7 +64,7 @@ def _wrapper_of(model: Any) -> Wrapper | None:
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
-def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
+def wrapping_code(wrappers: Sequence[Wrapper]) -> str:
     """Return code that puts ``wrappers`` around ``model``: ``torch.compile(nn.DataParallel(model))``."""
     code = "model"
     for wrapper in reversed(wrappers):
@@ -77,7 +77,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
     if not wrappers:
         return ()
     return (
-        f"The model is wrapped, {wrapped_again(wrappers)}. memopt measures and writes it without the wrapper, whose "
+        f"The model is wrapped, {wrapping_code(wrappers)}. memopt measures and writes it without the wrapper, whose "
         "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan also takes the wrapped model.",
     )
 

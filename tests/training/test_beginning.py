@@ -164,7 +164,7 @@ def test_steps_that_a_test_counts() -> None:
 
 def test_a_plan_that_is_proven_in_the_midst_of_training() -> None:
     model = Net()
-    step_of(model).checked()
+    step_of(model).run_checked()
     membrane, gradient = model.cell.v, model.readout.weight.grad
     memopt_cli.apply_plan(model, PLAN, verify=[(inputs(),)])
     assert not memopt_cli.plan_of(model).is_empty

@@ -220,7 +220,7 @@ def test_optimizers_that_never_step_are_named() -> None:
 )
 def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> None:
     with pytest.raises(StepError) as error:
-        own_step(name, rows=4).checked()
+        own_step(name, rows=4).run_checked()
     assert message in error.value.message
     assert error.value.hint
 

@@ -45,7 +45,7 @@ def uses_in(root: Any) -> list[Use]:
     ]
 
 
-def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
+def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
     claims, unclaimed = [], []
     cache: dict[object, Kind | None] = {}
@@ -68,7 +68,7 @@ class Audit:
     """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
     def __init__(self, root: Any, claims: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
-        """Import the names in ``claims``, the uses from :func:`claimed`, and collect their recipes."""
+        """Import the names in ``claims``, the uses from :func:`assign_kinds`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
         """Object, or name that is held as a value -> its recipe."""

@@ -80,7 +80,7 @@ class PickleScan:
             pending += parts
 
 
-def hashed(value: Any) -> int:
+def hash_cost(value: Any) -> int:
     """Return the number of items that hashing ``value`` visits."""
     # A plain list, dict or set cannot be hashed: Python raises an exception at once.
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
@@ -103,10 +103,10 @@ _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 def amount_of(value: Any) -> int:
     """Return the number of items, or bytes, of an object made from ``value``: 9 for ``bytearray(9)``."""
     if isinstance(value, Built):
-        return value.weight + sum(map(hashed, value.items)) + len(value.entries)
+        return value.weight + sum(map(hash_cost, value.items)) + len(value.entries)
     if isinstance(value, int):
         return min(abs(value), 2**63)
-    return hashed(value)
+    return hash_cost(value)
 
 
 def size_of(value: Any) -> int:

@@ -82,7 +82,7 @@ def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     """Return the error for a file that holds more than one model."""
     first = ".".join(next(iter(models)))
     return FileFormatError(
-        f"{path} holds {len(models)} models: {listed(models)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
+        f"{path} holds {len(models)} models: {list_paths(models)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
     )
 
 
@@ -100,7 +100,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
-            names = listed({(name,): None for name in entries_here}) or "none"
+            names = list_paths({(name,): None for name in entries_here}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, left = entries_here[name], left[len(name) + 1 :]
         where.append(name)
@@ -121,7 +121,9 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
     left_out = (
-        f" Its other entries are not written with a model: {listed(dict.fromkeys(other_paths))}." if other_paths else ""
+        f" Its other entries are not written with a model: {list_paths(dict.fromkeys(other_paths))}."
+        if other_paths
+        else ""
     )
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
@@ -200,7 +202,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def listed(paths: dict[Path, Any]) -> str:
+def list_paths(paths: dict[Path, Any]) -> str:
     """List the first few paths of ``paths``, as keys joined by dots."""
     names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
     return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final
 
-from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of
+from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_cost, hash_of, size_of
 from memopt_cli.loading.pickles.names import called_name, within_class
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
@@ -80,7 +80,7 @@ class Maker:
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
         """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
-        built.weight += sum(map(hashed, built.argument_items()))
+        built.weight += sum(map(hash_cost, built.argument_items()))
         return self.make(built)
 
     def call(self, callee: Any, arguments: Any) -> Built:
@@ -115,7 +115,7 @@ class Maker:
 
     def _charge_bytes(self, built: Built) -> None:
         """Charge for a call that only keeps its arguments, or reads their bytes."""
-        built.weight += sum(map(hashed, built.argument_items()))
+        built.weight += sum(map(hash_cost, built.argument_items()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if built.callee in _COPIED:
@@ -153,7 +153,7 @@ class Maker:
         self._scan.take(sum(map(size_of, parts)))
         if node.callee in _COPIED_STATES:
             self._scan.take_copies(state)
-        node.weight += sum(hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
+        node.weight += sum(hash_cost(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
         self.steps.append(Step("fill", node))
 
     def _check_open(self, node: Built) -> None:
@@ -163,7 +163,7 @@ class Maker:
     def charge_keys(self, node: Built, keys: list[Any]) -> None:
         """Charge for hashing ``keys``, and for comparing each with the keys of the same hash in ``node``."""
         for key in keys:
-            self._scan.spend(hashed(key))
+            self._scan.spend(hash_cost(key))
             # The n-th key of one hash is compared with n - 1 others.  Strings are left out: Python salts their hashes,
             # so no file can choose strings of the same hash.
             if not isinstance(key, str):

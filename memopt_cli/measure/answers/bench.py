@@ -40,33 +40,33 @@ from memopt_cli.verification.further_steps import first_samples
 if TYPE_CHECKING:
     from memopt_cli.training.sharded.spread import Spread
 
-Found = TypeVar("Found")
-Knowledge = TypeVar("Knowledge")
+Value = TypeVar("Value")
+Fact = TypeVar("Fact")
 
 
-class Holder:
+class CachedValue:
     """A cache of one value, with the contexts that must stay entered while the value is used."""
 
     def __init__(self) -> None:
-        self._held: tuple[Any, Any] = None, None
+        self._cached: tuple[Any, Any] = None, None
         self._open = contextlib.ExitStack()
 
-    def get(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
+    def get(self, key: Any, make: Callable[[contextlib.ExitStack], Value]) -> Value:
         """Return the cached value if it was made for ``key``; otherwise drop it, and cache what ``make`` returns.
 
         ``make`` gets a stack for the contexts that it enters; they are left when the value is dropped.
         """
-        if self._held[0] != key:
+        if self._cached[0] != key:
             self.close()
             with contextlib.ExitStack() as entered:
                 fresh = make(entered)
-                self._open, self._held = entered.pop_all(), (key, fresh)
-        value: Found = self._held[1]
+                self._open, self._cached = entered.pop_all(), (key, fresh)
+        value: Value = self._cached[1]
         return value
 
     def close(self) -> None:
         """Drop the value, and leave its contexts."""
-        self._held = None, None
+        self._cached = None, None
         self._open.close()
 
 
@@ -102,9 +102,9 @@ class Bench:
         self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
-        self._known: dict[Callable[[Bench], Any], Any] = {}
+        self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
-        self.held = Holder()
+        self.rank_step = CachedValue()
         """The step of a rank, which takes long to make."""
 
     @contextlib.contextmanager
@@ -126,25 +126,25 @@ class Bench:
                 spread_model = spread(model, mesh, layout, function)
             yield spread_model
 
-    def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
+    def fact(self, find_out: Callable[[Bench], Fact]) -> Fact:
         """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
-        if find_out not in self._known:
-            self._known[find_out] = find_out(self)
-        fact: Knowledge = self._known[find_out]
+        if find_out not in self._facts:
+            self._facts[find_out] = find_out(self)
+        fact: Fact = self._facts[find_out]
         return fact
 
-    def knows(self, find_out: Callable[[Bench], object]) -> bool:
+    def has_fact(self, find_out: Callable[[Bench], object]) -> bool:
         """Return whether the result of ``find_out`` is known."""
-        return find_out in self._known
+        return find_out in self._facts
 
     def remember(self, find_out: Callable[[Bench], object], fact: object) -> None:
         """Cache ``fact`` as the result of ``find_out``, if steps that ran for another purpose have shown it."""
-        self._known.setdefault(find_out, fact)
+        self._facts.setdefault(find_out, fact)
 
     # ------------------------------------------------------------------------------------------ its state
 
     @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the model as it was loaded, before and after the block that answers a job."""
         self.enter_start()
         try:
@@ -157,12 +157,12 @@ class Bench:
             self.reset()
 
     @contextlib.contextmanager
-    def planned(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
+    def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
         """Apply ``plan`` inside the block, to the model and optimizer of ``step``; ``None`` for the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
-            self.known(_checked_alone)
+            self.fact(_checked_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -203,7 +203,7 @@ class Bench:
             scaler=self._scaler,
         )
 
-    def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
+    def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""
         try:
             return self.step(batch, dims)
@@ -229,7 +229,7 @@ class Bench:
             self.reset()
         return step
 
-    def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
+    def run_at_full_size(self, run: Callable[[Step], Value]) -> Value | None:
         """Return what ``run`` returns for a step at full size; ``None`` if it does not fit, or must not be tried."""
         if self.subject.data != "full size":
             return None

@@ -22,7 +22,7 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
     """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
-    return bench.known(Trials).rule(job.path, allow_inexact=job.allow_inexact)
+    return bench.fact(Trials).rule(job.path, allow_inexact=job.allow_inexact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Trials:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._small = bench.known(small_step)
+        self._small = bench.fact(small_step)
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:

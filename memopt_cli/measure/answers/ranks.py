@@ -129,7 +129,7 @@ def warm_up(step: Step, start: StartingState) -> None:
     """
     step.find_scale(start)
     begin(step, start)
-    step.checked()
+    step.run_checked()
     step.unscale_and_clip()
     step.update()
     begin(step, start)

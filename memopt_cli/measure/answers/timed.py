@@ -26,7 +26,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
-from memopt_cli.measure.answers.workspaces import full_workspaces, metered
+from memopt_cli.measure.answers.workspaces import full_workspaces, workspaces_seen
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.records import (
     UPDATE_PHASES,
@@ -92,7 +92,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
-        bench.remember(full_workspaces, metered(meter, allocated))
+        bench.remember(full_workspaces, workspaces_seen(meter, allocated))
         if clock is not None and clock.times:
             bench.remember(operator_times, clock.times)
     # Gradients stay allocated after a step.  If a step under a plan leaves more, a segment may keep tensors forever.
@@ -191,7 +191,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     while not original or any(map(is_open, hopeful)):
         original.append(_timed_in_turn(bench, step))
         for plan in hopeful:
-            with bench.planned(job.plans[plan]):
+            with bench.with_plan(job.plans[plan]):
                 planned[plan].append(_timed_in_turn(bench, step))
         if limit is not None:
             hopeful = [n for n in hopeful if planned[n][0] <= _HOPELESS_FACTOR * limit * original[0]]
@@ -242,12 +242,12 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
         compile_step(bench, job.plan, step)
     since = _clocks()
     with device_of(job.limit_bytes, bench.settings.device):
-        peak_bytes, step_s = probed(bench, step)
+        peak_bytes, step_s = measure_peak_and_time(bench, step)
     waited = _waited(since, bench.settings.device)
     return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, waited=waited)
 
 
-def probed(bench: Bench, step: Step) -> tuple[int, float]:
+def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
     bench.find_scale(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
@@ -257,7 +257,7 @@ def probed(bench: Bench, step: Step) -> tuple[int, float]:
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
-            step.checked()  # fails in the same way, with an error that names the module
+            step.run_checked()  # fails in the same way, with an error that names the module
         raise
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_STEP_S:
@@ -326,10 +326,10 @@ def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     updates: dict[str, Tensor | None] = {}
     if isinstance(step, OwnStep):
         used = UpdateGradients(step)
-        output = step.checked_while(used.collect)
+        output = step.run_checked_with(used.collect)
         updates |= used.gradients
     else:
-        output = step.checked()
+        output = step.run_checked()
         step.unscale_and_clip()
         step.update()
     synchronize(bench.settings.device)

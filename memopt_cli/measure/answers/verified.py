@@ -35,8 +35,8 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
         forget_unsafe(bench.model)  # a module that could not run in chunks at other sizes may at these
-        step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
-        with bench.planned(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
+        step = bench.step_at(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
+        with bench.with_plan(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # small sizes warn that there are fewer chunks than the plan has
             step.run_to_loss()
         if len(cuts) < chunked:
@@ -51,7 +51,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     """Verify the plan of ``job`` at its sizes; a plan with an optimizer in backward also in a few updates."""
-    trained = bench.resized(job.batch, job.dims)
+    trained = bench.step_at(job.batch, job.dims)
     bench.find_scale(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model
     described = bench.subject.spec.dims

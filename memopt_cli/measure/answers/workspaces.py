@@ -21,15 +21,15 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
     """Return the workspaces for steps under ``plan``: measured on the original at full size, or estimated."""
-    workspaces = bench.known(full_workspaces)
+    workspaces = bench.fact(full_workspaces)
     if workspaces is None:
-        return bench.known(_estimated)
-    return bench.known(_growing) if plan.has_chunks else workspaces
+        return bench.fact(_estimated)
+    return bench.fact(_growing) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
     """Return the workspaces of the original at full size; ``None`` if that step must not run, or does not fit."""
-    return bench.at_full_size(functools.partial(_workspaces_by, bench))
+    return bench.run_at_full_size(functools.partial(_workspaces_by, bench))
 
 
 def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
@@ -37,10 +37,10 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
     if meter is not None:
         with meter:
             take_from_start(bench, step, lambda step: step.take())
-    return metered(meter, allocated_by(bench, step))
+    return workspaces_seen(meter, allocated_by(bench, step))
 
 
-def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
+def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
     """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
     workspaces = allocated.workspaces
     return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
@@ -48,14 +48,14 @@ def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
 
 def _growing(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
-    workspaces = bench.known(full_workspaces)
+    workspaces = bench.fact(full_workspaces)
     assert workspaces is not None
     return workspaces.pair_with(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
     """Return the workspaces of the small step; empty if there is none."""
-    small = bench.known(small_step)
+    small = bench.fact(small_step)
     return small.workspaces if small else Workspaces()
 
 
