@@ -91,7 +91,7 @@ def the_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """Read the estimate for another device from the plan's file at ``path``; ``None`` if it has none.
+    """Read the estimate for another device from the plan's file at ``path``, or ``None`` if it has none.
 
     Raises :class:`UsageError`.
     """

@@ -240,7 +240,7 @@ def is_pretrained(location: str) -> bool:
 
 
 def base_of(folder: str, named: object) -> str | None:
-    """Return the folder of an adapter's base model; ``None`` if there is none.
+    """Return the folder of an adapter's base model, or ``None`` if there is none.
 
     ``named`` is the path in the adapter's settings, relative to the current folder or to the adapter's ``folder``.
     """

@@ -90,7 +90,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     key:
         The entry that is meant, in a file that holds several, as keys joined by dots.
     trust:
-        Whose classes may be built besides those of PyTorch and of well-known model libraries, for example
+        Packages and names whose classes may be built in addition to PyTorch and well-known model libraries, such as
         ``Trust(packages=("mymodels",))``.
 
     Returns
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
 
 
 _FROM_A_SESSION = """
-If it came from a session, of which no script is left: define its classes and build the model here, load its weights
+If it came from a session without a script: define its classes and build the model here, load its weights
 (model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 

@@ -318,7 +318,7 @@ class _Tree:
     """The nesting of arguments or results: a container of trees, or a single value."""
 
     kind: str | None
-    """Class of the container, such as ``builtins.dict``; ``None`` for a single value."""
+    """Class of the container, such as ``builtins.dict``.  ``None``: a single value."""
     keys: tuple[Any, ...]
     """Keys of a dict, in the order of ``children``; empty for other containers."""
     children: tuple[_Tree, ...]
@@ -452,7 +452,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Name the kind of random values that is most like those of ``example``, as ``values`` of an input may say."""
+    """Return the kind of random values that is most like ``example``, as ``values`` of an input name it."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"

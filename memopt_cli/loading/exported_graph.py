@@ -256,7 +256,7 @@ def _find(node: Any) -> tuple[str, Any]:
 
 
 def _written(operator: Any) -> int | None:
-    """Return the position of the operand that ``operator`` writes and returns; ``None`` if it writes none."""
+    """Return the position of the operand that ``operator`` writes and returns, or ``None`` if it writes none."""
     returned = schema_of(operator).returns
     if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
         return None

@@ -59,7 +59,7 @@ class Builder:
         self._tensors = tensors
 
     def attribute(self, name: str, scope: Path) -> Path | None:
-        """Return the path of the tensor ``name`` inside the module ``scope``; ``None`` if it is not in there."""
+        """Return the path of the tensor ``name`` inside the module ``scope``, or ``None`` if it is not in there."""
         for path in self._tensors.get(name, ()):
             if path[: len(scope)] == scope and len(path) > len(scope):
                 return path[len(scope) :]

@@ -180,7 +180,7 @@ def _plain(name: str) -> str:
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Say why ``weights`` do not fit, with the first few names of each kind; empty if names, shapes and kinds agree."""
+    """Return the reason why ``weights`` do not fit, with the first few names of each kind, or empty."""
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other_shape = [

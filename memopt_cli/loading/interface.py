@@ -33,7 +33,7 @@ class ModelFile:
     path: str
     data: bytes
     key: str | None = None
-    """The entry of the file to load, as keys joined by dots; ``None`` for the only model in the file."""
+    """The entry of the file to load, as keys joined by dots.  ``None``: the only model in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Loaded:
     wrappers: tuple[Wrapper, ...] = ()
     """Wrappers (``nn.DataParallel``) that the model has in the file and ``module`` has not, outermost first."""
     example_spec: InputSpec | None = None
-    """The inputs that the file carries; ``None`` if it carries none."""
+    """The inputs that the file carries.  ``None``: it carries none."""
 
 
 class Format(Protocol):

@@ -210,7 +210,7 @@ class _Reading:
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
-        """Return the source line that allocated ``block``; empty if no stack was recorded."""
+        """Return the source line that allocated ``block``, or empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
         frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:
@@ -234,7 +234,7 @@ class _Failure:
     """A moment at which memory ran out."""
 
     device: int | None = None
-    """Index of the device; ``None`` if memory never ran out."""
+    """Index of the device.  ``None``: memory never ran out."""
     moment: int = 0
     """Time in microseconds."""
     asked_bytes: int = 0

@@ -103,7 +103,7 @@ def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
 
 
 def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
-    """Map each name that loading ``file`` would import to its refusal; ``None`` if it is allowed without any flag.
+    """Map each name that loading ``file`` would import to its refusal.  ``None``: allowed without any flag.
 
     If the file holds one model, only the names that the model needs are listed.
     """

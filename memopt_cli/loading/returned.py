@@ -89,7 +89,7 @@ def _makes_more(pickled: PickledFile) -> bool:
     """Return whether the file imports or makes anything that its model does not use.
 
     A nested class is no exception: to name ``Outer.Inner``, protocol 2 imports ``Outer`` and makes a call that asks it
-    for ``Inner``, both of which the model uses only by that name.
+    for ``Inner``, and the model uses both only by that name.
     """
     root = pickled.pickle.root
     reached = {id(value) for value in reachable(root)}

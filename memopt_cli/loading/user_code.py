@@ -106,7 +106,7 @@ class UserCode:
 
 
 def file_in(folder: Path, module: str) -> Path | None:
-    """Return the file in ``folder`` from which Python would import ``module``; ``None`` if there is none."""
+    """Return the file in ``folder`` from which Python would import ``module``, or ``None`` if there is none."""
     parts = module.split(".")
     if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
         return None

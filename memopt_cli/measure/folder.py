@@ -59,7 +59,7 @@ def _empty(path: str) -> None:
 
 
 def _first_folder(here: int) -> str | None:
-    """Return the name of the first folder in ``here``, and remove the files before it; ``None`` if there is none."""
+    """Return the name of the first folder in ``here``, removing files before it; ``None`` if there is none."""
     with os.scandir(here) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

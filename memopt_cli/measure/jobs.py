@@ -67,7 +67,7 @@ class Subject:
     card: DeviceProfile | None = None
     """A device that this machine lacks, whose peaks and times are estimated; ``None`` to measure the step's device."""
     layer_runs: bool = False
-    """Whether flat Sequentials are divided into runs of layers, each of which can be a segment."""
+    """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True
     """Whether segments in chunks test that no row of the batch changes the result of another row.  The test takes as
     long as a few forwards, and is needless if all results of a plan are compared with the original's."""
@@ -81,7 +81,7 @@ class Subject:
     place: PlaceName = "device"
     """Place where plans may send stored tensors; the speed of these copies is measured when a step is recorded."""
     offload_folder: str | None = None
-    """Folder for the file of stored tensors, if ``place`` is a file; ``None`` for the folder of temporary files."""
+    """Folder for the file of stored tensors, if ``place`` is a file.  ``None``: the folder of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -123,7 +123,7 @@ class PeakJob(SizedJob[BatchProbe]):
     batch: int
     """Batch size, of each copy if there are several."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +296,8 @@ class CountJob(SizedJob[Counted]):
     fake: bool
     """Whether to take a dry run, on fake tensors."""
     batch: int | None = None
-    """Batch size; ``None`` for the size in the description of the inputs.  Workspaces are not known at other sizes, so
-    a dry run gives only the tensor peak."""
+    """Batch size.  ``None``: the size in the description of the inputs.  At other sizes workspaces are not known, so a
+    dry run gives only the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class MeasureJob(StepJob[Measured]):
     warm_up: bool = True
     """Whether to take a step before the timed steps; otherwise the first timed step includes one-time costs."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

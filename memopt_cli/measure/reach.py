@@ -25,7 +25,7 @@ class UserFunction:
     reference: str
     """``file.py:function``, or a name for a function in memory; empty if there is no function."""
     function: Callable[..., Any] | None = None
-    """The function in memory; ``None`` if it is loaded by its reference."""
+    """The function in memory.  ``None``: it is loaded by its reference."""
     obstacle: str = ""
     """The reason why a subprocess cannot import the function; empty if it can."""
 
@@ -46,7 +46,7 @@ def user_function(function: str | Callable[..., Any] | None, what: str) -> UserF
 
 
 def _unreachable_alone(module: ModuleType | None, name: str) -> str:
-    """Say why running the file of ``module`` in a subprocess does not define ``name``; empty if it does."""
+    """Return the reason why running the file of ``module`` in a subprocess does not define ``name``, or empty."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))
@@ -58,7 +58,7 @@ def _unreachable_alone(module: ModuleType | None, name: str) -> str:
 
 
 def unreachable(name: str) -> str:
-    """Say why a subprocess cannot import the qualified ``name``; empty if it can."""
+    """Return the reason why a subprocess cannot import the qualified ``name``, or empty."""
     package, _, rest = name.partition(".")
     if package == "__main__":
         return _unreachable_in_main(rest)
@@ -67,7 +67,7 @@ def unreachable(name: str) -> str:
 
 
 def main_script() -> Path | None:
-    """Return the file that Python was started with; ``None`` if it cannot be imported by itself."""
+    """Return the file that Python was started with, or ``None`` if it cannot be imported by itself."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
@@ -76,7 +76,7 @@ def main_script() -> Path | None:
 
 
 def _unreachable_in_main(name: str) -> str:
-    """Say why importing the script without its main part does not define ``name``; empty if it does."""
+    """Return the reason why importing the script without its main part does not define ``name``, or empty."""
     script = main_script()
     if script is None or not script.is_file():
         return "__main__ is not a script"

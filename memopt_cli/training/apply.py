@@ -181,7 +181,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
-    """Return the configuration of ``module`` in range ``index``; ``None`` if it has no segment there."""
+    """Return the configuration of ``module`` in range ``index``, or ``None`` if it has no segment there."""
     settings = settings_of(module)
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 

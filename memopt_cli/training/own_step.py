@@ -238,7 +238,7 @@ def _is_skipped(optimizer: Optimizer) -> bool:
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
-    """Return the number that ``func`` reads from a tensor without data; ``None`` if it does not read one.
+    """Return the number that ``func`` reads from a tensor without data, or ``None`` if it does not read one.
 
     Optimizers read step counters ``n`` and divide by ``n`` and ``1 - n``, so (``updating``) they get 0.5.  Other reads,
     of losses to log and of tests for infinity, get 0.

@@ -41,13 +41,13 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss, a function of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output.  ``None``: the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of the model's parameters; ``None`` for a step that ends with the gradients."""
+    """Optimizer of the model's parameters.  ``None``: a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` for no scaling."""
+    """Scaler of the loss, which skips updates whose gradients are not finite.  ``None``: no scaling."""
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
     step may replace them."""
@@ -229,7 +229,7 @@ def _scaled(
 
 
 def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
-    """Make the scaler of a step in float16, whose gradients would underflow without one; ``None`` for others."""
+    """Make the scaler of a step in float16, whose gradients would underflow; ``None`` for others."""
     return torch.amp.GradScaler(torch.device(settings.device).type) if settings.precision == "fp16" else None
 
 

@@ -91,7 +91,7 @@ class Audit:
     # ------------------------------------------------------------------------------------------ questions of kinds
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object of which ``value`` is the stand-in."""
+        """Return the role of the object that ``value`` stands for."""
         recipe = self._recipe(value)
         if recipe is None:
             return "data"
@@ -104,7 +104,7 @@ class Audit:
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
     def _fixed_role(self, value: Any) -> Role | None:
-        """Return the role of ``value`` without recursion; ``None`` if the role depends on the object's parts."""
+        """Return the role of ``value`` without recursion, or ``None`` if the role depends on the object's parts."""
         recipe = self._recipe(value)
         role = recipe.role if recipe else "data"
         return role if isinstance(role, str) else None
@@ -127,7 +127,7 @@ class Audit:
         yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
-        """Say why walking the objects would never end, or go too deep; empty if it would not."""
+        """Return the reason why a walk of the objects would never end or go too deep, or empty."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)

@@ -1,8 +1,8 @@
 """A bound on the work of reading a pickle: each opcode and each object is charged before the unpickler would make it.
 
 A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
-hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
-compared with all others.  Since only stand-ins are made here, the work can be counted first, in two sums:
+hashing the last visits 2^60 items.  In a larger file, a dict may get a million keys of the same hash, and
+Python compares each with all others.  Only stand-ins are made here, so the work can be counted first, in two sums:
 
 - *work*: one unit for each opcode, each item that is visited, and every few comparisons of keys.  A file of 1 kB may
   cause 500,000 units, one of 100 MB about 3.1 million, and none more than 8 million.
@@ -21,11 +21,11 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size needs"
 _MIN_WORK, _MAX_WORK = 500_000, 8_000_000
-"""Units of work that even the smallest file may cause, and the most for any file.  For scale: a module of a model takes
+"""Units of work that even the smallest file may cause, and maximum for any file.  For scale: a module of a model takes
 about 150 units, and a few hundred bytes in the file."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""Size in bytes of the part of a file that may be all opcodes, and bytes of it for each further unit of work; bytes of
-the whole file for each further unit, where most of a file is weights."""
+"""Size in bytes of the part of a file that may be all opcodes, and bytes of that part for each further unit of work.
+The rest of a large file is mostly weights: bytes of the whole file for each further unit."""
 _COPIES, _MIN_TAKEN = 4, 1 << 20
 """Bytes that calls may take as arguments: four for each byte of the file, since a pickle's memo lets it use a value
 several times, and 1 MiB in any file."""
@@ -54,13 +54,13 @@ class PickleScan:
         )
 
     def spend(self, work: int) -> None:
-        """Charge ``work`` units.  Raises :class:`ValueError` if the sum is more than a model of this size takes."""
+        """Charge ``work`` units.  Raises :class:`ValueError` if the sum exceeds the needs of a model of this size."""
         self.work += work
         if self.work > self.most_work:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:
-        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far more than the file has."""
+        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far larger than the file."""
         self.taken += size
         if self.taken > _COPIES * self.size + _MIN_TAKEN:
             raise ValueError(EXHAUSTING)

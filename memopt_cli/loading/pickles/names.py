@@ -33,7 +33,7 @@ def called_name(scan: PickleScan, callee: Any) -> Global:
 
 
 def within_class(callee: Any) -> Global | None:
-    """Return the name of ``callee``; ``None`` if it is computed.
+    """Return the name of ``callee``, or ``None`` if it is computed.
 
     Protocols before 4 name ``Outer.Inner`` by ``getattr(Outer, "Inner")``, which counts as a name.
     """

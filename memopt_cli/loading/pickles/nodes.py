@@ -68,7 +68,7 @@ class Built:
     arguments: Any = ()
     """The arguments, a :class:`Tuple`; of a stored object, its identity."""
     keywords: Any = None
-    """Named arguments of a created object, a stand-in for a dict; ``None`` if there are none."""
+    """Named arguments of a created object, a stand-in for a dict.  ``None``: there are none."""
     items: list[Any] = field(default_factory=list)
     """Items that are appended to a list, or added to a set."""
     entries: list[tuple[Any, Any]] = field(default_factory=list)
@@ -177,7 +177,7 @@ class Walk:
         self._depths: dict[int, int] = {}
 
     def endless(self, root: Any) -> str:
-        """Say why a recursion from ``root`` would not end, go too deep or visit too much; empty if it would not."""
+        """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much, or empty."""
         pending: list[tuple[Any, Sequence[Any] | None]] = [(root, None)]
         entered = set[int]()
         while pending:

@@ -158,7 +158,7 @@ class Bench:
 
     @contextlib.contextmanager
     def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
-        """Apply ``plan`` inside the block, to the model and optimizer of ``step``; ``None`` for the bench's own."""
+        """Apply ``plan`` inside the block, to the model and optimizer of ``step``, or to the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
@@ -230,7 +230,7 @@ class Bench:
         return step
 
     def run_at_full_size(self, run: Callable[[Step], Value]) -> Value | None:
-        """Return what ``run`` returns for a step at full size; ``None`` if it does not fit, or must not be tried."""
+        """Return what ``run`` returns for a step at full size, or ``None`` if it does not fit, or must not be tried."""
         if self.subject.data != "full size":
             return None
         self.enter_start()

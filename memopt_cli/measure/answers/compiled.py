@@ -43,7 +43,9 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
                 raise
             alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
             is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
-            raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
+            raise StepError(
+                first_line(error), hint="" if is_refused else f"{alone}: it should fail in the same way."
+            ) from error
     step.model.zero_grad(set_to_none=True)
     return breaks[0] if breaks else ""
 

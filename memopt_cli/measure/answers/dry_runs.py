@@ -205,7 +205,7 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
-    """Time the operators of a step under the plan on the model; ``None`` if it must not run, or does not fit."""
+    """Time the operators of a step under the plan on the model.  ``None``: the step must not run, or does not fit."""
     return bench.run_at_full_size(trace.time_operators)
 
 

@@ -27,7 +27,7 @@ class SmallStep:
 
 
 def small_step(bench: Bench) -> SmallStep | None:
-    """Take a small step of the original; ``None`` if no step may run on data, or only the full size works."""
+    """Take a small step of the original, or ``None`` if no step may run on data, or only the full size works."""
     if bench.subject.data == "none":
         return None
     bench.enter_start()

@@ -28,7 +28,7 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
-    """Return the workspaces of the original at full size; ``None`` if that step must not run, or does not fit."""
+    """Return the workspaces of the original at full size, or ``None`` if that step must not run, or does not fit."""
     return bench.run_at_full_size(functools.partial(_workspaces_by, bench))
 
 
@@ -54,7 +54,7 @@ def _growing(bench: Bench) -> Workspaces:
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step; empty if there is none."""
+    """Return the workspaces of the small step, or empty if there is none."""
     small = bench.fact(small_step)
     return small.workspaces if small else Workspaces()
 

@@ -57,7 +57,9 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else _named(failure, first, self.count)  # alike on all ranks: no rank is to blame
+            raise (
+                failure if alike else _with_rank(failure, first, self.count)
+            )  # alike on all ranks: no rank is to blame
         return result
 
     @contextlib.contextmanager
@@ -72,11 +74,11 @@ class Ranks:
         except RankLostError:
             raise
         except MemoptError as err:
-            raise _named(err, self.rank, self.count) from err
+            raise _with_rank(err, self.rank, self.count) from err
         except Exception as err:
             if is_out_of_memory(err) or _is_of_lost_rank(err):
                 raise
-            raise _named(StepError(first_line(err)), self.rank, self.count) from err
+            raise _with_rank(StepError(first_line(err)), self.rank, self.count) from err
 
     def all(self, do: Callable[[], Result]) -> list[Result]:
         """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
@@ -89,7 +91,7 @@ class Ranks:
         return results
 
     def first(self, do: Callable[[], Result]) -> Result:
-        """Call ``do`` on rank 0 alone, and return its result on all ranks.  Raises like :meth:`each`."""
+        """Call ``do`` only on rank 0, and return its result on all ranks.  Raises like :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def require_same(self, what: str, value: Any) -> str:
@@ -126,7 +128,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 @contextlib.contextmanager
 def reporting_lost_ranks() -> Iterator[None]:
-    """Raise a :class:`RankLostError` in place of a backend's error in the block that means that a rank is gone."""
+    """Raise a :class:`RankLostError` where a backend's error in the block means that a rank is gone."""
     try:
         yield
     except Exception as error:
@@ -134,16 +136,16 @@ def reporting_lost_ranks() -> Iterator[None]:
             raise
         raise RankLostError(
             f"another rank has ended, or does not answer: {first_line(error)}",
-            hint="See the output of that rank, or the log of its process, for the reason.",
+            hint="The output of that rank, or the log of its process, has the reason.",
         ) from error
 
 
-def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
+def _with_rank(error: MemoptError, rank: int, ranks: int) -> MemoptError:
     return type(error)(f"rank {rank} of {ranks}: {error.message}", hint=error.hint)
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
-    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait for ever."""
+    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait forever."""
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 

@@ -154,7 +154,10 @@ class Reducer:
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect the gradients of all parameters; if DDP finds unused ones, only of parameters of ``outputs``."""
+        """Expect the gradients of all parameters, or only of used ones.
+
+        With ``find_unused_parameters``, these are the parameters that ``outputs`` depend on.
+        """
         if self._has_begun and self._is_static and self._seen is not None:
             self._finish()
         if self._has_begun:

@@ -1,4 +1,4 @@
-"""A model as one rank of many holds it: sharded or replicated by the user's function, or by FSDP2 or DDP.
+"""A model on one rank of many: sharded or replicated by the user's function, or by FSDP2 or DDP.
 
 A rank is predicted in a fake group without data (:func:`spread`), or measured in a real one (:func:`spread_really`).
 Both refuse what memopt cannot count.
@@ -57,12 +57,12 @@ def _spread(
 ) -> nn.Module:
     parts = set(model.modules())
     with _without_older(what):
-        spread_model = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+        spread_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(spread_model, what)
     if not isinstance(spread_model, nn.Module):
         raise UsageError(f"{layout.parallel} returned {_kind(spread_model)}, not an nn.Module", hint=_RETURN)
     if parts.isdisjoint(spread_model.modules()):
-        raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
+        raise UsageError(f"{layout.parallel} returned a model other than the one it was called with", hint=_RETURN)
     if any(map(is_compiled, spread_model.modules())):
         raise StepError(
             f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
@@ -76,7 +76,7 @@ def _spread(
     return spread_model
 
 
-_COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are not seen"}
+_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
 
 
 def data_ranks(model: nn.Module) -> int:
@@ -90,7 +90,7 @@ def data_ranks(model: nn.Module) -> int:
     return max((*sharded, *replicas), default=1)
 
 
-def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
+def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
     group = dist.group.WORLD
     try:
         spread_model = function(model, mesh)
@@ -99,20 +99,20 @@ def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise UsageError(
             f"{layout.parallel} failed: {first_line(err)}",
-            hint=f"{_GIVEN.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
+            hint=f"{_CALL.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
         raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP)
     return spread_model
 
 
-_RETURN = "Let it return the model that trains."
-_GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh exist already: do not make others in it."
+_RETURN = "Let the function return the model that trains."
+_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
 
 
 def _refuse(spread_model: Any, what: str) -> None:
-    """Raise :class:`StepError` if a part of ``made`` is of a package whose memory is not counted."""
+    """Raise :class:`StepError` if a part of ``spread_model`` is of a package whose memory is not counted."""
     parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
@@ -133,11 +133,11 @@ def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
 _NOT_WATCHED = "it handles memory in ways that are not counted here"
 _UNPREDICTED = {
     "deepspeed": _NOT_WATCHED,
-    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel in the first step alone",
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
 }
 """Package -> why its modules are refused."""
-_OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
+_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 def _kind(value: object) -> str:

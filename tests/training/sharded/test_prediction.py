@@ -190,7 +190,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
     [
         (wrong.nothing, 2, "returned nothing, not an nn.Module"),
         (wrong.whole, 2, "left every parameter of Transformer whole"),
-        (wrong.another_model, 2, "returned another model than it was given"),
+        (wrong.another_model, 2, "returned a model other than the one it was called with"),
         (wrong.failing, 2, "LookupError: no such layer"),
         (wrong.another_group, 2, "failed: "),
         (wrong.exchanged_group, 2, "made its own process group"),

@@ -109,7 +109,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    """Say why ``node``, a call of ``getattr``, must not be made; empty if it may."""
+    """Return the reason why ``node``, a call of ``getattr``, must not be made, or empty."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             is_permitted, owner_name = is_allowed(f"aten::{name}"), owner.name

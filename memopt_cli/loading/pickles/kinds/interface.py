@@ -39,7 +39,7 @@ class Use:
     name: Global
     how: How | Literal["held"]
     node: Built | None = None
-    """The stand-in of the object that is made; ``None`` for a name that is held as a value."""
+    """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
 
 
 class Broken(ValueError):
@@ -52,7 +52,7 @@ class Denied:
 
     reason: str
     remedy: Trust | None = None
-    """The flags that would allow the name; ``None`` if no flag should be suggested."""
+    """The flags that would allow the name.  ``None``: no flag should be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Graph(Protocol):
     """The objects of a file, before any of them is made."""
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object of which ``value`` is the stand-in."""
+        """Return the role of the object that ``value`` stands for."""
 
     def class_of(self, value: Any) -> type | None:
         """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
@@ -88,11 +88,11 @@ class Recipe:
     kind: type | Callable[[Built, Graph], type | None] | None = None
     """Answer of :meth:`Graph.class_of` for the object."""
     extend: Callable[[Any, list[Any]], object] | None = None
-    """Function that appends or adds items to the object; ``None`` if the object cannot hold items."""
+    """Function that appends or adds items to the object.  ``None``: the object cannot hold items."""
     set: Callable[[Any, Any, Any], object] | None = None
-    """Function that sets an entry of the object; ``None`` if the object cannot hold entries."""
+    """Function that sets an entry of the object.  ``None``: the object cannot hold entries."""
     fill: Callable[[Any, Any], object] | None = None
-    """Function that gives the object its state; ``None`` if the object cannot have a state."""
+    """Function that gives the object its state.  ``None``: the object cannot have a state."""
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
@@ -132,7 +132,7 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 
 
 def by_name(use: Use, target: Any) -> Trust | None:
-    """Return the trust in the name of ``use`` alone; ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
+    """Return the trust in the name of ``use`` alone, or ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
     home = target.__name__ if isinstance(target, types.ModuleType) else getattr(target, "__module__", None)
     is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
     return None if is_theirs else Trust(globals=(str(use.name),))
@@ -205,7 +205,7 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Say why an object of the class ``kind`` must not have the attributes ``entries``; empty if it may.
+    """Return the reason why an object of the class ``kind`` must not have the attributes ``entries``, or empty.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """

@@ -249,7 +249,7 @@ def _check_attributes(node: Built, graph: Graph) -> str:
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Say why an optimizer or scheduler must not get its state; empty if it may.
+    """Return the reason why an optimizer or scheduler must not get its state, or empty.
 
     An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
     """
@@ -262,7 +262,7 @@ def _check_training(node: Built, graph: Graph) -> str:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """Return the items of ``value``; ``None`` if it is not a plain list."""
+    """Return the items of ``value``, or ``None`` if it is not a plain list."""
     is_list = isinstance(value, Built) and value.how == "plain" and value.name == LIST
     return value.items if is_list else None
 
@@ -272,7 +272,7 @@ _KERNELS: Final = ("_use_kernels", "kernel_config")
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Say why a hook must not get its state; empty if it may.  A hook may call other hooks, and nothing else."""
+    """Return the reason why a hook must not get its state, or empty."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
@@ -287,7 +287,7 @@ def module_recipe(cls: type[nn.Module]) -> Recipe:
 
 
 def check_module(node: Built, graph: Graph) -> str:
-    """Say why the module ``node`` must not be made from its state; empty if it may."""
+    """Return the reason why the module ``node`` must not be made from its state, or empty."""
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:
@@ -299,7 +299,7 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Say why a recurrent layer must not have this ``num_layers``; empty if it may.
+    """Return the reason why a recurrent layer must not have this ``num_layers``, or empty.
 
     The layer loops over that number, so it must not exceed the number of its parameters.
     """
@@ -312,7 +312,7 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Say why a module of the class ``kind`` must not have the attributes ``entries``; empty if it may."""
+    """Return the reason why a module of the class ``kind`` must not have the attributes ``entries``, or empty."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
         reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)

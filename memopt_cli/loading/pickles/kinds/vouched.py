@@ -138,7 +138,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
+    """Return the keyword with which the source at ``path`` defines ``wanted``, or empty if it does not.
 
     The source is read, not imported.
     """
