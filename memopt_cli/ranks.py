@@ -29,7 +29,7 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Optimized, RanksRecommended
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
@@ -112,7 +112,7 @@ def predict_rank(
     nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else the_plan(plan)
+    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else load_plan(plan)
     layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, accepted("rank", rank))
     given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
@@ -153,7 +153,7 @@ def recommend_ranks(
     """
     spreader = _function("parallelize", parallelize, "function")
     limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
-    chosen = None if plan is None else the_plan(plan)
+    chosen = None if plan is None else load_plan(plan)
     given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(
         source=given.subject.source,

@@ -191,7 +191,9 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
         return dims, None
     ranges = {name: tuple(size) for name, size in dims.items() if isinstance(size, tuple | list)}
     if len(ranges) > 1:
-        raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+        raise OptionError(
+            f"two dimensions have a range: {' and '.join(ranges)}", hint="Give one of them a single size."
+        )
     for name, ends in ranges.items():
         if len(ends) != 2:
             raise OptionError(f"the range of {name} has {len(ends)} sizes; it must have two", hint="Write (64, 2048).")

@@ -38,7 +38,7 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
@@ -288,7 +288,7 @@ def profile(
         card=card,
         backend=None if compile is None else text("compile", compile),
     )
-    chosen = Plan() if plan is None else the_plan(plan)
+    chosen = Plan() if plan is None else load_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
         return Profiled(profile_prepared(request, prepared, chosen))
 
@@ -352,7 +352,7 @@ def recommend_batch(
         card=card,
         backend=None if compile is None else text("compile", compile),
     )
-    chosen = None if plan is None else the_plan(plan)
+    chosen = None if plan is None else load_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
             return Recommended(fastest_prepared(request, prepared))

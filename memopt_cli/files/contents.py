@@ -80,7 +80,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
-def the_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     """Return ``plan`` itself, or the plan in its file if ``plan`` is a path.
 
     Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
@@ -100,10 +100,10 @@ def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
 
 
 def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
-    data = read_mapping(Path(path), _PLAN)
+    data = read_mapping(Path(path), _PLAN_HINT)
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN)
+        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN_HINT)
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
@@ -113,7 +113,7 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-_PLAN = "Give a *.plan.yaml that memopt optimize wrote, with its header."
+_PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
@@ -153,7 +153,8 @@ def read_frontier(path: Path) -> ShownFrontier:
         ) from err
     if any(point.plan.by is not None for point in shown.points):
         raise UsageError(
-            f"{path} holds a plan by length, which no frontier has", hint="`--frontier --force` replaces it."
+            f"{path} holds a plan by length, which no frontier has",
+            hint="`memopt optimize --frontier --force` writes it anew.",
         )
     return shown
 
@@ -184,11 +185,13 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             summary = from_data(MemOptSummary, parts["summary"], where="summary")
             shorter = tuple(_shorter(summary))
             return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
-        return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
+        return _measurable(
+            _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+        )
     except FileNotFoundError as err:
-        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
+        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD_HINT) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD_HINT) from err
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
@@ -224,21 +227,21 @@ def _measurable(record: _Record) -> _Record:
         elif isinstance(value, Mapping):
             pending += [(name, item) for item in value.values()]
         elif isinstance(value, list | tuple):
-            if name in _POSITIVE and not value:
+            if name in _POSITIVE_FIELDS and not value:
                 raise UsageError(f"its {name} is empty")
             pending += [(name, item) for item in value]
         elif isinstance(value, int | float):
-            if name in _POSITIVE and value <= 0:
+            if name in _POSITIVE_FIELDS and value <= 0:
                 raise UsageError(f"its {name} is {value}; it must be above 0")
             if name.endswith(("_bytes", "_s")) and value < 0:
                 raise UsageError(f"its {name} is {value}; it cannot be negative")
     return record
 
 
-_POSITIVE = ("step_times_s", "original_step_s", "predicted_slowdown")
+_POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
-def _checked(baseline: Baseline) -> Baseline:
+def _require_comparable(baseline: Baseline) -> Baseline:
     """Return ``baseline`` if memopt could have recorded it.  Raises :class:`UsageError`.
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
@@ -282,7 +285,7 @@ def _upgraded(data: Any) -> Any:
 
 _Record = TypeVar("_Record")
 _MAX_LEVELS = 200  # of nested modules in a baseline
-_RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
+_RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
