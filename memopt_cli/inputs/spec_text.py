@@ -86,7 +86,7 @@ def format_tensor(spec: TensorSpec) -> str:
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
-    """Raise :class:`UsageError` for the first of ``names`` that no shape has, so that its size would have no effect."""
+    """Raise :class:`UsageError` for the first of ``names`` that is in no shape: its size would have no effect."""
     symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
     for name in names:
         if name not in symbols:
@@ -229,7 +229,7 @@ def is_factory(location: str) -> bool:
 
 
 def file_of(location: str) -> str:
-    """Return the file from which the model at ``location`` is read, or the file or module whose code builds it."""
+    """Return the file of the model at ``location``, or the file or module of the code that builds it."""
     factory = None if Path(location).exists() else parse_factory(location)
     return location if factory is None else factory[0]
 

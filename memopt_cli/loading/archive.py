@@ -28,7 +28,7 @@ _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG, _LONGEST_NAME = 1000, 80
-"""Bytes from which a record is no short text, and most characters of a record's name in a message."""
+"""Minimum bytes of a record that is not a short text, and maximum number of characters of a name in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ _HINT = "If it is your own, save it again, without compression; otherwise it is 
 
 
 class Archive:
-    """A checked zip archive, whose records are named without the folder that all of them are in.
+    """A checked zip archive; names of records are without the folder of the whole archive.
 
     Raises as :func:`check_archive` does.
     """
@@ -110,7 +110,7 @@ def record_names(data: bytes) -> frozenset[str]:
 
 
 class _HostileArchive(Exception):
-    """An archive that no program writes by itself, so that somebody made it by hand."""
+    """An archive that no program writes: somebody made it by hand."""
 
 
 def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:

@@ -26,7 +26,7 @@ _MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
-"""The attribute in which a Sequential keeps its runs of layers, which are not among its children."""
+"""The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 

@@ -286,7 +286,7 @@ class _Program:
         return arguments
 
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
-        """Return operators that copy outputs of the graph into the tensors that it changes, and the other outputs.
+        """Return operators that copy outputs of the graph into changed tensors, and the other outputs.
 
         Export makes a graph functional: the graph returns values that the model writes in place, as running statistics.
         """

@@ -92,7 +92,7 @@ class GraphReader:
         """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
         self._fresh = itertools.count()
         self._same: dict[str, Operand] = {}
-        """Name of a value that is another one -> that other one: the result of ``add_`` is its first operand."""
+        """Alias of a value -> the value: the result of ``add_`` is its first operand."""
 
     def read(self, graph: Any, prefix: str = "", bound: Sequence[Operand] = ()) -> tuple[tuple[Op, ...], list[Operand]]:
         """Return the operators and the outputs of ``graph``.

@@ -25,7 +25,7 @@ from memopt_cli.runtime.lifted.program import VERSION, is_name, without_unused
 
 @dataclass(slots=True)
 class Scope:
-    """A module that was traced, with its methods and the constant tensors that they use."""
+    """A traced module, with its methods and the constant tensors that they use."""
 
     class_name: str
     methods: list[tuple[Any, ...]] = field(default_factory=list)

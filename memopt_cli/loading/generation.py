@@ -1,4 +1,4 @@
-"""A note on language models whose forward fills a key-value cache for generating text, which training does not need."""
+"""A note on language models whose forward fills a key-value cache: generating text needs it, but training does not."""
 
 from __future__ import annotations
 

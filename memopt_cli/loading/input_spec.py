@@ -99,7 +99,7 @@ def find_spec(
 def read_spec_file(path: str | Path) -> InputSpec:
     """Read ``inputs: [{name, shape, dtype, values}]`` and ``dims: {B: 8}``; a shape is a list, or text as for ``-i``.
 
-    Raises :class:`UsageError` that names the file for a key that is unknown or missing and for a value that is wrong.
+    Raises :class:`UsageError`, which names the file, for an unknown or missing key and for a wrong value.
     """
     path = Path(path)
     data = read_yaml(path, "Write for example inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
@@ -262,7 +262,7 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _read_data(path: str, expected_sha256: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be ``expected_sha256`` unless that is ``None``."""
+    """Read the arguments in the file at ``path``, whose hash must be the expected one.  ``None``: any hash."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,

@@ -28,7 +28,7 @@ UNCHECKED_SCRIPT: Final = "If you trust where it came from, add `--trust-pickle`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """A file's bytes, read once, so that the bytes that are checked are the bytes that are loaded."""
+    """A file's bytes, read once, so that memopt loads the same bytes as it checks."""
 
     path: str
     data: bytes

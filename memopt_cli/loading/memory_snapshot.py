@@ -36,7 +36,7 @@ _MAX_HOLDERS: Final = 200
 _MAX_BYTES: Final = 1 << 30
 """Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
 _MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
+"""Maximum number of opcodes of the largest pickle, and of any pickle, and bytes of a pickle that allow a further one.
 
 Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
 ``pickle`` writes 3 to 5 bytes for each."""

@@ -224,7 +224,7 @@ def audit_objects(file: ModelFile, pickled: PickledFile, root: Any, kinds: Seque
 
 
 def _unknown(unclaimed: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
-    """Refuse each name of ``unclaimed``, the uses that no kind claims, once for each way in which it is used."""
+    """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use."""
     uses = {(use.name, use.how): use for use in unclaimed}
     return [(name, unknown(use)) for (name, _), use in uses.items()]
 

@@ -16,7 +16,7 @@ from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 LONGEST_NAME: Final = 80
-"""Number of characters of a module's name that estimates assume, and that messages show."""
+"""Number of characters of a module's name, in estimates and in messages."""
 _LONGEST_PATTERN: Final = 4000
 """Maximum number of characters of an expression that is analysed; a longer one counts as endless."""
 _PARSE_STEPS: Final = 50

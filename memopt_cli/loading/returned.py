@@ -1,4 +1,4 @@
-"""Checking the optimized model's file, which comes from a subprocess that the original may have taken over.
+"""Checking the optimized model's file: the original may have taken over the subprocess that wrote it.
 
 A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
 use no class of a library, or of the user's, that the original does not use.  It may hold only the model: its

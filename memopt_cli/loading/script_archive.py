@@ -111,7 +111,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
         folder = record.removesuffix(".pkl") + "/"
         sizes = {n.removeprefix(folder): size for n, size in archive.sizes.items() if n.startswith(folder)}
         check_tensors(made, sizes, 0)
-        # PyTorch reads a storage again wherever a pickle names it; the pickles that it writes name it once.
+        # PyTorch reads a storage each time that a pickle names it; its own pickles name a storage once.
         if sum(storage.size_bytes for storage in map(storage_of, made) if storage) > _READ * sum(sizes.values()):
             raise ValueError("it reads its storages far too often")
     elif record.endswith(".debug_pkl"):

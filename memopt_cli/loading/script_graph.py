@@ -92,7 +92,7 @@ class _Functions:
         return self.names[qualified]
 
     def reached(self, methods: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-        """Return the functions that ``methods`` call, directly or not, in the order in which they were lifted."""
+        """Return the functions that ``methods`` call, directly or not, in the order of lifting."""
         wanted, queue = set(), list(methods)
         while queue:
             for node in nodes_of(queue.pop()[3]):

@@ -51,7 +51,7 @@ class _Class:
 
 
 class ScriptObjects:
-    """The classes that an archive's code declares, to which its objects are compared."""
+    """The classes that an archive's code declares; its objects are compared with them."""
 
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
@@ -173,7 +173,7 @@ def _is_plain(value: Any, kind: Global) -> bool:
 
 
 def _untagged(value: Any) -> Any:
-    """Return the container inside ``value`` if that is a call which gives a container its type, else ``value``."""
+    """Return the container in ``value``, a call that gives a container its type; ``value`` itself otherwise."""
     match value:
         case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
             return value.argument_items()[0]

@@ -187,7 +187,7 @@ class _Lifting:
 
 
 def _is_tensor(script: Any, name: str) -> bool:
-    """Return whether ``name`` is a parameter or buffer, which can be read even in a part that stays TorchScript."""
+    """Return whether ``name`` is a parameter or buffer: these can be read even in a part that stays TorchScript."""
     return name in parameters_of(script) or name in buffers_of(script)
 
 

@@ -45,7 +45,7 @@ _HANDLE: Final = Global("torch.utils.hooks", "RemovableHandle")
 _CODE_PICKLERS: Final = ("cloudpickle", "dill")
 """Packages that store functions as code."""
 _CYTHON: Final = "__pyx_unpickle_"
-"""Prefix of the functions that unpickle classes of compiled modules, which have no source to look at."""
+"""Prefix of the functions that unpickle classes of compiled modules, without a source to look at."""
 _DISTRIBUTIONS: Final = {
     "cv2": "opencv-python",
     "sklearn": "scikit-learn",
@@ -116,7 +116,7 @@ def attack(wanted: Global) -> Denied:
 
 
 def unknown(use: Use) -> Denied | Missing:
-    """Return the refusal of a name that no kind of object claims, with the flags that would allow it."""
+    """Return the refusal of an unclaimed name, with the flags that would allow the name."""
     wanted = use.name
     if wanted.module == "__main__":
         return needs_script(wanted)

@@ -40,7 +40,7 @@ class UserCode:
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
     def find(self, wanted: Global) -> Any:
-        """Import the module of ``wanted``, and return the class or function that it defines under that name.
+        """Import the module of ``wanted``, and return its class or function of that name.
 
         Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
         only imports, such as ``os.system``, is not the user's own code.

@@ -72,7 +72,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """A finder that answers an import of a file that :func:`_module_of` ran, so that the file does not run twice."""
+    """A finder that answers imports of files that :func:`_module_of` ran, so that no file runs twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -104,4 +104,4 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 _PREFIX = "memopt_user_"
 _STAMP = "_memopt_stamp"
-"""The attribute of a module that holds the path, the time and the size of the file that it was run from."""
+"""Attribute of a module: the path, the time and the size of its file."""

@@ -42,7 +42,7 @@ class _Watch:
     hint: str
     """Advice for the user if that is refused."""
     earlier_threads: frozenset[int]
-    """Ids of the threads that ran before, which the file cannot influence."""
+    """Ids of earlier threads; the file cannot influence them."""
 
 
 _watches: list[_Watch] = []
@@ -76,7 +76,7 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Suspend the watch for this thread inside the block, in which code runs that the user vouched for."""
+    """Suspend the watch for this thread inside the block, for code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:

@@ -23,7 +23,7 @@ from memopt_cli.records import Phase
 from memopt_cli.trace.workspace import ASIDE_LABEL, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 MarkedStep = Callable[[Callable[[Phase], None]], object]
-"""A step that calls its argument with each phase that it enters."""
+"""A step that calls its argument with each phase as it begins."""
 
 _MEMORY_EVENT = "[memory]"
 """The name by which the profiler calls an allocation or a release."""

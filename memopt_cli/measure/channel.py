@@ -23,9 +23,9 @@ from memopt_cli.text.documents import printable
 
 _TAIL_BYTES = 4000  # size of the end of the subprocess's output that the error of a crash shows
 _EXIT_TIMEOUT_S = 5.0
-"""Seconds that a subprocess has to end by itself before it is killed."""
+"""Seconds in which a subprocess may end by itself before it is killed."""
 _ALIVE_CHECK_S = 1.0
-"""Seconds after which memopt looks again whether a silent subprocess is alive."""
+"""Seconds between checks whether a silent subprocess is alive."""
 _READ_BYTES = 1 << 20  # largest size of one read
 _MIN_BYTES_PER_S = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
@@ -82,7 +82,7 @@ class Channel:
         self._deadline = time.monotonic() + self._timeout_s
 
     def time_for(self, size_bytes: int) -> None:
-        """Extend the time limit by the seconds that a slow disk takes for ``size_bytes`` of a file that have come.
+        """Extend the time limit by the seconds that a slow disk takes for ``size_bytes`` of a received file.
 
         Starting the time limit again for each part would let a file that comes byte by byte go on forever.
         """

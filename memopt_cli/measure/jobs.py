@@ -65,7 +65,7 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks, whose peaks and times are estimated; ``None`` to measure the step's device."""
+    """A device that this machine lacks; its peaks and times are estimated.  ``None``: the step's device is measured."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True
@@ -217,14 +217,14 @@ class SaveJob(Job[Saved]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The size of a saved file that can do nothing that its original could not."""
+    """The size of a saved file that can do no more than its original."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareJob(Job[Accepted]):
-    """Checks that the saved file at ``path`` can do nothing that its original could not.
+    """Checks that the saved file at ``path`` can do no more than its original.
 
     A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
     compares them.  The answer is a failure if the saved file could do more than the original.

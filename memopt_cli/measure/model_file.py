@@ -87,7 +87,7 @@ def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
 
 
 def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
-    """Return the facts of a model that a command needs, and remove the plan that it carries.
+    """Return the facts of a model for a command, and remove the plan that the model carries.
 
     Raises :class:`StepError` and :class:`UsageError` for a model whose step cannot be recorded, and as
     :func:`find_spec`, :func:`apply_plan` and :func:`refuse_unsupported` do.

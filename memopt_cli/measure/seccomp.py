@@ -159,7 +159,7 @@ def _numbers(table: str, machine: str) -> Iterator[int]:
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06  # BPF_LD, BPF_ALU | BPF_AND, BPF_JMP …
 _ERROR, _ALLOW = 0x00050000, 0x7FFF0000  # verdicts: fail with the errno in the lower bits, or run the call
 _NUMBER, _ARCHITECTURE = 0, 4
-"""Offsets in the data that the filter sees: the number of the call, and the architecture.  Arguments of 8 bytes begin
+"""Offsets of the number of the call and of the architecture in the data of the filter.  Arguments of 8 bytes begin
 at offset 16, lower half first."""
 
 

@@ -1,6 +1,6 @@
 """The audit of a pickled file: all of its objects are checked together, before any of them is made.
 
-Every object that the model reaches must be of a known kind, and be made of what that kind allows.  Only objects that
+Every object that the model reaches must be of a known kind, with parts that the kind allows.  Only objects that
 were audited are made.
 
 A list of allowed names is not enough, which is why the graph is audited.  ``functools.partial`` of an allowed function
@@ -32,12 +32,12 @@ _DEEPEST: Final = 400
 """Maximum depth of nested objects, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
 each, of the thousand that Python allows."""
 _MAX_ITEMS: Final = 4_000_000
-"""Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
-container, or making a state dict, visits all of them."""
+"""Maximum number of items of a container, or of modules in a module, each counted as often as it is reached: printing
+or copying the container, or making a state dict, visits all of them."""
 
 
 def uses_in(root: Any) -> list[Use]:
-    """List every way in which the objects that ``root`` reaches use a name."""
+    """List every use of a name by the objects that ``root`` reaches."""
     return [
         Use(value, "held") if isinstance(value, Global) else Use(value.name, value.how, value)
         for value in reachable(root)
@@ -150,7 +150,7 @@ class Audit:
                         yield part, "is not a layer, but is stored as something to call"
 
     def _slow_keys(self) -> Iterator[tuple[Global, str]]:
-        """Yield the keys of dicts and sets whose class computes a hash from attributes, which may take forever."""
+        """Yield the keys of dicts and sets whose class computes a hash from attributes: this may take forever."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
         while pending:

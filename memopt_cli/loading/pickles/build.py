@@ -21,7 +21,7 @@ from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
-    """Make the object that ``root`` stands for, and the objects that this object reaches.
+    """Make the object for the stand-in ``root``, and all objects that it reaches.
 
     Raises :class:`Broken` if the parts of an object do not fit together, and
     :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.

@@ -33,7 +33,7 @@ several times, and 1 MiB in any file."""
 
 @dataclass(slots=True)
 class PickleScan:
-    """The names that the pickles of a file use, and the work that reading them would cause so far."""
+    """The names in the pickles of a file, and the work so far of reading them."""
 
     size: int
     """Bytes of the file, with which the allowed work grows."""

@@ -108,7 +108,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
-    """Say at which entry of the file a model was found, and which other entries will not be written with it.
+    """Return notes on the entry of the file where a model was found, and on entries that are not written with it.
 
     ``what``: the start of the sentence, ``The model is`` or ``The weights are``; ``where``: the path in ``root``, empty
     for the whole file, which is not mentioned; ``entries``: see :func:`place_of`.
@@ -143,7 +143,7 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
-    """Return the wrappers of ``root`` down to the last that needs its own process, and the module inside that one."""
+    """Return the wrappers of ``root`` down to the last that needs its own process, and the module in that wrapper."""
     wrappers: list[Wrapper] = []
     inner, left_out = root, 0
     while _is_wrapper(inner) and len(wrappers) < _DEEPEST:

@@ -151,7 +151,7 @@ def _frozenset(machine: Machine, _: Any) -> None:
 
 
 def _filling(take: Callable[[Stack], list[Any]], fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
-    """Return an action that puts the values that ``take`` pops into the container below them."""
+    """Return an action that pops values by ``take``, and puts them into the container below."""
 
     def action(machine: Machine, _: Any) -> None:
         items = take(machine.stack)

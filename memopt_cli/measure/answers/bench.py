@@ -1,4 +1,4 @@
-"""The bench: the loaded model of a profiling subprocess, on which the functions that answer jobs run steps.
+"""The bench: the loaded model of a profiling subprocess, and its steps for the functions that answer jobs.
 
 The model is loaded once.  Before and after each job its tensors, modes and random generators are restored to the state
 in which it was loaded, so no answer depends on earlier jobs.

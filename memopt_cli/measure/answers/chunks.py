@@ -27,9 +27,9 @@ def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A key that is equal for modules that differ only in their widths, so that one trial is enough for all of them.
+    """A key that is equal for modules that differ only in their widths: one trial is enough for all of them.
 
-    If they differ in a way that the key does not show, the verification of the whole plan finds it.
+    The verification of the whole plan finds differences that the key does not show.
     """
 
     description: str

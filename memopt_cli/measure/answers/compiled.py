@@ -1,4 +1,4 @@
-"""The first steps of a model that a plan compiles, in which PyTorch compiles it."""
+"""The first steps of a model with a compiling plan, in which PyTorch compiles the model."""
 
 from __future__ import annotations
 

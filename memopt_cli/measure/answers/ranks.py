@@ -123,7 +123,7 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 
 
 def warm_up(step: Step, start: StartingState) -> None:
-    """Take two steps, in which the optimizer makes its state, and DDP its buckets, which it rebuilds in the second.
+    """Take two steps: the optimizer makes its state, and DDP makes its buckets and rebuilds them in the second.
 
     Raises :class:`StepError` if a step cannot be taken.
     """

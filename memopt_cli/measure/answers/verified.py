@@ -1,4 +1,4 @@
-"""Answers to the jobs that verify a plan against the original, and that find small sizes to verify it at."""
+"""Answers to the jobs that verify a plan against the original, and that find small sizes for verifying."""
 
 from __future__ import annotations
 

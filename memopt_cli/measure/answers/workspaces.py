@@ -41,7 +41,7 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 
 
 def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
-    """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
+    """Return the workspaces that ``meter`` saw, or without it the profiler's, with the bytes that libraries keep."""
     workspaces = allocated.workspaces
     return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
 

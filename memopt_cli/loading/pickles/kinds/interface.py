@@ -1,4 +1,4 @@
-"""The interface of a kind of objects (:class:`Kind`), the recipes that kinds give, and helpers that they share.
+"""The interface of a kind of objects (:class:`Kind`), recipes for objects, and helpers of all kinds.
 
 A kind claims the names that it knows, such as ``torch.nn.modules.linear.Linear``, by name alone.  When it is then asked
 for a recipe, it may import the name, and returns how to check, make and fill the object, or why the file is refused.
@@ -187,7 +187,7 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_dict(value: Any) -> bool:
-    """Return whether ``value`` is a dict that shows all its entries, unlike one that is made by a call on another."""
+    """Return whether ``value`` is a dict that shows all its entries, unlike a dict made by a call on another dict."""
     if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
         return False
     return not (value.argument_items() or value.keywords is not None or value.items or value.has_state)

@@ -175,7 +175,7 @@ def _created(cls: type) -> Recipe | Denied | None:
 
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that run when an object is copied or saved, with content that comes from the file."""
+"""Methods that run when an object is copied or saved, with content from the file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
 """Modules in whose classes these methods only copy attributes."""
 
@@ -268,7 +268,7 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 _KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that make a model download kernels, which are code, from a hub."""
+"""Settings that make a model download code (kernels) from a hub."""
 
 
 def _check_hook(node: Built, graph: Graph) -> str:

@@ -141,7 +141,7 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 
 
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
-    """Make on the CPU a tensor that was on a device, such as XLA, for which PyTorch saves a CPU tensor or an array."""
+    """Make a tensor on the CPU that was on a device such as XLA; PyTorch saves it as a CPU tensor or an array."""
     made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
     if made.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
         raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
