@@ -199,9 +199,8 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
         hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
-        negative = amount.startswith("-")
-        reason = "a metric may grow by 0 or more" if negative else f"'{amount}' is not a memory size"
-        raise UsageError(f"'{text}': {reason}", hint=hint) from err
+        reason = "is negative, and a limit is 0 or more" if amount.startswith("-") else "is not a memory size"
+        raise UsageError(f"'{text}': '{amount}' {reason}", hint=hint) from err
 
 
 def parse_device(text: str) -> str:
