@@ -34,7 +34,7 @@ from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
@@ -269,7 +269,7 @@ def _function(name: str, given: Any, what: str) -> UserFunction:
     if given is None or isinstance(given, nn.Module):
         kind = "no function" if given is None else f"a model ({type(given).__name__})"
         raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
-    return user_function(called(name, given), what)
+    return locate_function(called(name, given), what)
 
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:

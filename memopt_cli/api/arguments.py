@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import OptionError, for_message
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
-from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
     Budget,
@@ -73,7 +73,7 @@ def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFuncti
 
     Raises :class:`OptionError` for an object that cannot be called.
     """
-    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
+    return locate_function(called("loss", loss), "loss"), locate_function(called("optimizer", optimizer), "optimizer")
 
 
 def settings_of(

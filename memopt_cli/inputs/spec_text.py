@@ -78,11 +78,11 @@ def parse_tensor(text: str) -> TensorSpec:
 def format_tensor(spec: TensorSpec) -> str:
     """Return the shortest text that :func:`parse_tensor` reads back as ``spec``."""
     sizes = [str(size) for size in spec.shape]
-    plain = bool(sizes) and not any("x" in size for size in sizes)
+    is_plain = bool(sizes) and not any("x" in size for size in sizes)
     name = f"{spec.name}:" if spec.name is not None else ""
     dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
     values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
-    return name + ("x".join(sizes) if plain else f"[{','.join(sizes)}]") + dtype + values
+    return name + ("x".join(sizes) if is_plain else f"[{','.join(sizes)}]") + dtype + values
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:

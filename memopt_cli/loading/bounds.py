@@ -56,9 +56,9 @@ def check_paths(model: nn.Module, path: str) -> None:
                 f"{path} was not loaded: the paths of its modules take more than {_MAX_PATH_CHARACTERS} characters",
                 hint="Give its modules shorter names.",
             )
-        fresh = [(name, child) for name, child in children if id(child) not in seen]
-        seen.update(id(child) for _, child in fresh)
-        pending += [(child, length + len(name) + 1) for name, child in fresh]
+        unseen_children = [(name, child) for name, child in children if id(child) not in seen]
+        seen.update(id(child) for _, child in unseen_children)
+        pending += [(child, length + len(name) + 1) for name, child in unseen_children]
 
 
 _MAX_PATH_CHARACTERS: Final = 1 << 24

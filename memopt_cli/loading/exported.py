@@ -486,7 +486,7 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
     integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).
     """
     symbols: dict[str, str] = {}
-    taken = set[str]()
+    used_names = set[str]()
     for meta in metas:
         names = [text for text, _ in _hints(meta)]
         integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
@@ -496,8 +496,8 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
         else:
             usual = ("B", "B")
         for name, short in zip(names, usual, strict=False):
-            if name and short not in taken:
-                taken.add(symbols.setdefault(name, short))
+            if name and short not in used_names:
+                used_names.add(symbols.setdefault(name, short))
         for name in filter(None, names):
-            taken.add(symbols.setdefault(name, name[0].upper() + name[1:]))
+            used_names.add(symbols.setdefault(name, name[0].upper() + name[1:]))
     return symbols

@@ -146,12 +146,14 @@ class Method:
 
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
-        wanted = [name for name in _used(ops) if not builder.is_local(name, call.path)]
+        missing_names = [name for name in _used(ops) if not builder.is_local(name, call.path)]
         # Export passes sizes around as numbers.  A size of a tensor among the arguments is read from that tensor
         # inside the child instead, so that the child can be called with tensors of other sizes.
-        tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
-        derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
-        arguments = [name for name in wanted if name not in derived]
+        tensors = {
+            size: (name, i) for name in reversed(missing_names) for i, size in enumerate(builder.shapes.get(name, ()))
+        }
+        derived = {n: tensors[builder.sizes[n]] for n in missing_names if builder.sizes.get(n) in tensors}
+        arguments = [name for name in missing_names if name not in derived]
         results = [name for op in ops for name in op.outputs if name in after]
         method = Method(builder, call.path, builder.scope(call.path, call.class_name))
         name = method.build(ops, depth + 1, arguments, derived, results)

@@ -162,14 +162,14 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
 
 def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
     """Return the prefix, such as ``module.``, that each of ``names`` adds to ``own``; ``None`` if they differ more."""
-    plain = {_plain(name) for name in names}
-    if not own or len(plain) != len(own):
+    plain_names = {_plain(name) for name in names}
+    if not own or len(plain_names) != len(own):
         return None
     first = next(iter(own))
-    for name in plain:
+    for name in plain_names:
         if name.endswith(first):
             prefix = name[: len(name) - len(first)]
-            if plain == {prefix + other for other in own}:
+            if plain_names == {prefix + other for other in own}:
                 return prefix
     return None
 

@@ -346,11 +346,11 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
     argument for a size in ``dims``.
     """
     function = user_function(script, "--input-script")
-    known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
+    sizes = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
-        size = known.get(name, known.get(name.upper()))
+        size = sizes.get(name, sizes.get(name.upper()))
         if size is not None:
             arguments[name] = size
         elif parameter.default is parameter.empty and parameter.kind in (

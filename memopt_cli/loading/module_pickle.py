@@ -118,9 +118,8 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
-    if not any(
-        isinstance(verdict, Denied) for verdict in refused.values()
-    ):  # after a refusal, loading would import nothing
+    # After a refusal, loading would import nothing.
+    if not any(isinstance(verdict, Denied) for verdict in refused.values()):
         audit = Audit(root, known, nobody.vouches)
         refused |= dict(audit.refused)
         if not refused:
@@ -170,9 +169,7 @@ def _unpickled(file: ModelFile) -> Any:
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(
-            file.data
-        )  # ``torch.load`` reads only its own formats; this is for a file of ``pickle.dump``
+        return pickle.loads(file.data)  # a file of ``pickle.dump``: ``torch.load`` reads only its own formats
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:
@@ -245,10 +242,10 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
 
 def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, Kind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
-    wanted = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
-    if len(wanted) > _MAX_IMPORTS:
+    modules = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
+    if len(modules) > _MAX_IMPORTS:
         raise FileFormatError(
-            f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries; no model uses more than "
+            f"{file.path} cannot be read: it uses {len(modules)} modules of libraries; no model uses more than "
             f"{_MAX_IMPORTS}",
             hint=_BY_HAND,
         )

@@ -96,8 +96,8 @@ def _makes_more(pickled: PickledFile) -> bool:
     used = {str(use.name) for use in uses_in(root)}
     used |= {name.rpartition(".")[0] for name in used}
     dropped = [step.node for step in pickled.pickle.steps if id(step.node) not in reached]
-    made = (str(within_class(node)) for node in dropped if isinstance(node, Built))
-    return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), made))
+    callees = (str(within_class(node)) for node in dropped if isinstance(node, Built))
+    return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), callees))
 
 
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
@@ -111,8 +111,8 @@ def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool
     for use, kind in known:
         if not isinstance(kind, Libraries | Vouched):
             continue
-        named = use.name, use.how
-        recipe = recipes[named] = recipes.get(named) or kind.recipe(use)
+        key = use.name, use.how
+        recipe = recipes[key] = recipes.get(key) or kind.recipe(use)
         known_class = recipe.kind if isinstance(recipe, Recipe) else None
         name = (
             f"{known_class.__module__}.{known_class.__qualname__}" if isinstance(known_class, type) else str(use.name)

@@ -94,13 +94,13 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     check_classes(data)
     pickle = scan_pickle(io.BytesIO(data), scan)
     _check_opcodes(data)
-    made = [step.node for step in pickle.steps if step.action == "make"]
+    nodes = [step.node for step in pickle.steps if step.action == "make"]
     for wanted in scan.wanted:
         if not _NAMES.fullmatch(str(wanted)):
             raise UnsafeScript(f"the name {wanted} in {record}")
     scan.wanted.clear()
     walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
-    for node in made:
+    for node in nodes:
         _check_known(node)
         if reason := walk.endless(node):
             raise ValueError(f"its objects {reason}")
@@ -110,9 +110,9 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     if record in _NEEDED:
         folder = record.removesuffix(".pkl") + "/"
         sizes = {n.removeprefix(folder): size for n, size in archive.sizes.items() if n.startswith(folder)}
-        check_tensors(made, sizes, 0)
+        check_tensors(nodes, sizes, 0)
         # PyTorch reads a storage each time that a pickle names it; its own pickles name a storage once.
-        if sum(storage.size_bytes for storage in map(storage_of, made) if storage) > _READ * sum(sizes.values()):
+        if sum(storage.size_bytes for storage in map(storage_of, nodes) if storage) > _READ * sum(sizes.values()):
             raise ValueError("it reads its storages far too often")
     elif record.endswith(".debug_pkl"):
         check_lines(pickle.root)

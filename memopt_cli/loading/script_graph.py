@@ -37,8 +37,8 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
                 methods.append(lifting.method(name, method.schema, own=True))
             except Unliftable as reason:
                 failures[name] = str(reason)
-    _, _, named = program_of(script).qualified_name.rpartition(".")
-    program = (VERSION, named if is_name(named) else "Lifted", tuple(methods), functions.reached(methods))
+    _, _, class_name = program_of(script).qualified_name.rpartition(".")
+    program = (VERSION, class_name if is_name(class_name) else "Lifted", tuple(methods), functions.reached(methods))
     return ScriptClass(program, tuple(constants), failures)
 
 

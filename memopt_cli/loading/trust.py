@@ -143,8 +143,12 @@ def how_to_install(wanted: Global) -> str:
     if not wanted.package.isidentifier():
         return "The file was made by hand, or is damaged."
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
-    known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
-    install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
+    is_known_library = name != wanted.package or any(
+        wanted.package == library.partition(".")[0] for library in LIBRARIES
+    )
+    install = (
+        f"pip install {name}" if is_known_library else "install its package, if you trust where the file came from"
+    )
     if _is_here(wanted):
         return f"If the {wanted.package} in this folder is your own: `--code-path .`; else {install}."
     return f"If it is code of your own, name the folder that holds it: `--code-path FOLDER`; else {install}."

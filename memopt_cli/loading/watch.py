@@ -90,8 +90,8 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
         return
     if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
-    wanted = event in _REFUSED or (event == "open" and _writes(*details))
-    if not wanted and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
+    is_refused = event in _REFUSED or (event == "open" and _writes(*details))
+    if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:

@@ -176,15 +176,15 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
         pending += [(child, aside) for child in event.children]
         if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
             seen.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
-    known: set[int] = set()  # addresses of memory that this profile saw allocated
+    known_addresses: set[int] = set()  # addresses of memory that this profile saw allocated
     allocations = []
     for start_ns, change, address in sorted(seen):
         if change > 0:
-            known.add(address)
-        elif address not in known:
+            known_addresses.add(address)
+        elif address not in known_addresses:
             continue
         else:
-            known.remove(address)
+            known_addresses.remove(address)
         allocations.append((start_ns, change))
     return allocations
 

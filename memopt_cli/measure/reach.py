@@ -30,8 +30,8 @@ class UserFunction:
     """The reason why a subprocess cannot import the function; empty if it can."""
 
 
-def user_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return the user's function that is ``function`` itself or by its reference; messages call it a ``what``."""
+def locate_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
+    """Return how a step reaches the user's ``function``, given itself or by reference; messages call it a ``what``."""
     if function is None or isinstance(function, str):
         return UserFunction(reference=function or "")
     name = getattr(function, "__qualname__", type(function).__name__)

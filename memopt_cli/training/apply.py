@@ -170,8 +170,8 @@ def plan_of(model: nn.Module) -> Plan:
     root = settings_of(model)
     # A part taken out of a model with a plan by length cannot tell the length, so its plan is the longest range's.
     if not isinstance(root, ConfigsByLength) or root.length is None:
-        plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
-        return replace(_plan_of(plain), in_backward=in_backward, compile=compiled_as(model))
+        configs = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
+        return replace(_plan_of(configs), in_backward=in_backward, compile=compiled_as(model))
     ranges = []
     for index, up_to in enumerate(root.up_to):
         part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})

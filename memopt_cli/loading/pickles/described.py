@@ -114,14 +114,14 @@ def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_b
 
 def item_bytes(dtype: str) -> int:
     """Return the bytes of one item of ``dtype``, 0 if PyTorch does not know it."""
-    known = getattr(torch, dtype, None)
-    return known.itemsize if isinstance(known, torch.dtype) else 0
+    torch_dtype = getattr(torch, dtype, None)
+    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 0
 
 
 def is_floating(dtype: str) -> bool:
     """Return whether ``dtype`` is one of floating or complex numbers."""
-    known = getattr(torch, dtype, None)
-    return isinstance(known, torch.dtype) and (known.is_floating_point or known.is_complex)
+    torch_dtype = getattr(torch, dtype, None)
+    return isinstance(torch_dtype, torch.dtype) and (torch_dtype.is_floating_point or torch_dtype.is_complex)
 
 
 def storage_of(value: Any) -> PickledStorage | None:
@@ -211,5 +211,5 @@ def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
 def _sizes(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Built) and str(value.callee) == "torch.Size" and isinstance(value.arguments, Tuple):
         value = value.arguments.items[0] if value.arguments.items else None
-    known = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
-    return tuple(value.items) if known else None
+    is_plain = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
+    return tuple(value.items) if is_plain else None

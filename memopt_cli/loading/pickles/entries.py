@@ -92,17 +92,17 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, left, entries_in = root, key, entries or _entries
+    value, rest, entries_in = root, key, entries or _entries
     where: list[str] = []
-    while left:
+    while rest:
         entries_here = dict(entries_in(value))
         name = max(
-            (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
+            (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
             names = list_paths({(name,): None for name in entries_here}) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
-        value, left = entries_here[name], left[len(name) + 1 :]
+        value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
     return tuple(where), value
 
@@ -156,8 +156,8 @@ def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
 
 def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
-    known = dict(entries_of(modules))
-    inner = known.get(attribute, next(iter(root.argument_items()), None))
+    submodules = dict(entries_of(modules))
+    inner = submodules.get(attribute, next(iter(root.argument_items()), None))
     if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without the object that it wraps",

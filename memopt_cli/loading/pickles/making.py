@@ -69,11 +69,11 @@ class Maker:
         if depth > _DEEPEST_TUPLE:
             raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
         weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
-        made = Tuple(tuple(items), depth, weight)
+        node = Tuple(tuple(items), depth, weight)
         # A tuple may hold another tuple twice, which may do the same, and so on: hashing the outermost visits them all.
-        self._scan.spend(made.weight if inner else 0)
-        self.steps.append(Step("make", made))
-        return made
+        self._scan.spend(node.weight if inner else 0)
+        self.steps.append(Step("make", node))
+        return node
 
     # ------------------------------------------------------------------------------------------ calls
 

@@ -81,13 +81,13 @@ class Trials:
 
 
 def _description(module: nn.Module) -> str:
-    plain = (int, float, bool, str, tuple)
+    plain_types = (int, float, bool, str, tuple)
     return repr(
         [
             (
                 path,
                 type(m).__qualname__,
-                {k: v for k, v in vars(m).items() if isinstance(v, plain) and k not in _WIDTHS},
+                {k: v for k, v in vars(m).items() if isinstance(v, plain_types) and k not in _WIDTHS},
                 [[_name(hook) for hook in table.values()] for table in hook_tables(m)],
             )
             for path, m in module.named_modules()

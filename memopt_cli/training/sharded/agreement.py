@@ -57,9 +57,7 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise (
-                failure if alike else _with_rank(failure, first, self.count)
-            )  # alike on all ranks: no rank is to blame
+            raise failure if alike else _with_rank(failure, first, self.count)  # alike on all: blame no rank
         return result
 
     @contextlib.contextmanager

@@ -45,9 +45,8 @@ class Annotations:
             return arguments[0].module == "typing" and arguments[0].name in _FORMS
         if use.name == _ALTERNATIVES:  # int | None
             return len(arguments) == 2 and str(arguments[0]) in _OR
-        return str(use.name) == "types.GenericAlias" and arguments[0].name in _GENERIC.get(
-            arguments[0].module, ()
-        )  # list[int]
+        is_alias = str(use.name) == "types.GenericAlias"  # list[int]
+        return is_alias and arguments[0].name in _GENERIC.get(arguments[0].module, ())
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for the type of ``use``."""

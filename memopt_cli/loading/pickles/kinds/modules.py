@@ -198,8 +198,8 @@ def _is_settings(cls: type) -> bool:
     if any(within(cls.__module__, package) for package in _HELPERS):
         return True
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
-    plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
-    return bool(bases & _CONFIGURATIONS) or plain
+    is_plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
+    return bool(bases & _CONFIGURATIONS) or is_plain
 
 
 def _is_named_tuple(cls: type) -> bool:
@@ -244,8 +244,10 @@ def _check_attributes(node: Built, graph: Graph) -> str:
     if entries is None:
         return "has a state of an unexpected type"
     # A dict of the class is a rule for all its settings, such as ``attribute_map``, which renames them.
-    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
-    return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
+    refused_names = [
+        name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)
+    ]
+    return f"has {refused_names[0]} among its attributes" if refused_names else shadowing(kind, entries, graph)
 
 
 def _check_training(node: Built, graph: Graph) -> str:

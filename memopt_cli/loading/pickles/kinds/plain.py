@@ -38,11 +38,11 @@ _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
 """Maximum number of characters of a path, of a logger's name (Python makes a logger for each part) and of a pattern."""
 
 
-def _checked(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check that its arguments have the types ``given``, and no size above ``most``."""
+def _checked(make: Callable[..., Any], *allowed_types: type, most: int = 10_000) -> Callable[..., Any]:
+    """Return ``make`` with a check that it gets at most ``most`` arguments, all of ``allowed_types``."""
 
     def checked(*arguments: Any) -> Any:
-        if len(arguments) > most or not all(type(argument) in given for argument in arguments):
+        if len(arguments) > most or not all(type(argument) in allowed_types for argument in arguments):
             raise Broken(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
@@ -137,11 +137,11 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 def _check_partial(node: Built, graph: Graph) -> str:
     """Refuse a partial whose function may do more than compute, or whose state names another function."""
-    given = node.argument_items()
-    if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
+    operands = node.argument_items()
+    if len(operands) != 1 or graph.role_of(operands[0]) not in ("callable", "trusted"):
         return "calls a callable that memopt does not know to only compute"
     match node.state:
-        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
+        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is operands[0]:
             entries = plain_entries(named)
             if entries is None:
                 return "is given arguments of an unexpected type"
@@ -153,8 +153,8 @@ def _check_partial(node: Built, graph: Graph) -> str:
 
 
 def _role_of_partial(node: Built, graph: Graph) -> Role:
-    given = node.argument_items()
-    return "trusted" if given and graph.role_of(given[0]) == "trusted" else "callable"
+    operands = node.argument_items()
+    return "trusted" if operands and graph.role_of(operands[0]) == "trusted" else "callable"
 
 
 # ---------------------------------------------------------------------------------------------- attributes

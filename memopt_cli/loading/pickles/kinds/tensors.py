@@ -119,13 +119,13 @@ def _tensor(
     metadata: Any = None,
 ) -> Tensor:
     _without_hooks(hooks)
-    made = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
+    tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
             raise Broken(f"a tensor has the property {quoted(bit)}")
     if metadata:
-        set_bits(made, dict(metadata))
-    return made.requires_grad_(bool(requires_grad))
+        set_bits(tensor, dict(metadata))
+    return tensor.requires_grad_(bool(requires_grad))
 
 
 def _typed_tensor(
@@ -142,10 +142,10 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
     """Make a tensor on the CPU that was on a device such as XLA; PyTorch saves it as a CPU tensor or an array."""
-    made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
-    if made.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
-        raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
-    return made.requires_grad_(bool(requires_grad))
+    tensor = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
+    if tensor.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
+        raise Broken(f"a tensor of {dtype} is stored as {tensor.dtype}")
+    return tensor.requires_grad_(bool(requires_grad))
 
 
 # ---------------------------------------------------------------------------------------------- sparse and quantized
@@ -178,14 +178,14 @@ def _quantized_tensor(
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
-            made = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
+            tensor = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
-            made = _quantized_by_channel(
+            tensor = _quantized_by_channel(
                 _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
             raise Broken("a tensor is quantized in a way that memopt does not know")
-    return made.set_(storage.data, offset, tuple(size), tuple(stride))
+    return tensor.set_(storage.data, offset, tuple(size), tuple(stride))
 
 
 def _quantized_by_channel(
@@ -216,9 +216,9 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter
 
 
 def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any) -> nn.Parameter:
-    made = _parameter(data, requires_grad, hooks)
-    vars(made).update(state[0] or {} if isinstance(state, tuple) else state)
-    return made
+    tensor = _parameter(data, requires_grad, hooks)
+    vars(tensor).update(state[0] or {} if isinstance(state, tuple) else state)
+    return tensor
 
 
 def _check_state_of_parameter(node: Built, graph: Graph) -> str:
@@ -249,11 +249,11 @@ def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Te
     """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise Broken("a tensor is not made by a function that memopt knows")
-    made = _MAKERS[function](*arguments)
-    if type(made) is not kind:
-        made = made.as_subclass(kind)
-    vars(made).update((state[0] if isinstance(state, tuple) else state) or {})
-    return made
+    tensor = _MAKERS[function](*arguments)
+    if type(tensor) is not kind:
+        tensor = tensor.as_subclass(kind)
+    vars(tensor).update((state[0] if isinstance(state, tuple) else state) or {})
+    return tensor
 
 
 def _check_subclass(node: Built, graph: Graph) -> str:
