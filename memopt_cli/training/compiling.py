@@ -20,7 +20,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     That method silently leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled: the compiler
     skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.
 
-    A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that PyTorch does not have,
+    A memory budget holds only for this model.  Raises :class:`UsageError` for a backend that PyTorch does not have,
     and :class:`PlanError` for a mode that inductor does not have.
     """
     require_backend(how.backend)
@@ -52,7 +52,7 @@ def require_uncompiled(model: nn.Module) -> None:
     """Raise :class:`PlanError` if ``model``, or the model inside its wrappers, is compiled already."""
     if is_compiled(split_wrappers(model, keep_compiled=True)[1]):
         raise PlanError(
-            "the plan compiles the model, which is compiled already",
+            "the plan compiles the model, but the model is compiled already",
             hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",
         )
 
@@ -61,7 +61,7 @@ def require_backend(backend: str) -> None:
     """Raise :class:`UsageError` if ``torch.compile`` has no ``backend`` of that name."""
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
-        raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"It has {usual}, and others.")
+        raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"Known backends: {usual}, and others.")
 
 
 def compiled_as(model: nn.Module) -> CompilePlan | None:

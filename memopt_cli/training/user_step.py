@@ -120,23 +120,23 @@ class StepModels(nn.Module):
             for parameter, value in self._moved.items():
                 parameter.copy_(value)
 
-    def on(self, device: str) -> StepModels:
+    def on_device(self, device: str) -> StepModels:
         """Return the models on ``device``: these models if they are there already, otherwise new ones."""
-        return self if device == self._device else self._made_on(device).to(device)
+        return self if device == self._device else self._make_on(device).to(device)
 
-    def anew(self) -> StepModels:
+    def make_again(self) -> StepModels:
         """Make the models once more, with layers grouped in runs if these models have such runs."""
-        models = self._made_on(self._device)
+        models = self._make_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
             group_layers(models)
         return models
 
-    def _made_on(self, device: str) -> StepModels:
+    def _make_on(self, device: str) -> StepModels:
         with torch.device(device) if device != "cpu" else contextlib.nullcontext():
             return StepModels(self._make(), self._make, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepModels:
-        copy = self.anew()
+        copy = self.make_again()
         with torch.no_grad():
             for (_, parameter), (_, copied) in zip(self.named_parameters(), copy.named_parameters(), strict=True):
                 copied.data = parameter.detach().clone()

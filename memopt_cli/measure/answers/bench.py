@@ -88,10 +88,10 @@ class Bench:
         self._maker = ModelMaker(subject, build)
         self.mode = self._maker.mode
         self._functions = functions
-        with self._maker.building():
-            model = self._maker.built()
+        with self._maker.without_data():
+            model = self._maker.build()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = self._maker.placed(model)
+            self.model = self._maker.place(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of the modules that were saved in eval mode; they are in training mode now, as all modules are."""
         if subject.layer_runs:
@@ -119,8 +119,8 @@ class Bench:
 
         check_spreadable(self.model, plan, "predicted")
         function = spread_function(layout, self._functions)
-        with self._maker.building():
-            model = apply_plan(self._maker.placed(self._maker.built()), plan)
+        with self._maker.without_data():
+            model = apply_plan(self._maker.place(self._maker.build()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
                 spread_model = spread(model, mesh, layout, function)
