@@ -140,7 +140,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         if not fitting:
             raise FileFormatError(
                 f"{file.path} holds {len(state_dicts)} state dicts, and none fits: {names}",
-                hint=f"Name one to see what differs: `{quoted_flag('--key', '.'.join(where))}`",
+                hint=f"Name one to see the differences: `{quoted_flag('--key', '.'.join(where))}`.",
             )
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:

@@ -82,7 +82,7 @@ def find_spec(
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
-                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`",
+                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`.",
             )
         spec = described
         if given is not None:

@@ -456,5 +456,6 @@ def _library(name: str, folder: Path) -> Any:
         return importlib.import_module(name)
     except Exception as err:  # importing runs the package's code, which may raise anything
         raise FileFormatError(
-            f"{folder} needs {name}, which cannot be imported: {first_line(err)}", hint=f"pip install {name}"
+            f"{folder} needs {name}, which cannot be imported: {first_line(err)}",
+            hint=f"Install it: `pip install {name}`.",
         ) from err

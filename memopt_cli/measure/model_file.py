@@ -75,7 +75,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
     if others:
         raise UsageError(
             f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
-            hint=f"Name one of them: memopt inspect {quoted_path(str(folder / first))}",
+            hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
     inspection = description.describe(read_file(str(folder / first)))
     return replace(inspection, notes=(*inspection.notes, f"The weights of {job.path}; its settings are beside it."))

@@ -82,7 +82,7 @@ def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     """Return the error for a file that holds more than one model."""
     first = ".".join(next(iter(models)))
     return FileFormatError(
-        f"{path} holds {len(models)} models: {list_paths(models)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
+        f"{path} holds {len(models)} models: {list_paths(models)}", hint=f"Name one: `{quoted_flag('--key', first)}`."
     )
 
 

@@ -75,6 +75,6 @@ def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
     if kwargs or any(t.shape[:1] != (1,) for t in args):
         raise StepError(
             f"{symbol} is not the first dimension of every input, or some inputs are passed by name",
-            hint=f"Online learning goes along the first dimension: describe inputs as {symbol}xBx…",
+            hint=f"Online learning goes along the first dimension: describe inputs as `-i {symbol}xBx…`.",
         )
     return tuple(t[0] for t in args)
