@@ -184,7 +184,9 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         if "summary" in parts:
             summary = from_data(MemOptSummary, parts["summary"], where="summary")
             shorter = tuple(_shorter(summary))
-            return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
+            return _measurable(
+                Baseline(header=header, conditions=None, memory=_step_of_summary(summary), shorter=shorter)
+            )
         return _measurable(
             _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
         )
@@ -205,7 +207,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
         raise UsageError(
             f"its schema_version is {shortened(version)}, and this memopt reads {since} to {SCHEMA_VERSION}"
         )
-    data = _upgraded(data) if version == 1 else data
+    data = _upgrade(data) if version == 1 else data
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
     return header, {key: data[key] for key in data if key not in _HEADER_KEYS}
 
@@ -266,13 +268,13 @@ def _check_shorter(baseline: Baseline) -> None:
         raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MAX_RANGES}")
 
 
-def _upgraded(data: Any) -> Any:
+def _upgrade(data: Any) -> Any:
     """Convert JSON of schema version 1 to the present keys; keys that no longer exist are dropped."""
     if isinstance(data, list):
-        return [_upgraded(item) for item in data]
+        return [_upgrade(item) for item in data]
     if not isinstance(data, dict):
         return data
-    values = {key: _upgraded(value) for key, value in data.items()}
+    values = {key: _upgrade(value) for key, value in data.items()}
     if "segments" in values:  # a plan
         values.pop("level", None)
     if "predicted_tensor_peak_bytes" in values:  # a level
@@ -289,7 +291,7 @@ _RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
-def _summarized(summary: MemOptSummary) -> StepMemory:
+def _step_of_summary(summary: MemOptSummary) -> StepMemory:
     """Return the measured step of the applied level.  Raises :class:`UsageError` if it was not measured."""
     outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
     measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)

@@ -393,7 +393,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
     Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than FSDP or DDP takes.
     """
-    axes = {"dp": ranks} if mesh is None else _completed(mesh, ranks)
+    axes = {"dp": ranks} if mesh is None else _complete_mesh(mesh, ranks)
     product = math.prod(axes.values())
     if product != ranks:
         lengths = " × ".join(map(str, axes.values()))
@@ -410,7 +410,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
     return Layout(ranks=ranks, parallel=parallel, mesh=axes)
 
 
-def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
+def _complete_mesh(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError`."""
     text = _mesh_text(mesh)
     rest = [name for name, length in mesh.items() if length == -1]

@@ -139,7 +139,7 @@ class _Walk:
 
     def _attributes(self, value: Any) -> dict[str, Any]:
         """Return the ``__dict__`` that the file gives the object ``value``; empty if another object already has it."""
-        value = _lifted_in(value)
+        value = _unwrap_segment(value)
         if not isinstance(value, Built):
             return {}
         state = _arguments_of(value)[1] if _is_lifted(value) else value.state
@@ -223,7 +223,7 @@ def _is_lifted(value: Built) -> bool:
     return value.callee == RESTORE_LIFTED and len(_arguments_of(value)) == 2
 
 
-def _lifted_in(value: Any) -> Any:
+def _unwrap_segment(value: Any) -> Any:
     """Return the lifted module inside ``value`` if that is a segment, else ``value``."""
     if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
         arguments = _arguments_of(value)
@@ -232,7 +232,7 @@ def _lifted_in(value: Any) -> Any:
 
 
 def _class_of(value: Any) -> str:
-    value = _lifted_in(value)
+    value = _unwrap_segment(value)
     if not isinstance(value, Built):
         return ""
     arguments = _arguments_of(value)

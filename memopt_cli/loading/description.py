@@ -123,19 +123,19 @@ def _script(file: ModelFile) -> _Found:
         note = "Every operator in its code is known to be harmless."
     except UnsafeFileError as err:
         note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes `--trust-pickle`."
-    registered = dict(_registered(archive))
+    registered = dict(_registered_names(archive))
     inputs = "traced_inputs.pkl" in archive.sizes
-    traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
+    traced = contents_of(_describe_pickle(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
     return _Found(
         format=f"TorchScript ({'traced' if inputs else 'scripted'})",
-        contents=contents_of(_unpickled(archive, "data.pkl"), registered=registered),
+        contents=contents_of(_describe_pickle(archive, "data.pkl"), registered=registered),
         versions=_versions(archive),
         inputs=tuple(traced),
         notes=(note,),
     )
 
 
-def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
+def _registered_names(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
     """Yield each class in the code of ``archive`` with the attributes that it declares as parameters and buffers."""
     for record in archive.sizes:
         if record.startswith("code/") and record.endswith(".py"):
@@ -145,7 +145,7 @@ def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]
                 yield f"{module}.{name}", kinds | dict.fromkeys(_QUOTED.findall(buffers), "buffer")
 
 
-def _unpickled(archive: Archive, record: str) -> Any:
+def _describe_pickle(archive: Archive, record: str) -> Any:
     data = archive.read(record)
     return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values()))).root
 
@@ -160,7 +160,7 @@ def _safetensors(file: ModelFile) -> _Found:
     return _Found(format="safetensors", contents=contents, versions=remarks)
 
 
-def _exported(file: ModelFile) -> _Found:
+def _describe_exported(file: ModelFile) -> _Found:
     archive = Archive(file.data, file.path)
     try:
         contents, versions, inputs = read_exported(archive)
@@ -183,7 +183,7 @@ def _versions(archive: Archive) -> dict[str, str]:
 
 _READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {
     "safetensors": _safetensors,
-    "exported": _exported,
+    "exported": _describe_exported,
     "torchscript": _script,
     "pickle": _pickle,
 }

@@ -145,7 +145,7 @@ class _Program:
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
         module = self._assemble(builder.scopes)
-        examples = self._unpickled(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
+        examples = self._load_weights(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
         spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
         notes = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
         notes += mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
@@ -159,7 +159,7 @@ class _Program:
         """Read the parameters, buffers and constants by name; names that share memory in the file share a tensor."""
         read: dict[str, Tensor] = {}
         for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
-            read |= self._pickled(f"data/{folder}/model.pt")
+            read |= self._read_pickled_weights(f"data/{folder}/model.pt")
             record = f"data/{folder}/model_{config}.json"
             entries = read_json(self._archive.read(record))["config"] if record in self._archive.sizes else {}
             shared: dict[str, Tensor] = {}
@@ -168,17 +168,17 @@ class _Program:
                 record = entry["path_name"]
                 key = f"{record} {entry['tensor_meta']}"
                 if record not in stored:
-                    stored[record] = self._stored(f"data/{folder}/{record}", entry)
+                    stored[record] = self._tensor_or_bytes(f"data/{folder}/{record}", entry)
                 if key not in shared:
                     shared[key] = self._tensor(stored[record], entry)
                 read[name] = shared[key]
         return read
 
-    def _pickled(self, record: str) -> dict[str, Tensor]:
+    def _read_pickled_weights(self, record: str) -> dict[str, Tensor]:
         """Read the tensors of ``record``, in which PyTorch 2.8 pickles all of them."""
         read: dict[str, Tensor] = {}
         shared: dict[Any, Tensor] = {}
-        for name, tensor in self._unpickled(record).items() if record in self._archive.sizes else ():
+        for name, tensor in self._load_weights(record).items() if record in self._archive.sizes else ():
             view = (
                 memory_of(_as_tensor(tensor, name)),
                 tensor.storage_offset(),
@@ -189,13 +189,13 @@ class _Program:
             read[str(name)] = shared.setdefault(view, tensor)
         return read
 
-    def _stored(self, record: str, entry: Any) -> Tensor | bytearray:
+    def _tensor_or_bytes(self, record: str, entry: Any) -> Tensor | bytearray:
         """Return the tensor of ``record`` if it was pickled, else its bytes."""
         if not entry.get("use_pickle"):
             return bytearray(self._archive.read(record))
-        return _as_tensor(self._unpickled(record), entry["path_name"])
+        return _as_tensor(self._load_weights(record), entry["path_name"])
 
-    def _unpickled(self, record: str) -> Any:
+    def _load_weights(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)
 
     def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:

@@ -115,7 +115,7 @@ class Method:
         grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
         groups = [(call, list(group)) for call, group in grouped]
         # Value -> index of the last group that uses it.  A child returns its values that a later group uses.
-        last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
+        last = {name: index for index, (_, group) in enumerate(groups) for name in _values_used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):
             if call is not None:
@@ -135,7 +135,7 @@ class Method:
 
     def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
         returned = set(_names(results))
-        for name in sorted({*_used(ops), *returned}):
+        for name in sorted({*_values_used(ops), *returned}):
             if name not in self._operands and self._builder.is_local(name, self._path):
                 self.operand(name)
         outer, self.nodes = self.nodes, []
@@ -146,7 +146,7 @@ class Method:
 
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
-        missing_names = [name for name in _used(ops) if not builder.is_local(name, call.path)]
+        missing_names = [name for name in _values_used(ops) if not builder.is_local(name, call.path)]
         # Export passes sizes around as numbers.  A size of a tensor among the arguments is read from that tensor
         # inside the child instead, so that the child can be called with tensors of other sizes.
         tensors = {
@@ -191,22 +191,22 @@ class Method:
         return tuple(self._hints), ((), without_unused(self.nodes, results), tuple(results))
 
 
-def _used(ops: Iterable[Op]) -> list[str]:
+def _values_used(ops: Iterable[Op]) -> list[str]:
     """List the values that ``ops`` use and do not compute, in the order of their use."""
     used: dict[str, None] = {}
     defined: set[str] = set()
     for op in ops:
-        for name in itertools.chain(_names(op.operands), *map(_used_in_block, op.blocks)):
+        for name in itertools.chain(_names(op.operands), *map(_values_used_in_block, op.blocks)):
             if name not in defined:
                 used[name] = None
         defined |= set(op.outputs)
     return list(used)
 
 
-def _used_in_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
+def _values_used_in_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
     ops, results = block
     defined = {name for op in ops for name in op.outputs}
-    yield from _used(ops)
+    yield from _values_used(ops)
     yield from (name for name in _names(results) if name not in defined)
 
 

@@ -41,12 +41,12 @@ def build(location: str) -> nn.Module:
         make_importable(Path(location).resolve().parent, first=False)
         factory = user_function(location, "MODEL")
     else:
-        factory = _imported(location)
-    built = _made(factory, location)
+        factory = _import_module(location)
+    built = _call_factory(factory, location)
     return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(make_step, factory, location))
 
 
-def _imported(location: str) -> Callable[[], Any]:
+def _import_module(location: str) -> Callable[[], Any]:
     module, _, name = location.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -66,13 +66,13 @@ def _imported(location: str) -> Callable[[], Any]:
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
-    built = _made(factory, location)
+    built = _call_factory(factory, location)
     if not isinstance(built, Step):
         raise FileFormatError(f"{location}() returned an instance of {type(built).__name__}, not a memopt_cli.Step")
     return built
 
 
-def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
+def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every subprocess must build the same parameters

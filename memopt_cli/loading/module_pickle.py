@@ -135,7 +135,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """Load ``file`` by Python's own unpickler, and return the only module in it, or its entry ``file.key``."""
     UserCode(trust.code_paths).run_scripts()
     try:
-        loaded = _unpickled(file)
+        loaded = _load_with_pickle(file)
     except Exception as err:  # a damaged file can make the unpickler raise anything
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
@@ -163,7 +163,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
-def _unpickled(file: ModelFile) -> Any:
+def _load_with_pickle(file: ModelFile) -> Any:
     try:
         return torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
     except (pickle.UnpicklingError, RuntimeError):

@@ -225,10 +225,12 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     _refuse_ranks(folder, settings, weights)
     peft = _library("peft", folder)
     with _building(folder, "peft", weights):
-        return _adapted(peft, model, settings, adapter), (f"The adapter is applied to the base in {base.resolve()}.",)
+        return _apply_adapter(peft, model, settings, adapter), (
+            f"The adapter is applied to the base in {base.resolve()}.",
+        )
 
 
-def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
+def _apply_adapter(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Put the adapter on ``model`` as ``PeftModel.from_pretrained`` does, but by checked settings, not the folder's."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
     settings_of_kind = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
@@ -339,7 +341,7 @@ _MAX_LIST_STEPS: Final = 10**10
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
     try:
         data = read_bytes(path, MAX_BYTES)
-        settings = _decoded(read_json(data, infinite=True))
+        settings = _decode_numbers(read_json(data, infinite=True))
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE) from err
@@ -350,15 +352,15 @@ def _settings(path: Path, digest: Any) -> dict[str, Any]:
     return settings
 
 
-def _decoded(settings: Any) -> Any:
+def _decode_numbers(settings: Any) -> Any:
     """Return ``settings`` with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(settings, list):
-        return [_decoded(value) for value in settings]
+        return [_decode_numbers(value) for value in settings]
     if not isinstance(settings, dict):
         return settings
     if settings.keys() == {"__float__"} and settings["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(settings["__float__"])
-    return {key: _decoded(value) for key, value in settings.items()}
+    return {key: _decode_numbers(value) for key, value in settings.items()}
 
 
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:

@@ -109,12 +109,12 @@ class ScriptObjects:
         if not node.has_state or node.items or node.entries:
             raise ValueError(f"an object of {name} is not made in one step")
         if name.startswith(NATIVE):
-            if not is_packed(name, _untagged(node.state)):
+            if not is_packed(name, _strip_type_tag(node.state)):
                 raise ValueError(f"an object of {name} has a state that PyTorch does not write")
             return
         if known is None or known.base in ("Enum", "NamedTuple", "Interface", "ModuleInterface"):
             raise ValueError(f"its code has no class {name}")
-        state = _untagged(node.state)
+        state = _strip_type_tag(node.state)
         if not _is_plain(state, DICT) and not known.restores:
             raise ValueError(f"an object of {name} has no attributes")
         for attribute, value in entries_of(state):
@@ -137,7 +137,7 @@ class ScriptObjects:
             case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
                 return any(self._fits(value, inner) for inner in kinds)
             case ast.Subscript(value=ast.Name(id=name), slice=inner):
-                return self._contains(_untagged(value), name, inner)
+                return self._contains(_strip_type_tag(value), name, inner)
             case ast.Attribute():
                 return self._is_object(value, ast.unparse(kind))
         return False
@@ -172,7 +172,7 @@ def _is_plain(value: Any, kind: Global) -> bool:
     return isinstance(value, Built) and value.how == "plain" and value.callee == kind
 
 
-def _untagged(value: Any) -> Any:
+def _strip_type_tag(value: Any) -> Any:
     """Return the container in ``value``, a call that gives a container its type; ``value`` itself otherwise."""
     match value:
         case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
@@ -219,7 +219,7 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
         case None, (str(text), None | str(), int(line)) if line >= 0:
             return len(text.encode("utf-8", "replace"))
         case list(), (lines, int(name), int(line)) if 0 <= name < len(sizes) and line >= 0:
-            indices = _untagged(lines)
+            indices = _strip_type_tag(lines)
             if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
                 size = sum(sizes[i] for i in indices.items)
                 return size if size <= _LONGEST_SOURCE else -1

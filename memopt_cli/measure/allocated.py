@@ -83,7 +83,7 @@ def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
 
 
 def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
-    with _profiled(record_shapes=False) as profiled:
+    with _recorded_allocations(record_shapes=False) as profiled:
         for _ in range(_GROWTH_STEPS):
             step()
             gc.collect()
@@ -96,7 +96,7 @@ def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
 
 
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
-    with _profiled(record_shapes=True) as profiled:
+    with _recorded_allocations(record_shapes=True) as profiled:
         step_s = _seconds(lambda: step(_mark))
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
@@ -117,7 +117,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
 
 
 @contextlib.contextmanager
-def _profiled(*, record_shapes: bool) -> Iterator[profile]:
+def _recorded_allocations(*, record_shapes: bool) -> Iterator[profile]:
     """Record the allocations in the block by PyTorch's profiler, which writes no lines to the terminal about it.
 
     It reads how much to log at its first use in a process, so that a user's own setting stays as it is.

@@ -81,14 +81,14 @@ def _unreachable_in_main(name: str) -> str:
     if script is None or not script.is_file():
         return "__main__ is not a script"
     tree = ast.parse(script.read_bytes())
-    if not _called_from_main_part(tree):
+    if not _is_called_from_main_part(tree):
         return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
-    if name.partition(".")[0] not in _defined(tree.body):
+    if name.partition(".")[0] not in _defined_names(tree.body):
         return f"{script.name} defines it in its main part"
     return ""
 
 
-def _called_from_main_part(tree: ast.Module) -> bool:
+def _is_called_from_main_part(tree: ast.Module) -> bool:
     """Return whether the script is now running a line inside ``if __name__ == "__main__"``.
 
     A subprocess that imports the script runs every other line again: a call of memopt there would start it again.
@@ -112,7 +112,7 @@ def _is_main_part(node: ast.stmt) -> bool:
     return "__name__" in test and "__main__" in test
 
 
-def _defined(body: list[ast.stmt]) -> set[str]:
+def _defined_names(body: list[ast.stmt]) -> set[str]:
     """Return the names of the classes and functions that a script defines outside of its main part, at any depth."""
     nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
     return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

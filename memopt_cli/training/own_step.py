@@ -63,7 +63,7 @@ class OwnStep(Step):
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_described(output)}, not a tensor",
+                f"the step's function returned {_describe(output)}, not a tensor",
                 hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
@@ -146,7 +146,7 @@ LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates 
 _HINT = "It is called with the inputs, one for each argument of run, such as `-i 8x3x32x32`."
 
 
-def _described(output: Any) -> str:
+def _describe(output: Any) -> str:
     return "nothing" if output is None else f"an instance of {type(output).__name__}"
 
 

@@ -67,7 +67,7 @@ class Step:
         with _autocast(self.settings):
             roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
         if self.scaler is not None:
-            roots, cotangents = _scaled(self.scaler, roots, cotangents)
+            roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
 
     def unscale_and_clip(self) -> None:
@@ -216,7 +216,7 @@ def _is_finite(parameter: Tensor) -> bool:
     return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
-def _scaled(
+def _scale_loss(
     scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Scale losses into new tensors, as a training script does, and ``cotangents`` of other roots in place."""

@@ -270,7 +270,7 @@ def test_a_pass_of_several_finds_the_memory_of_the_gradients_that_others_left(wo
     one.bench.model.register_forward_pre_hook(
         lambda *_: found.add(first.grad.data_ptr() if first.grad is not None else 0)
     )
-    timed._timed_steps(one.bench, one.bench.step(), 3)
+    timed._time_steps(one.bench, one.bench.step(), 3)
     assert len(found) == 1
     assert 0 not in found
     assert all(other.grad is not None for other in others)
@@ -339,7 +339,7 @@ def test_a_slowdown_near_the_limit_is_timed_more_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([step_s for slowdown in planned for step_s in (original_s, original_s * slowdown)])
-    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
     found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, most_slowdown=most_slowdown))
     (planned_s,) = found.planned_times_s
     assert len(planned_s) == expected
@@ -349,7 +349,7 @@ def test_a_plan_far_beyond_the_limit_takes_a_single_turn_beside_others(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([0.5, 0.6, 5.0, 0.5, 0.6, 0.5, 0.6])
-    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
     found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, most_slowdown=1.33))
     assert found.original_times_s == (0.5, 0.5, 0.5)
     assert found.planned_times_s == ((0.6, 0.6, 0.6), (5.0,))
@@ -383,7 +383,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     assert all(0.5 < answer.waited < 1 for answer in answers)
     spent = iter([(0.0, 0.0), (2.0, 2.5)])
     monkeypatch.setattr(timed, "_clocks", lambda: next(spent))
-    assert timed._waited(timed._clocks(), "cpu") == 0.0
+    assert timed._waited_share(timed._clocks(), "cpu") == 0.0
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:

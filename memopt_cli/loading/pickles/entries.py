@@ -74,7 +74,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             raise _without_model(root, path)
         ((within, root),) = models.items()
         where = (*where, *within)
-    wrappers, root = _peeled(root, path)
+    wrappers, root = _split_wrappers(root, path)
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
@@ -142,19 +142,19 @@ def _is_wrapper(value: Any) -> bool:
     return isinstance(value, Built) and str(value.name) in WRAPPERS
 
 
-def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
+def _split_wrappers(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
     """Return the wrappers of ``root`` down to the last that needs its own process, and the module in that wrapper."""
     wrappers: list[Wrapper] = []
     inner, left_out = root, 0
     while _is_wrapper(inner) and len(wrappers) < _DEEPEST:
         wrappers.append(WRAPPERS[str(inner.name)])
-        inner = _wrapped_in(inner, wrappers[-1].attribute, path)
+        inner = _module_in_wrapper(inner, wrappers[-1].attribute, path)
         if not wrappers[-1].stands_alone:
             root, left_out = inner, len(wrappers)
     return tuple(wrappers[:left_out]), root
 
 
-def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
+def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     submodules = dict(entries_of(modules))
     inner = submodules.get(attribute, next(iter(root.argument_items()), None))

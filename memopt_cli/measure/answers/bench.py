@@ -162,7 +162,7 @@ class Bench:
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
-            self.fact(_checked_alone)
+            self.fact(_check_steps_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -268,7 +268,7 @@ def spread_function(
     return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
 
 
-def _checked_alone(bench: Bench) -> None:
+def _check_steps_alone(bench: Bench) -> None:
     """Raise :class:`PlanError` if the optimizer updates a single parameter otherwise than all of them together."""
     if bench.optimizer is not None:
         try:

@@ -32,7 +32,7 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     recorded if it may run, and if it fails, the answer is the dry run.  For the card of the subject, which is not here,
     the allocated peak and the times are estimates.
     """
-    traced, card = _traced(bench, job), bench.subject.card
+    traced, card = _trace_step(bench, job), bench.subject.card
     if card is None:
         return traced
     on_card = timed(traced.trace, card)
@@ -40,7 +40,7 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     return replace(traced, trace=on_card)
 
 
-def _traced(bench: Bench, job: TraceJob) -> Traced:
+def _trace_step(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
         return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (

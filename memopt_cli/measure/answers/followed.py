@@ -25,7 +25,7 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 def follow(bench: Bench, job: FollowJob) -> Followed:
     """Take consecutive steps under the plan of ``job``, and return their results."""
-    apply_plan(bench.model, (_unbudgeted(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
+    apply_plan(bench.model, (_without_budget(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
     step = bench.step()
     if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
@@ -47,7 +47,7 @@ _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]
 }
 
 
-def _unbudgeted(plan: Plan) -> Plan:
+def _without_budget(plan: Plan) -> Plan:
     """Return ``plan`` without a memory budget of its own."""
     return plan if plan.compile is None else replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
 

@@ -57,14 +57,14 @@ def measure(subject: Subject, job: GroupJob) -> RanksMeasured | RankLost:
             real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
             ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
         ):
-            return _measured(subject, subject.layout, job, mesh, ranks)
+            return _measure_ranks(subject, subject.layout, job, mesh, ranks)
     except RankLostError as lost:
         return RankLost(reason=lost.message, hint=lost.hint)
 
 
-def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
+def _measure_ranks(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
-    model, spec, function = ranks.each(lambda: (*_built(subject, job), spread_function(layout)))
+    model, spec, function = ranks.each(lambda: (*_build(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", parameters_of(model))
@@ -74,9 +74,9 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
     with ranks.alone():
         start = StartingState(step.unwrapped_model)
         warm_up(step, start)
-        times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
+        times = tuple(_time_step(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
-        allocated, counted = _allocated_by(step, start), median_count(step, start)
+        allocated, counted = _measure_allocated(step, start), median_count(step, start)
     measurement = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -93,7 +93,7 @@ def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh,
     return RanksMeasured(ranks=tuple(ranks.all(lambda: measurement)), spec=spec, plan_digest=digest)
 
 
-def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
+def _build(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
     """Build the model with the plan, on this rank's device, and its inputs; parameters on ``meta`` stay there."""
     loaded = load_model(subject.source)
     model = loaded.module
@@ -151,13 +151,13 @@ def median_count(step: Step, start: StartingState) -> Counted:
     return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
 
 
-def _allocated_by(step: Step, start: StartingState) -> Allocated:
+def _measure_allocated(step: Step, start: StartingState) -> Allocated:
     begin(step, start)
     held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
     return measure_allocated(step.take, step.settings.device, held_bytes)
 
 
-def _timed(step: Step, start: StartingState, ranks: Ranks) -> float:
+def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:
     begin(step, start)
     ranks.each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()

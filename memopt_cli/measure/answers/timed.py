@@ -78,8 +78,8 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     is_long = job.warm_up and first_s >= _LONG_STEP_S
     cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
     since = _clocks()
-    timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
-    waited = _waited(since, bench.settings.device)
+    timed = _time_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
+    waited = _waited_share(since, bench.settings.device)
     bench.enter_start()
     # The operators of a long step are timed in the step that is counted anyway; a short step is repeated for that.
     clock = trace.Clock(bench.settings.device) if is_long else None
@@ -110,7 +110,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     step = bench.step()
     graph_break = compile_step(bench, job.plan, step)
     first_s, first = _take_first(bench, step)
-    timed = _timed_steps(bench, step, 1 if first_s >= _LONG_STEP_S else job.steps, phases=True)
+    timed = _time_steps(bench, step, 1 if first_s >= _LONG_STEP_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     counted = Counted(
@@ -159,7 +159,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
     """
 
     def take() -> None:
-        _timed(bench, step)
+        _time_step(bench, step)
 
     device = bench.settings.device
     planned_bytes = growth(take, device)
@@ -189,13 +189,13 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
 
     hopeful = list(range(len(job.plans)))
     while not original or any(map(is_open, hopeful)):
-        original.append(_timed_in_turn(bench, step))
+        original.append(_time_in_turn(bench, step))
         for plan in hopeful:
             with bench.with_plan(job.plans[plan]):
-                planned[plan].append(_timed_in_turn(bench, step))
+                planned[plan].append(_time_in_turn(bench, step))
         if limit is not None:
             hopeful = [n for n in hopeful if planned[n][0] <= _HOPELESS_FACTOR * limit * original[0]]
-    waited = _waited(since, bench.settings.device)
+    waited = _waited_share(since, bench.settings.device)
     return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
 
@@ -213,7 +213,7 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.thread_time()
 
 
-def _waited(since: tuple[float, float], device: str) -> float:
+def _waited_share(since: tuple[float, float], device: str) -> float:
     """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
 
     On a GPU the share is 0: the thread then waits for the device, which tells nothing of other processes.
@@ -222,15 +222,15 @@ def _waited(since: tuple[float, float], device: str) -> float:
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
-def _timed_in_turn(bench: Bench, step: Step) -> float:
+def _time_in_turn(bench: Bench, step: Step) -> float:
     """Return the seconds of ``step`` as the model is now: the shorter of two steps after a warm-up.
 
     The first step without a plan takes up to a tenth longer, since the plan's steps have left the allocator other free
     blocks.  The first step under a plan takes up to twice as long, since segments watch their first call.  Other work
     of the machine can only make a step longer, so the shorter one is nearer to the truth.
     """
-    _timed(bench, step)
-    return min(_timed(bench, step).step_s for _ in range(2))
+    _time_step(bench, step)
+    return min(_time_step(bench, step).step_s for _ in range(2))
 
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
@@ -243,7 +243,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     since = _clocks()
     with device_of(job.limit_bytes, bench.settings.device):
         peak_bytes, step_s = measure_peak_and_time(bench, step)
-    waited = _waited(since, bench.settings.device)
+    waited = _waited_share(since, bench.settings.device)
     return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, waited=waited)
 
 
@@ -251,7 +251,7 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
     bench.find_scale(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
-        _timed(bench, step)  # the optimizer makes its state in its first update
+        _time_step(bench, step)  # the optimizer makes its state in its first update
     try:
         allocated = allocated_by(bench, step)
     except Exception as error:
@@ -262,7 +262,7 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_STEP_S:
         return allocated.peak_bytes, allocated.step_s
-    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _timed_steps(bench, step, 1))
+    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _time_steps(bench, step, 1))
 
 
 @contextlib.contextmanager
@@ -373,7 +373,7 @@ class _Timed:
         return time.perf_counter()
 
 
-def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
+def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     """Time ``step``; with ``phases``, also its update alone, for which it waits for the device before and after."""
     bench.begin(step)
     timed = _Timed(bench.settings.device)
@@ -384,11 +384,11 @@ def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     return timed
 
 
-def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
+def _time_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
     """Time ``step`` at least ``least`` times, and a step that is short more often."""
     steps: list[_Timed] = []
     while _needs_more([timed.step_s for timed in steps], least):
-        steps.append(_timed(bench, step, phases=phases))
+        steps.append(_time_step(bench, step, phases=phases))
     return steps
 
 

@@ -23,8 +23,8 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
     """Return the workspaces for steps under ``plan``: measured on the original at full size, or estimated."""
     workspaces = bench.fact(full_workspaces)
     if workspaces is None:
-        return bench.fact(_estimated)
-    return bench.fact(_growing) if plan.has_chunks else workspaces
+        return bench.fact(_estimate)
+    return bench.fact(_with_growth) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
@@ -46,7 +46,7 @@ def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspac
     return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
 
 
-def _growing(bench: Bench) -> Workspaces:
+def _with_growth(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
     workspaces = bench.fact(full_workspaces)
     assert workspaces is not None
@@ -59,7 +59,7 @@ def _of_small_step(bench: Bench) -> Workspaces:
     return small.workspaces if small else Workspaces()
 
 
-def _estimated(bench: Bench) -> Workspaces:
+def _estimate(bench: Bench) -> Workspaces:
     """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
     workspaces = _of_small_step(bench)
     if workspaces == Workspaces() or bench.batch < SMALL_BATCH:

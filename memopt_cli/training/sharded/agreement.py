@@ -51,7 +51,7 @@ class Ranks:
             result = do()
         except BaseException as err:  # also Ctrl-C: the other ranks would wait for this one
             error = err
-        failures = {rank: sent for rank, sent in enumerate(self._gathered(_as_sent(error))) if sent is not None}
+        failures = {rank: sent for rank, sent in enumerate(self._gather(_as_sent(error))) if sent is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
             raise error
         if failures:
@@ -80,9 +80,9 @@ class Ranks:
 
     def all(self, do: Callable[[], Result]) -> list[Result]:
         """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
-        return self._gathered(self.each(do))
+        return self._gather(self.each(do))
 
-    def _gathered(self, mine: Result) -> list[Result]:
+    def _gather(self, mine: Result) -> list[Result]:
         results: list[Any] = [None] * self.count
         with reporting_lost_ranks():
             dist.all_gather_object(results, mine, group=self._group)

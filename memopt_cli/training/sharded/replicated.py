@@ -134,7 +134,7 @@ class Reducer:
         if self._finds_unused:
             all_buckets.append(self._used)
         for number, parameter in enumerate(parameters):
-            hook = functools.partial(self._arrived, number)
+            hook = functools.partial(self._on_gradient, number)
             parameter.register_post_accumulate_grad_hook(hook)
 
     def __getattr__(self, name: str) -> Any:
@@ -190,7 +190,7 @@ class Reducer:
         views = {n: part.view(p.shape) for n, p, part in zip(numbers, parameters, parts, strict=True)}
         return _Bucket(flat=flat, parts=views)
 
-    def _arrived(self, number: int, parameter: Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Copy the gradient of ``parameter`` to its bucket, and reduce the bucket if it is full; called by a hook."""
         if not self._is_reducing:
             return

@@ -129,18 +129,18 @@ def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
         return name in kind.__members__
     if is_surrogate(kind):
         return name == "apply"
-    inner = _defined(kind, name)
+    inner = _class_attribute(kind, name)
     return _is_listed(kind, name, _KEPT_METHODS) or is_surrogate(inner) or (graph.trusts(kind) and not is_dunder(name))
 
 
-def _defined(kind: type, name: str) -> Any:
+def _class_attribute(kind: type, name: str) -> Any:
     """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
     attribute = inspect.getattr_static(kind, name, None)
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
 def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
-    method = _defined(kind, name)
+    method = _class_attribute(kind, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False
     is_forward = name == "forward" and issubclass(kind, nn.Module)
@@ -150,7 +150,7 @@ def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
 
 def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether the method ``name`` of ``kind``, a library's class, is ``listed`` and defined by the library."""
-    method = _defined(kind, name)
+    method = _class_attribute(kind, name)
     home = str(getattr(method, "__module__", ""))
     libraries = (library for library, names in listed.items() if name in names and within(kind.__module__, library))
     return isinstance(method, types.FunctionType) and any(within(home, library) for library in libraries)
@@ -160,7 +160,7 @@ def _inner_class(node: Built, graph: Graph) -> type | None:
     """Return the nested class that ``node``, a call of ``getattr``, gets from another class; ``None`` for others."""
     owner, name = node.argument_items()
     kind = graph.class_of(owner)
-    inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None
+    inner = _class_attribute(kind, name) if kind is not None and isinstance(name, str) else None
     return inner if isinstance(inner, type) else None
 
 

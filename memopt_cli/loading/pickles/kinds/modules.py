@@ -132,10 +132,12 @@ class Libraries:
             return Denied("is a function", remedy)
         if not any(within(cls.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {cls.__module__}", remedy)
-        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](cls)
+        recipe = {"created": _recipe_for_object, "called": _recipe_for_call, "held": self._recipe_for_class}[use.how](
+            cls
+        )
         return recipe or Denied(_REASONS[use.how], remedy)
 
-    def _held(self, cls: type) -> Recipe | None:
+    def _recipe_for_class(self, cls: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
         is_layer = issubclass(cls, _LAYERS) and any(within(cls.__module__, package) for package in own)
         if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
@@ -152,7 +154,7 @@ _REASONS: Final = {
 }
 
 
-def _created(cls: type) -> Recipe | Denied | None:
+def _recipe_for_object(cls: type) -> Recipe | Denied | None:
     """Return the recipe for an object of the class ``cls``, or why it has none; ``None`` if its kind is not known."""
     bases = [base for base in cls.__mro__ if base.__module__ not in _PLAIN_COPIES]
     if issubclass(cls, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
@@ -169,7 +171,7 @@ def _created(cls: type) -> Recipe | Denied | None:
         role: Role = "callable" if is_callable(cls) else "data"
         return Recipe(make=_maker(cls), role=role, kind=cls, fill=set_attributes, check=_check_attributes)
     if _is_named_tuple(cls):
-        return Recipe(make=lambda *items: _named_tuple(cls, items), kind=cls)
+        return Recipe(make=lambda *items: _make_named_tuple(cls, items), kind=cls)
     return None
 
 
@@ -180,7 +182,7 @@ _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
 """Modules in whose classes these methods only copy attributes."""
 
 
-def _called(cls: type) -> Recipe | None:
+def _recipe_for_call(cls: type) -> Recipe | None:
     """Return the recipe for a call of ``cls`` if it is an enum, whose call returns a member; ``None`` otherwise."""
     return Recipe(make=lambda value: _member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
 
@@ -206,7 +208,7 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and cls.__bases__ == (tuple,)
 
 
-def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
+def _make_named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
     if len(items) != len(cls._fields):
         raise Broken(f"an instance of {cls.__name__} has {len(items)} items")
     return tuple.__new__(cls, items)

@@ -61,9 +61,9 @@ class Stored:
 
     def recipe(self, use: Use) -> Recipe:
         """Return a recipe that takes the storage from the file."""
-        return Recipe(make=self._nested if use.name == NESTED else self._storage)
+        return Recipe(make=self._read_nested if use.name == NESTED else self._storage)
 
-    def _nested(self, data: Any) -> Storage:
+    def _read_nested(self, data: Any) -> Storage:
         if type(data) is not bytes:
             raise Broken("a storage is built from unexpected arguments")
         identity, storages = self.nested(data)
@@ -128,7 +128,7 @@ def _tensor(
     return tensor.requires_grad_(bool(requires_grad))
 
 
-def _typed_tensor(
+def _make_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
     typed = Storage(storage.data, dtype) if isinstance(storage, Storage) else storage
@@ -168,7 +168,7 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
 
-def _quantized_tensor(
+def _make_quantized_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any = False, hooks: Any = None
 ) -> Tensor:
     _without_hooks(hooks)
@@ -180,7 +180,7 @@ def _quantized_tensor(
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
             tensor = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
-            tensor = _quantized_by_channel(
+            tensor = _make_quantized_by_channel(
                 _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
@@ -188,7 +188,7 @@ def _quantized_tensor(
     return tensor.set_(storage.data, offset, tuple(size), tuple(stride))
 
 
-def _quantized_by_channel(
+def _make_quantized_by_channel(
     sizes: tuple[int, ...], scales: Tensor, zeros: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
     """Make a tensor that is quantized by channel.
@@ -292,9 +292,9 @@ def _layout(name: Any) -> Any:
 _MAKERS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_tensor_v3": _make_typed_tensor,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_qtensor": _quantized_tensor,
+    "torch._utils._rebuild_qtensor": _make_quantized_tensor,
     "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,
