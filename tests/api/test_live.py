@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import html
 import io
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,8 +147,31 @@ def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
     _, found = optimized
     assert " MiB (0." in repr(found) or " KiB (0." in repr(found)
     assert "\n1 *    " in repr(found)
-    assert found._repr_html_().startswith("<pre>")
     assert "→" in found._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "JUPYTER"])
+def test_a_result_is_its_own_text_wherever_it_is_shown(
+    optimized: tuple[nn.Module, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = optimized
+    here = str(found)
+    if name == "JUPYTER":
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich would display the text
+    else:
+        monkeypatch.setenv(name, "1")
+    assert here.splitlines()
+    assert "\x1b" not in here
+    assert str(found) == here
+
+
+def test_a_notebook_shows_the_tables_of_the_report(optimized: tuple[nn.Module, Any]) -> None:
+    _, found = optimized
+    shown = found._repr_html_()
+    assert shown.startswith('<pre style="white-space: pre-wrap"><b>')
+    assert shown.count("<table>") == shown.count("</table>") == 1
+    words = re.sub(r"<[^>]*>|[-\s]", "", html.unescape(shown))
+    assert words == re.sub(r"[-\s]", "", str(found))
 
 
 @pytest.mark.parametrize("elsewhere", [{"fake": True}, {"for_device": "h100-80gb"}])
