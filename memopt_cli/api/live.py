@@ -52,7 +52,7 @@ from memopt_cli.pipeline.live.model import described, found_and_proven, prepared
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.pipeline.prepare import LEFT_OUT, Prepared, file_header
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -75,7 +75,7 @@ from memopt_cli.runtime.places.disk import wait_in
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
-from memopt_cli.training.apply import apply_plan, plan_of, taken_off
+from memopt_cli.training.apply import apply_plan, taken_off
 
 
 @said_in_python()
@@ -269,7 +269,8 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored.
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is
+    left out, and a note says so.
     ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as ``--for``:
     ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``; the
     compiled step is measured as well.
@@ -288,7 +289,7 @@ def profile(
     )
     chosen = Plan() if plan is None else the_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(request, prepared, chosen))
+        return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT), chosen))
 
 
 @said_in_python()
@@ -324,6 +325,7 @@ def recommend_batch(
 
     Of tensors among the inputs, only shape, dtype and the range of whole numbers are used: batches of other sizes are
     filled at random.  ``memory``: the limit, ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
+    ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
@@ -353,7 +355,7 @@ def recommend_batch(
     chosen = None if plan is None else the_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
-            return Recommended(fastest_prepared(request, prepared))
+            return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT)))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
@@ -392,7 +394,7 @@ def baseline(
             output=str(path),
             force=force,
         )
-        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model)))
+        return Recorded(record_prepared(request, prepared))
 
 
 @said_in_python()
@@ -430,8 +432,7 @@ def check(
     before, request, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
     with _prepared(model, spec, step, limit_s, verbose) as prepared:
-        carrying = replace(prepared, carried=plan_of(model).of_model)
-        return Checked(check_prepared(request, before, carrying))
+        return Checked(check_prepared(request, before, prepared))
 
 
 _SEARCH = "Add search=True."
@@ -472,6 +473,8 @@ def _searched(
             advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
         if found.verification is not None:
             _replace_plan(model, found)
+        elif not prepared.carried.is_empty:
+            found.notes[:0] = [LEFT_OUT]
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))

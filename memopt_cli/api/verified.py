@@ -33,7 +33,6 @@ from memopt_cli.records.progress import logged
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import said_in_python
-from memopt_cli.training.apply import plan_of
 from memopt_cli.training.user_step import Step
 
 Trained = nn.Module | Callable[[], Step]
@@ -115,7 +114,7 @@ def _prepared(
         with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
             source = replace(prepared.subject.source, keeps_compiled=True)
             subject = replace(prepared.subject, source=source)
-            yield replace(prepared, subject=subject, carried=plan_of(model).of_model)
+            yield replace(prepared, subject=subject)
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(

@@ -309,6 +309,21 @@ def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
     assert memopt_cli.plan_of(model) == found.plan
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_that_the_model_carries_is_run_or_said_to_be_left_out(x: Tensor) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    model = memopt_cli.apply_plan(made(), plan)
+    recommended = memopt_cli.recommend_batch(model, x, memory="4MiB", longest_step=0.01)
+    assert [row.planned for row in recommended.result.rows] == [False, True]
+    assert "the rows are without it and with it" in repr(recommended)
+    left_out = "The model carries a plan already; it is left out here."
+    assert left_out in memopt_cli.profile(model, x, fake=True).result.notes
+    assert left_out in memopt_cli.frontier(model, x, level=1).summary.notes
+    fastest = memopt_cli.recommend_batch(model, x, memory="4MiB", longest_step=0.01, search=True, level=1)
+    assert left_out in fastest.result.notes
+    assert memopt_cli.plan_of(model) == plan
+
+
 def test_what_fails_leaves_the_model_as_it_was(x: Tensor) -> None:
     plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
     model = memopt_cli.apply_plan(made(), plan)
