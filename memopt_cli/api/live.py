@@ -168,9 +168,9 @@ def optimize(
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
     replaced.  Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one
-    before any plan was found, is a :class:`KeyboardInterrupt`, which leaves the model as it was.  Raises
-    :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan meets the budget,
-    and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
+    before any plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.  Raises
+    ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget,
+    and other errors of ``memopt_cli.errors``; then the model is as it was.
     """
 
     def optimized() -> Optimized:
@@ -229,7 +229,7 @@ def frontier(
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
     function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  Other arguments and errors are
-    those of :func:`optimize`.
+    those of ``optimize``.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
@@ -269,13 +269,12 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is
-    left out, and a note says so.
-    ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as ``--for``:
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is left
+    out, and a note says so.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as ``--for``:
     ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``; the
     compiled step is measured as well.
 
-    Other arguments and errors are those of :func:`optimize`.
+    Other arguments and errors are those of ``optimize``.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -329,7 +328,7 @@ def recommend_batch(
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
-    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of :func:`optimize`.
+    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -380,8 +379,8 @@ def baseline(
     """Write the memory and time of a step to the file ``output``, as ``memopt baseline`` does.
 
     The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
-    used, as in :func:`recommend_batch`.  ``force``: replace an existing file.
-    Other arguments and errors are those of :func:`optimize`.
+    used, as in ``recommend_batch``.  ``force``: replace an existing file.
+    Other arguments and errors are those of ``optimize``.
     """
     path, limit_s = path_given("output", output), accepted("timeout", timeout)
     check_targets([path], force=force)
@@ -413,7 +412,8 @@ def check(
     """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
-    has to be given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` if the baseline
+    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result says whether no
+    metric grew by more than that, and ``result.exceeded`` which did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))

@@ -21,7 +21,7 @@ from memopt_cli.api.arguments import (
     settings_of,
 )
 from memopt_cli.api.shown import Shown
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, kind_of
 from memopt_cli.measure import processes
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -73,17 +73,17 @@ def verify(
     Parameters
     ----------
     reference, candidate:
-        The same model twice, with the same parameters, or two functions that each make a :class:`memopt_cli.Step`.
+        The same model twice, with the same parameters, or two functions that each make a ``memopt_cli.Step``.
         The candidate trains in another way: with checkpoints, compiled, under a plan.
     inputs, dims:
-        The inputs of a step, as for :func:`memopt_cli.optimize`.
+        The inputs of a step, as for ``memopt_cli.optimize``.
     steps:
         Number of consecutive steps, all on the same inputs, each with an update of the optimizer (default: SGD).
     timeout:
         Seconds that a profiling subprocess may take for all steps.
 
-    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` if the two do not have the same
-    parameters or the reference cannot be trained, and other errors of :mod:`memopt_cli.errors`.
+    Other arguments are those of ``memopt_cli.optimize``.  Raises ``StepError`` if the two do not have the same
+    parameters or the reference cannot be trained, and other errors of ``memopt_cli.errors``.
     """
     started = time.monotonic()
     functions = functions_given(loss, optimizer)
@@ -118,7 +118,7 @@ def _prepared(
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(
-            f"{name} is a {type(trained).__name__}", hint="Give a torch.nn.Module, or the function that makes a step."
+            f"{name} is {kind_of(trained)}", hint="Give a torch.nn.Module, or the function that makes a step."
         )
     if isinstance(given, InputSpec):
         raise OptionError(

@@ -34,7 +34,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
         sha256=None,
         spec=InputSpec(source="Plan.save"),
         seed=0,
-        device="",
+        device="(not recorded)",
     )
     write_all({path: content(plan_yaml(header, plan))}, force=force)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.api import live
 from memopt_cli.cli.app import main
-from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, UsageError
+from memopt_cli.errors import BaselineError, MeasurementError, StepError, UnsafeFileError, UsageError
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.failures import raise_failure
@@ -360,6 +360,18 @@ def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
         made(), x, level=1, max_slowdown=math.inf, loss=lambda output: nn.functional.cross_entropy(output, labels)
     )
     assert found.summary.verification.batch == BATCH
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_loss_that_holds_its_targets_is_blamed_and_not_the_model(x: Tensor) -> None:
+    labels = torch.zeros(BATCH, dtype=torch.long)
+
+    def loss(output: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, labels)
+
+    with pytest.raises(StepError, match=f"as if the loss held {BATCH} targets: the loss failed") as caught:
+        memopt_cli.recommend_batch(made(), x, memory="64MiB", longest_step=0.01, loss=loss)
+    assert "targets[: len(output)]" in caught.value.hint
 
 
 def test_a_batch_module_is_refused(x: Tensor) -> None:

@@ -116,19 +116,19 @@ class BatchSearch:
         failed = self.runs.get(fewer)
         return describe(failed) if isinstance(failed, StepFailed | Crashed) else ""
 
-    def refusal(self) -> str:
-        """Return why the model runs at no batch but the user's; empty if it may run at others.
+    def refusal(self) -> StepFailed | None:
+        """Return how the step fails at every batch but the user's; ``None`` if it may run at others.
 
         The next smaller and larger batch are run if their dry runs fail, as long as runs are left.
         """
         unit = self.runs.limits.multiple_of
         if [run.batch for run in self.runs.measured] != [self.batch]:
-            return ""
+            return None
         neighbours = [batch for batch in (self.batch + unit, self.batch - unit) if batch > 0]
         self.also_run([batch for batch in neighbours if math.isinf(self.model.predicted(batch))])
         others = [run for batch, run in self.runs.items() if batch != self.batch]
         refused = [run for run in others if isinstance(run, StepFailed)]
-        return describe(refused[0]) if refused and refused == others else ""
+        return refused[0] if refused and refused == others else None
 
     # ------------------------------------------------------------------------------------------ the search
 
