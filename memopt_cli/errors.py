@@ -199,7 +199,7 @@ def shortened(value: object, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def kind_of(given: object) -> str:
+def type_in_words(given: object) -> str:
     """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``."""
     name = type(given).__name__
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
@@ -209,7 +209,7 @@ def for_message(given: object) -> str:
     """Return ``given`` quoted for a message if people can type it, such as text or a number; else its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    return shortened(given) if isinstance(given, str | bytes | int | float | None) else kind_of(given)
+    return shortened(given) if isinstance(given, str | bytes | int | float | None) else type_in_words(given)
 
 
 _REPR = reprlib.Repr()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import OptionError, for_message, kind_of
+from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
 from memopt_cli.measure.reach import UserFunction, user_function
@@ -173,7 +173,7 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is {kind_of(given)}; it must be one size", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE)
     size: int = accepted(f"dims[{name!r}]", given, Whole(1))
     return size
 

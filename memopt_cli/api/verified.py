@@ -21,7 +21,7 @@ from memopt_cli.api.arguments import (
     settings_of,
 )
 from memopt_cli.api.shown import Shown
-from memopt_cli.errors import OptionError, kind_of
+from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -118,7 +118,7 @@ def _prepared(
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(
-            f"{name} is {kind_of(trained)}", hint="Give a torch.nn.Module, or the function that makes a step."
+            f"{name} is {type_in_words(trained)}", hint="Give a torch.nn.Module, or the function that makes a step."
         )
     if isinstance(given, InputSpec):
         raise OptionError(
@@ -133,7 +133,7 @@ def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
     hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
     if hooked is not None:
         raise OptionError(
-            f"the {name}'s parameter {hooked} has a hook on its gradient, which no copy of it has",
+            f"the {name}'s parameter {hooked} has a hook on its gradient, which copies of the model lose",
             hint="Give functions that make steps (memopt_cli.Step), and set the hooks in them.",
         )
 

@@ -36,6 +36,14 @@ from memopt_cli.records.batch import LengthBatching as LengthBatching
 from memopt_cli.records.batch import NoBatchFits as NoBatchFits
 from memopt_cli.records.batch import Objective as Objective
 from memopt_cli.records.batch import ReplicaAdvice as ReplicaAdvice
+from memopt_cli.records.batch_shaping import AdaptiveSizing as AdaptiveSizing
+from memopt_cli.records.batch_shaping import AlertThresholds as AlertThresholds
+from memopt_cli.records.batch_shaping import BatchShaping as BatchShaping
+from memopt_cli.records.batch_shaping import MemoryAwareShaping as MemoryAwareShaping
+from memopt_cli.records.batch_shaping import OptimizationHints as OptimizationHints
+from memopt_cli.records.batch_shaping import PerformanceMonitoring as PerformanceMonitoring
+from memopt_cli.records.batch_shaping import ShapeValidation as ShapeValidation
+from memopt_cli.records.batch_shaping import TensorLayout as TensorLayout
 from memopt_cli.records.device import LONGEST_NAME as LONGEST_NAME
 from memopt_cli.records.device import RATES as RATES
 from memopt_cli.records.device import AllocatorRules as AllocatorRules
@@ -73,6 +81,7 @@ from memopt_cli.records.fastest import PairRun as PairRun
 from memopt_cli.records.header import SCHEMA_VERSION as SCHEMA_VERSION
 from memopt_cli.records.header import FileHeader as FileHeader
 from memopt_cli.records.inputs import GUESS as GUESS
+from memopt_cli.records.inputs import RECORDED as RECORDED
 from memopt_cli.records.inputs import REMEMBERED as REMEMBERED
 from memopt_cli.records.inputs import TYPED as TYPED
 from memopt_cli.records.inputs import InputSpec as InputSpec

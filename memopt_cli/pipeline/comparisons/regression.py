@@ -26,6 +26,7 @@ from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.terms import differences
 from memopt_cli.records import (
+    RECORDED,
     Baseline,
     BaselineRequest,
     BaselineResult,
@@ -191,7 +192,7 @@ def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
     """Return the inputs ``given`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
     if given and given.has_inputs:
         return given
-    sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source="the baseline")
+    sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source=RECORDED)
     return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
 
 

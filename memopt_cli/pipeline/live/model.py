@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, kind_of
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, type_in_words
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
@@ -262,7 +262,7 @@ def described(inputs: Arguments) -> InputSpec:
 def _described(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"an input is {kind_of(value)}, and batches of another size cannot be made of it",
+            f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     values = "normal"
