@@ -29,8 +29,6 @@ def user_function(
         return known[reference]
     path, _, name = reference.rpartition(":")
     said = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
-    if not path:
-        raise UsageError(f"{said}: it names no file", hint=_HINT)
     if Path(path).suffix != ".py":  # Python would run other files, too: byte code, a library of machine code
         raise UsageError(f"{said}: '{path}' is not a Python file", hint=_HINT)
     if not Path(path).is_file():
