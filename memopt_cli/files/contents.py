@@ -80,13 +80,16 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
+_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as found.plan of the result found, or the path of its file."
+
+
 def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     """Return ``plan`` itself, or the plan in its file if ``plan`` is a path.
 
     Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
     """
     if not isinstance(plan, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {for_message(plan)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+        raise OptionError(f"plan is {for_message(plan)}", hint=_PLAN_OR_PATH)
     return plan if isinstance(plan, Plan) else read_plan(plan)[1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
+from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line, type_in_words
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import build_data, refuse_attacks
 from memopt_cli.loading.pickles.entries import list_paths, place_notes, place_of, state_dicts_in
@@ -68,7 +68,7 @@ def make_step(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
     built = _call_factory(factory, location)
     if not isinstance(built, Step):
-        raise FileFormatError(f"{location}() returned an instance of {type(built).__name__}, not a memopt_cli.Step")
+        raise FileFormatError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
     return built
 
 
@@ -90,7 +90,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
-            f"{location}() returned an instance of {type(product).__name__}, neither an nn.Module nor a memopt_cli.Step"
+            f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"
         )
     return product
 

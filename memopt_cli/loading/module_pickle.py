@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
@@ -70,9 +70,7 @@ class ModulePickle:
         vouched = Vouched(trust, UserCode(trust.code_paths))
         model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         if not isinstance(model, nn.Module):
-            raise FileFormatError(
-                f"{file.path} holds no model, but an instance of {type(model).__name__}", hint=_SAVE_AGAIN
-            )
+            raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
         return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
 
 
@@ -157,9 +155,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         within, loaded = next(iter(modules.items()), ((), loaded))
         where = (*where, *within)
     if not isinstance(loaded, nn.Module):
-        raise FileFormatError(
-            f"{file.path} holds no model, but an instance of {type(loaded).__name__}", hint=_SAVE_AGAIN
-        )
+        raise FileFormatError(f"{file.path} holds {type_in_words(loaded)}, not a model", hint=_SAVE_AGAIN)
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.errors import MemoptError, StepError, first_line, type_in_words
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
@@ -147,7 +147,7 @@ _HINT = "It is called with the inputs, one for each argument of run, such as `-i
 
 
 def _describe(output: Any) -> str:
-    return "nothing" if output is None else f"an instance of {type(output).__name__}"
+    return "nothing" if output is None else type_in_words(output)
 
 
 class _Watch:

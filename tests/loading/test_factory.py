@@ -151,7 +151,7 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number", "Name a class or a function"),
         ("user_factory:missing", UsageError, "nothing callable named missing", "Name a class or a function"),
-        ("user_factory:wrong", FileFormatError, "returned an instance of int", ""),
+        ("user_factory:wrong", FileFormatError, "returned an int", ""),
         ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
         ("no_such_module:make", FileFormatError, "no_such_module", "--code-path"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.errors import MemoptError, first_line, type_in_words
 from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.kinds.own import check_segment
@@ -71,7 +71,7 @@ class _Builder:
             arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
             self._made[id(node)] = built = recipe.make(*map(self.value, arguments), **keywords)
             if recipe.role == "data" and callable(built):
-                raise Broken(f"an instance of {type(built).__name__} can be called")
+                raise Broken(f"{type_in_words(built)} can be called")
             if isinstance(built, nn.Module):
                 self.modules.append(built)
             return

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line, type_in_words
 from memopt_cli.records import Layout
 from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced, sharded_without_the_others
 from memopt_cli.training.sharded.replicated import without_reducer
@@ -141,7 +141,7 @@ _OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 def _describe(value: object) -> str:
-    return "nothing" if value is None else f"an instance of {type(value).__name__}"
+    return "nothing" if value is None else type_in_words(value)
 
 
 def _is_spread(model: nn.Module) -> bool:

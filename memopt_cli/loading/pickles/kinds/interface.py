@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 
-from memopt_cli.errors import first_line, shortened
+from memopt_cli.errors import first_line, shortened, type_in_words
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
@@ -160,7 +160,7 @@ def quoted(value: Any) -> str:
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
         return shortened(value)
-    return f"an instance of {type(value).__name__}"
+    return type_in_words(value)
 
 
 def is_dunder(name: str) -> bool:
