@@ -167,5 +167,5 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, Unvouched) else ()
-        return StepFailed(message=error.message, hint=hint, exit_code=error.exit_code, wanted=requests)
+        return StepFailed.of(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

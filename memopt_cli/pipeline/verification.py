@@ -78,7 +78,7 @@ def verified_compiled(
             replace(reference or prepared, carried=plain), replace(prepared, carried=plan), _CONSECUTIVE, known
         )
     except MemoptError as error:
-        return StepFailed(message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return StepFailed.of(error, error.hint)
     check = FurtherCheck(name=f"compiled by {backend}", batch=told.batch, compared=told.compared)
     found = replace(found, further=(*found.further, check))
     # Segments may break the model into other graphs, which draw other random numbers in forward: that is no fault.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from memopt_cli.errors import MemoptError, sent_class
 from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
@@ -215,8 +216,17 @@ class StepFailed:
     message: str
     hint: str = ""
     exit_code: int = 3
+    """Exit code of the class named by ``error``."""
     wanted: tuple[WantedGlobal, ...] = ()
     """Imports of the model's file that the user could allow; empty if that would not help."""
+    error: str = "StepError"
+    """Name of the class of :data:`memopt_cli.errors.ERRORS` that the parent raises for this failure."""
+
+    @classmethod
+    def of(cls, error: MemoptError, hint: str, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
+        """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
+        kind = sent_class(error)
+        return cls(message=error.message, hint=hint, exit_code=kind.exit_code, wanted=wanted, error=kind.__name__)
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed
