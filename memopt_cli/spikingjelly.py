@@ -36,12 +36,12 @@ from memopt_cli.pipeline.live.model import (
     taken_off_note,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
-from memopt_cli.pipeline.plans.as_named import find_as_named
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.named_segments import find_named_segments
 from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import verified
+from memopt_cli.pipeline.verification import verify
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -340,7 +340,7 @@ def _measured(
 
     Level 1 skips the search: its plan is the modules that the caller named.
     """
-    find_plan = find_as_named if resolved.options.level == 1 else find
+    find_plan = find_named_segments if resolved.options.level == 1 else find
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
         for note in prepared.notes:
@@ -378,7 +378,7 @@ def _verified_by_guess(
     """
     try:
         with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            found = verified(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+            found = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         found = StepFailed(message=err.message)
     if not isinstance(found, Verification):

@@ -33,7 +33,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verified
+from memopt_cli.pipeline.verification import fault_in, verify
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
@@ -288,10 +288,10 @@ class _Job:
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            found = verified(self.prepared.at(batch), plan, fits=False)
-            if isinstance(found, Verification) and found.passed:
-                return index, found
-            self._drop(pairs[index], found)
+            verification = verify(self.prepared.at(batch), plan, fits=False)
+            if isinstance(verification, Verification) and verification.passed:
+                return index, verification
+            self._drop(pairs[index], verification)
         if self.dropped:
             why = self.dropped[-1].why
             raise VerificationError(f"a plan was found that fits, but {why.because}", hint=why.remedy)

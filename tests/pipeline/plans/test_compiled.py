@@ -57,16 +57,17 @@ Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
 
 
 def a_search(
-    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, **aim: Any
+    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, budget_bytes: int | None = None
 ) -> CompiledSearch:
-    return kind(
+    search = kind(
         backend=backend,
         most_slowdown=most_slowdown,
         search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
         measurements=measurements_by(lambda plan: measured(1000) if plan.is_empty else None),
         verify=lambda plan: pytest.fail("it is made by hand"),
-        **aim,
     )
+    search.search.findings.budget_bytes = budget_bytes
+    return search
 
 
 def answer(
@@ -103,7 +104,7 @@ def answer(
 
 
 def in_order(search: CompiledSearch) -> list[str]:
-    return [in_short(row.plan) for row in search.search.found.compiled]
+    return [in_short(row.plan) for row in search.search.findings.compiled]
 
 
 def tried(

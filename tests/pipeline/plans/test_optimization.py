@@ -39,7 +39,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.plans import optimization, started_search
 from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.goal import GoalSearch
-from memopt_cli.pipeline.plans.proof import applied_row
+from memopt_cli.pipeline.plans.proof import row_to_apply
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchEstimate,
@@ -613,9 +613,9 @@ def test_the_end_of_the_search_is_a_note_only_where_more_time_may_help(
     done = optimize("net.pt", *SPEC, "--level", "1", "--search-time", "0", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
     summary = summary_of(done)
-    over = "the search was ended after 0 s (--search-time): a longer one"
+    over = "The search was ended after 0 s (--search-time): a longer search"
     (said,) = summary.notes if may_improve else summary.details[1:]
-    assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan"
+    assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan."
 
 
 @pytest.mark.slow
@@ -1109,10 +1109,10 @@ def row(level: int, peak: int | None) -> LevelRow:
 @pytest.mark.parametrize(("original", "chosen", "applied"), [(100, 80, 3), (None, 120, 3), (100, None, 0)])
 def test_the_chosen_row_is_applied_if_it_runs(original: int | None, chosen: int | None, applied: int) -> None:
     rows = [row(level, peak) for level, peak in ((0, original), (1, 10), (3, chosen))]
-    assert applied_row(rows, rows[-1]).level == applied
+    assert row_to_apply(rows, rows[-1]).level == applied
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
-        applied_row([row(0, None), row(1, None)], None)
+        row_to_apply([row(0, None), row(1, None)], None)
     assert "--dim B=1" in error.value.hint
