@@ -343,13 +343,12 @@ def _measured(
     find_plan = find_named_segments if resolved.options.level == 1 else find
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
-        for note in prepared.notes:
-            progress.note(note)
+        prepared = prepared.with_progress(progress, prepared.timeout_s)
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(request, replace(prepared, progress=progress), find_plan)
+            found = found_and_proven(request, prepared, find_plan)
             apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:

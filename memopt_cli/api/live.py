@@ -491,9 +491,7 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
 def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
     prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
     with logged(verbose) as progress, processes.kept(), prepare as prepared:
-        for note in prepared.notes:
-            progress.note(note)
-        yield replace(prepared, timeout_s=timeout_s, progress=progress)
+        yield prepared.with_progress(progress, timeout_s)
 
 
 def _source(model: nn.Module) -> ModelSource:

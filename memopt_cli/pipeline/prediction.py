@@ -26,17 +26,17 @@ def predicted_ranks(
     Raises :class:`MemoptError`.
     """
     plan.required_eager("a rank is predicted without a compiler")
-    found: dict[int, RankPrediction] = {}
+    predictions: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
-        opened = {}
-        for each in ranks_asked(layout, rank):
-            prepared.progress.stage(f"predicting rank {each} of {layout.ranks}")
-            subject = replace(prepared.subject, layout=layout, rank=each, card=card)
+        session_by_rank = {}
+        for number in ranks_asked(layout, rank):
+            prepared.progress.stage(f"predicting rank {number} of {layout.ranks}")
+            subject = replace(prepared.subject, layout=layout, rank=number, card=card)
             session = replace(prepared, subject=subject).session("none")
-            opened[each] = sessions.enter_context(session)
-            found[each] = predict(opened[each], layout, each, plan)
-        largest = max(found, key=lambda each: found[each].tensor_peak_bytes)
-        yield opened[largest], tuple(found.values())
+            session_by_rank[number] = sessions.enter_context(session)
+            predictions[number] = predict(session_by_rank[number], layout, number, plan)
+        largest = max(predictions, key=lambda number: predictions[number].tensor_peak_bytes)
+        yield session_by_rank[largest], tuple(predictions.values())
 
 
 def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:

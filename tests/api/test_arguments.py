@@ -125,7 +125,7 @@ def test_a_range_is_for_optimize_alone() -> None:
         ({"objective": "most"}, "objective is 'most'"),
         ({"longest_step": math.nan}, "longest_step is nan"),
         ({"plan": 3}, "plan is 3"),
-        ({"inputs": (X, 0.5)}, "an input is a float"),
+        ({"inputs": (X, 0.5)}, "cannot be made of an input: 0.5"),
     ],
 )
 def test_what_is_wrong_of_a_batch_is_named(given: dict[str, Any], message: str) -> None:

@@ -236,7 +236,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
         f"/ {steps}).backward()",
     ):
         assert pasted in done.out
-    assert f"its statistics are those of {batch} samples, not of 4096" in done.out
+    assert f"whose statistics are of {batch} samples, not of 4096" in done.out
     assert not done.changed
 
 
@@ -261,9 +261,8 @@ def test_a_plan_beside_the_model_is_offered_and_not_used(
     Path("net.memopt.plan.yaml").write_text(json.dumps(plan))
     done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--fake", *flags)
     assert done.code == 0, done.err
-    said = (
-        "The plan in net.memopt.plan.yaml is not used. Add --plan net.memopt.plan.yaml to see what fits under it, too."
-    )
+    said = "The plan in net.memopt.plan.yaml is not used. "
+    said += "Add --plan net.memopt.plan.yaml to see also which batch fits under the plan."
     assert (said in done.out.splitlines()) == is_offered
 
 
@@ -418,7 +417,7 @@ def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_block
     assert answer["late"]
     assert answer["batch"] == 1
     assert answer["plan"]["segments"]
-    assert "No step was within 0.001 s (--longest-step): the shortest is the answer." in found["notes"]
+    assert "No step took 0.001 s or less (--longest-step): the answer has the shortest step." in found["notes"]
 
 
 @pytest.mark.slow

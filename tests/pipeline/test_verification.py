@@ -17,12 +17,12 @@ from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, 
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
 from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
-from memopt_cli.pipeline.fingerprints.steps import compared
+from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import (
     MeasuredSteps,
     check_fingerprints,
-    verified,
+    verify,
     verify_by_fingerprints,
     verify_compiled,
 )
@@ -306,7 +306,7 @@ def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Mo
         )
     assert isinstance(rounded, Fingerprint)
     assert before.fingerprint == after.fingerprint
-    moved = compared(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
+    moved = compare_fingerprints(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
     assert 0 < moved.worst_difference < moved.tolerance
 
 
@@ -405,7 +405,7 @@ def test_a_choice_that_rounding_the_parameters_tips_excuses_no_slip(
     with pytest.MonkeyPatch.context() as patch:
         long_chunks_scaled(patch)
         steps = steps_of(one, CHUNKED)
-        tipped, _ = compared(steps.original, rounded, batch=64, dims={}, exact=False)
+        tipped, _ = compare_fingerprints(steps.original, rounded, batch=64, dims={}, exact=False)
         assert tipped.worst_difference > 0.1
         found = proven(one, CHUNKED, steps)
     assert not found.passed
@@ -453,12 +453,12 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
 @pytest.mark.exhaustive
 def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
     one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
-    found = verified(one, replace(EXACT, compile=how))
+    found = verify(one, replace(EXACT, compile=how))
     assert isinstance(found, Verification)
     assert found.passed
     assert found.further[-1].name == "compiled by aot_eager_decomp_partition"
     assert found.further[-1].compared > 0
-    budget = verified(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
+    budget = verify(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
     assert isinstance(budget, Verification)
     if budget.passed:
         pytest.skip("this PyTorch computes right gradients with dropout under a memory budget")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over, why_fixed
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
@@ -16,7 +16,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
-_LOOPED = 0.02
+_LOOP_TIME_SHARE = 0.02
 """Share of ``--longest-step`` that steps may take if the model loops over its batch.
 
 A larger batch is hardly faster then, and takes long to run: a GRU cell over 850 rows trained 170 samples a second, over
@@ -41,10 +41,10 @@ class Case:
         """Whether some batch, or some number of copies, was run and fits."""
         return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
 
-    def settle(self, found: ReplicaAdvice) -> None:
-        """Fix the number of copies to the fastest in ``found``, whose run counts as the first of the batch search."""
-        self.settled, self.probes.replicas = found, found.fastest
-        self.search.runs[self.search.batch] = found.best
+    def settle(self, advice: ReplicaAdvice) -> None:
+        """Fix the number of copies to the fastest in ``advice``, whose run counts as the first of the batch search."""
+        self.settled, self.probes.replicas = advice, advice.fastest
+        self.search.runs[self.search.batch] = advice.best
 
     def go_on_with_fewest(self) -> None:
         """Fix the number of copies to the fewest, which do not fit at the described batch, to search a smaller one."""
@@ -97,7 +97,7 @@ class CaseSearch:
         The last cases are those with the plan and with long sequences, which need their runs most if runs are scarce.
         """
         ratio = 1.0
-        for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
+        for cases_left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
             self.prepared.progress.stage(f"finding the batch that fits{case.text}")
             is_compiled = case.plan.compile is not None
             case.probes = BatchProbes(
@@ -108,12 +108,12 @@ class CaseSearch:
                 limit_bytes=self.limits.budget_bytes,
                 run=self.run,
             )
-            described, unit = self.prepared.batch, self.limits.multiple_of
-            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else min(2, self.most_runs))
-            limits = replace(self.limits, probes=share)
-            case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
+            batch, multiple = self.prepared.batch, self.limits.multiple_of
+            run_count = max(-(-(self.most_runs - self.runs) // cases_left), 0 if self.runs else min(2, self.most_runs))
+            limits = replace(self.limits, probes=run_count)
+            case.search = case.probes.search(max(multiple, batch // multiple * multiple), limits, ratio)
             self.searched.append(case)
-            if refusal := why_fixed(case.search, self.prepared):
+            if refusal := fixed_batch_reason(case.search, self.prepared):
                 raise StepError(refusal, hint="Pass the tensor that it refers to as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
@@ -127,17 +127,19 @@ class CaseSearch:
         """Detect a step that loops over its batch; add a note, and limit its runs to short steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
-            foreseen = model.largest_within(runs.limits.budget_bytes)  # costs nothing: the search needs these dry runs
-            if foreseen and runs.limits.probes:
-                said = f"By dry runs, about batch {foreseen} fits{case.text}; runs confirm it."
-                self.prepared.progress.note(said)
-        if not (said := looped_over(case.probes)):
+            predicted_batch = model.largest_within(
+                runs.limits.budget_bytes
+            )  # costs nothing: the search needs these dry runs
+            if predicted_batch and runs.limits.probes:
+                warning = f"By dry runs, about batch {predicted_batch} fits{case.text}; runs confirm it."
+                self.prepared.progress.note(warning)
+        if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            runs.limits = replace(runs.limits, longest_step_s=_LOOPED * runs.limits.longest_step_s)
-            said += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
-        if said not in self.notes:
-            self.notes.append(said)
+            runs.limits = replace(runs.limits, longest_step_s=_LOOP_TIME_SHARE * runs.limits.longest_step_s)
+            warning += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
+        if warning not in self.notes:
+            self.notes.append(warning)
 
     def _find_copies(self, case: Case) -> None:
         """Find the number of copies that trains fastest, and search ``case`` with that many."""
@@ -146,11 +148,11 @@ class CaseSearch:
         case.copies = ReplicaSearch(
             probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
         )
-        found = case.copies.fastest(self.replicas)
-        if isinstance(found, Failure):
-            raise_failure(found, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
-        if isinstance(found, ReplicaAdvice):
-            case.settle(found)
+        answer = case.copies.fastest(self.replicas)
+        if isinstance(answer, Failure):
+            raise_failure(answer, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
+        if isinstance(answer, ReplicaAdvice):
+            case.settle(answer)
         else:
             case.go_on_with_fewest()
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
@@ -158,15 +160,15 @@ class CaseSearch:
     def _check(self, case: Case) -> None:
         """Raise :class:`MemoptError` if no batch of ``case`` ran, for another reason than memory."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
-        others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
-        if others and not case.search.runs.measured:
-            raise_failure(others[0])
+        other_failures = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
+        if other_failures and not case.search.runs.measured:
+            raise_failure(other_failures[0])
         if case.search.model.predict is None and not case.search.runs:
             limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
             if not self.most_runs:
                 limit, hint = "nothing is to be run", "Run it on that device, without `--for` or `--fake`."
             raise StepError(
-                f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
+                f"the step cannot run on tensors without data, so nothing is known{case.text} without a run, and "
                 f"{limit}",
                 hint=hint,
             )
@@ -176,9 +178,9 @@ class CaseSearch:
                 hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
             )
         if case.search.model.predict is None:
-            why = "The step cannot run on tensors without data"
-            why = why if case.plan.compile is None else "Dry runs do not know compiled steps"
-            self.notes.append(f"{why}{case.text}, so peaks are extrapolated from runs alone.")
+            reason = "The step cannot run on tensors without data"
+            reason = reason if case.plan.compile is None else "Dry runs do not know compiled steps"
+            self.notes.append(f"{reason}{case.text}, so peaks are extrapolated from runs alone.")
 
     @property
     def left(self) -> int:
@@ -187,7 +189,7 @@ class CaseSearch:
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
         """Continue the finished search of ``case`` by ``run``, within the runs that are left."""
-        search, before = case.search, len(case.search.runs)
-        search.runs.limits = replace(search.runs.limits, probes=before + self.left)
+        search, runs_before = case.search, len(case.search.runs)
+        search.runs.limits = replace(search.runs.limits, probes=runs_before + self.left)
         run(search)
-        self.runs += len(search.runs) - before
+        self.runs += len(search.runs) - runs_before

@@ -32,46 +32,49 @@ def check_varied(prepared: Prepared) -> None:
     check_batch(prepared.subject.spec, prepared.batch)
 
 
-def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
+def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
     """Return why dimension 0 of the inputs seems to be no batch, in words; empty if the batch can be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
     it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.
     """
-    pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
-    if not pointing:
+    largest_indices = {name: largest for name, largest in prepared.facts.indices.items() if largest < search.batch}
+    if not largest_indices:
         return ""
-    name = max(pointing, key=lambda name: pointing[name])
-    refusal = search.refusal_of_fewer(pointing[name])
+    name = max(largest_indices, key=lambda name: largest_indices[name])
+    refusal = search.refusal_of_fewer(largest_indices[name])
     if not refusal:
         return ""
     return (
         f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
-        f"{pointing[name]} of the {search.batch} described, {refusal}"
+        f"{largest_indices[name]} of the {search.batch} described, {refusal}"
     )
 
 
-def looped_over(probes: BatchProbes) -> str:
+def loop_warning(probes: BatchProbes) -> str:
     """Return a warning that the step loops over its batch; empty if it does not seem to."""
     if probes.operators_per_sample < 1:
         return ""
-    few, many = min(probes.operators), max(probes.operators)
+    small, large = min(probes.operators), max(probes.operators)
     return (
-        f"The step runs {probes.operators[few]} operators at batch {few} and {probes.operators[many]} at batch {many}: "
-        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: `-i 16xBx32 --dim B=4`."
+        f"The step runs {probes.operators[small]} operators at batch {small} and {probes.operators[large]} at batch "
+        f"{large}: the model loops over its batch. If dimension 0 is time, name the batch in the shape: "
+        "`-i 16xBx32 --dim B=4`."
     )
 
 
-def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
+def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: the size of AdamW's state in words, where it is not that of all the parameters.
+    ``adamw``: the size of AdamW's state in words.  Empty: the state of all parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
     adamw = adamw or format_bytes(2 * facts.trainable_bytes)
-    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer` (none: no).",)
+    return (
+        f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer`, which may be none.",
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,9 +128,9 @@ class BatchProbes:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            known = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
-            if known is not None:
-                return self.inferred.setdefault(batch, known)
+            interpolated = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
+            if interpolated is not None:
+                return self.inferred.setdefault(batch, interpolated)
             self.count(batch)
         return self.dry_runs[batch]
 
@@ -152,17 +155,17 @@ class BatchProbes:
         """
         if len(self.operators) < 2 or self.plan.has_chunks:
             return 0.0
-        (few, fewer), *_, (many, more) = sorted(self.operators.items())
-        return (more - fewer) / (many - few)
+        (small_batch, operators_at_small), *_, (large_batch, operators_at_large) = sorted(self.operators.items())
+        return (operators_at_large - operators_at_small) / (large_batch - small_batch)
 
     def _is_long(self, batch: int) -> bool:
         if self.operators_per_sample <= 0:
             return False
-        most = max(self.operators)
-        return self.operators[most] + self.operators_per_sample * (batch - most) > _MAX_OPERATORS
+        largest = max(self.operators)
+        return self.operators[largest] + self.operators_per_sample * (batch - largest) > _MAX_OPERATORS
 
     def _beyond(self, batch: int) -> float:
-        intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])
+        intercept, slope = fit_line([(size, self.dry_runs[size]) for size in sorted(self.operators)[-2:]])
         return intercept + slope * batch
 
     def probe(self, batch: int) -> BatchProbe | Failure:
@@ -170,10 +173,10 @@ class BatchProbes:
         if self.run is not None:
             return self.run(batch)
         self.progress.update(0, None, f"running batch {self._where(batch)}")
-        found = self.session().ask(self._job(batch))
-        shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
-        self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
-        return found
+        answer = self.session().ask(self._job(batch))
+        peak = format_bytes(answer.allocated_peak_bytes) if isinstance(answer, BatchProbe) else "cannot run"
+        self.progress.update(0, None, f"batch {self._where(batch)} · {peak}")
+        return answer
 
     def _job(self, batch: int) -> Job[BatchProbe]:
         plan, dims, limit_bytes = self.plan, self.dims, self.limit_bytes

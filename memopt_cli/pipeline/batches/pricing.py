@@ -30,14 +30,14 @@ class Pricing:
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """Return the fastest plan at ``batch`` whose computed peak is within ``budget_bytes``; ``None`` if none is."""
-        found = self._planner(batch).within(self.options.level, budget_bytes)
-        if found is None:
+        priced = self._planner(batch).within(self.options.level, budget_bytes)
+        if priced is None:
             self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
             return None
-        step = f"a step of about {format_seconds(self.step_s(found.plan, batch))}"
-        plan = counted(len(found.plan.segments), "segment")
-        self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(found.peak_bytes)}, {step}")
-        return found.plan
+        step = f"a step of about {format_seconds(self.step_s(priced.plan, batch))}"
+        plan = counted(len(priced.plan.segments), "segment")
+        self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(priced.peak_bytes)}, {step}")
+        return priced.plan
 
     def least(self, batch: int) -> Plan:
         """Return the plan of the lowest peak at ``batch``."""

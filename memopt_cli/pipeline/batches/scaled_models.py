@@ -14,7 +14,7 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.scaled import ScaledStep, scaled
 from memopt_cli.search.plan.search_spaces import heads_of
 
-_MAX_OF_A_STEP = 0.9
+_MAX_UPDATE_SHARE = 0.9
 """Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
@@ -74,7 +74,7 @@ class ScaledModels:
         if not runs or not passes:
             return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
         step_s = seconds_at(batch, runs)
-        update_s = min(self.update_s, _MAX_OF_A_STEP * step_s) if updates else 0.0
+        update_s = min(self.update_s, _MAX_UPDATE_SHARE * step_s) if updates else 0.0
         return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:

@@ -67,7 +67,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
-    job = _Job(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
+    job = _StrategySearch(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
         plan = job.searched_plan()
     with Sessions(prepared, "small batch", job.notes) as session:
@@ -96,7 +96,7 @@ def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
+class _StrategySearch:
     """One run of :func:`compare_strategies`."""
 
     request: BatchRequest
@@ -115,21 +115,21 @@ class _Job:
             recommend_batch=False,
         )
         try:
-            found = find(request, self.prepared)
+            findings = find(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
-        if found.decisive is not None:
-            dropped = found.decisive
+        if findings.decisive is not None:
+            dropped = findings.decisive
             return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
-        self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
-        return found.plan
+        self.notes.append(f"The plan is that of level {findings.applied_level} at {self._where(self.steps.low)}.")
+        return findings.plan
 
     def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
         """Yield the rows of the table for one strategy."""
         symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
             for rule in ONLINE_RULES:
-                probe = functools.partial(_probe_online, session, rule, symbol)
+                probe = functools.partial(_run_online, session, rule, symbol)
                 compared = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
                 exactness = functools.partial(_agreement, session, rule, symbol, compared)
                 yield self._curve(name, f"online {rule}", probe, exactness)
@@ -179,8 +179,8 @@ class _Job:
             if steps is None:
                 return runs
             self.prepared.progress.update(0, None, f"running {self._where(steps)}")
-            runs[steps] = found = probe(steps)
-            if not isinstance(found, BatchProbe):
+            runs[steps] = run = probe(steps)
+            if not isinstance(run, BatchProbe):
                 return runs
         return runs
 
@@ -228,25 +228,27 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
     return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
 
 
-def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+def _run_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
     return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
 
 
 def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
-    found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
-    if not isinstance(found, GradientAgreement):
-        return None, f"its gradient could not be compared: {describe(found)}"
-    if found.exact:
-        return True, f"its gradient is that of bptt at {found.steps} steps, to {found.relative_error:.1g}"
-    apart = f"cosine {found.cosine:.3f} and relative error {found.relative_error:.2g}"
-    return False, f"{apart} to the gradient of bptt at {found.steps} steps"
+    agreement = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
+    if not isinstance(agreement, GradientAgreement):
+        return None, f"its gradient could not be compared: {describe(agreement)}"
+    if agreement.exact:
+        return True, f"its gradient is that of bptt at {agreement.steps} steps, to {agreement.relative_error:.1g}"
+    difference = f"cosine {agreement.cosine:.3f} and relative error {agreement.relative_error:.2g}"
+    return False, f"{difference} to the gradient of bptt at {agreement.steps} steps"
 
 
 def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
-    found = session().ask(VerifyJob(plan=plan, batch=batch))
-    if not isinstance(found, Verification):
-        return None, f"it could not be verified: {describe(found)}"
-    how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"
-    if found.passed:
-        return True, f"{found.compared} tensors are those of bptt {how}"
-    return False, f"{found.worst_name} differs from the one of bptt"
+    verification = session().ask(VerifyJob(plan=plan, batch=batch))
+    if not isinstance(verification, Verification):
+        return None, f"it could not be verified: {describe(verification)}"
+    precision = (
+        "bit for bit" if verification.exact else f"within {verification.tolerance:g} in {verification.precision}"
+    )
+    if verification.passed:
+        return True, f"{verification.compared} tensors are those of bptt {precision}"
+    return False, f"{verification.worst_name} differs from the one of bptt"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, for_message
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
@@ -71,7 +71,7 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    with once(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
+    with refuse_recursion(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
         yield replace(prepared, notes=(*prepared.notes, *left_out_note(model)))
 
 
@@ -90,7 +90,7 @@ def also_prepared_model(
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
 ) -> Iterator[Prepared]:
-    """Prepare one of several models inside :func:`once`.
+    """Prepare one of several models inside :func:`refuse_recursion`.
 
     ``obstacle``: why the model must be profiled in this process; empty to find out.
     """
@@ -113,7 +113,7 @@ def also_prepared_model(
 
 def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
     """Return reference -> function, for those of ``functions`` that cannot be found by their reference."""
-    return {used.reference: used.function for used in functions if used.function is not None}
+    return {function.reference: function.function for function in functions if function.function is not None}
 
 
 def prepared_here(
@@ -125,12 +125,12 @@ def prepared_here(
 ) -> Prepared:
     """Prepare the model that ``build`` makes; if an ``obstacle`` keeps subprocesses from it, for this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
-    here = functools.partial(LocalSession, build=build, functions=called_here(functions))
+    open_local = functools.partial(LocalSession, build=build, functions=called_here(functions))
     return Prepared(
         subject=subject,
         facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
         notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
-        open_session=here if obstacle else None,
+        open_session=open_local if obstacle else None,
     )
 
 
@@ -144,16 +144,16 @@ def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) 
     Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names beside others
     that are given by name.
     """
-    copied = detached_copy(model)
+    model_copy = detached_copy(model)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, kwargs))
         raise _Called
 
-    copied.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    model_copy.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     with undisturbed(), contextlib.suppress(_Called):
-        example_forward(copied)
+        example_forward(model_copy)
     if not calls:
         raise OptionError(
             "example_forward did not call the model that it was given",
@@ -181,17 +181,17 @@ def detached_copy(model: nn.Module) -> nn.Module:
     Raises :class:`StepError` if the model cannot be copied.
     """
     try:
-        copied = copy_of(model)
+        model_copy = copy_of(model)
     except Exception as err:  # the user's classes may do anything
         raise StepError(
             f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",
             hint=_before_sharding(model)
             or "Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
         ) from err
-    remove_plan(copied)
-    copied.zero_grad(set_to_none=True)
-    reset_hidden_state(copied)
-    return copied
+    remove_plan(model_copy)
+    model_copy.zero_grad(set_to_none=True)
+    reset_hidden_state(model_copy)
+    return model_copy
 
 
 def _before_sharding(model: nn.Module) -> str:
@@ -203,7 +203,7 @@ def _before_sharding(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def once() -> Iterator[None]:
+def refuse_recursion() -> Iterator[None]:
     """Refuse calls of memopt, inside the block, by a Python module that is being imported.
 
     Such a call, at the top level of the user's script, would recur without end: memopt's subprocesses import the script
@@ -238,10 +238,11 @@ def save_inputs(inputs: Arguments, path: Path) -> None:
 
 
 def _require_batch(inputs: Arguments) -> None:
-    first = next(iter(tensors_of(inputs)), None)
-    if first is None or not first.dim():
+    first_tensor = next(iter(tensors_of(inputs)), None)
+    if first_tensor is None or not first_tensor.dim():
+        problem = "there is no tensor" if first_tensor is None else "the first tensor is a scalar"
         raise OptionError(
-            f"the inputs have no batch: {'there is no tensor' if first is None else 'the first tensor is a scalar'}",
+            f"the inputs have no batch: {problem}",
             hint="Give the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
         )
 
@@ -260,7 +261,7 @@ def described(inputs: Arguments) -> InputSpec:
 def _described(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"an input is a {type(value).__name__}, and batches of another size cannot be made of it",
+            f"batches of another size cannot be made of an input: {for_message(value)}",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     values = "normal"
@@ -277,10 +278,10 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
 
     Raises as :func:`detached_copy`.
     """
-    copied = place(detached_copy(model), settings)
-    given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
-    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
-    return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
+    model_copy = place(detached_copy(model), settings)
+    input_copies = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
+    args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
+    return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
 def _copied(leaf: Any, device: str) -> Any:
@@ -322,10 +323,10 @@ def found_and_proven(
 
     Raises :class:`VerificationError` for a plan whose results differ from the original's.
     """
-    found = find(request, prepared)
-    if found.verification is not None and not found.verification.passed:
-        raise difference_error(found.decisive or dropped_unmeasured(found.plan, found.verification))
-    return found
+    findings = find(request, prepared)
+    if findings.verification is not None and not findings.verification.passed:
+        raise difference_error(findings.decisive or dropped_unmeasured(findings.plan, findings.verification))
+    return findings
 
 
 def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:

@@ -29,7 +29,7 @@ from memopt_cli.pipeline.memory.profiling import broken_notes
 from memopt_cli.pipeline.plans.frontier import spread
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.pipeline.prepare import Prepared, turned_off
+from memopt_cli.pipeline.prepare import Prepared, switches_off
 from memopt_cli.pipeline.verification import verify_compiled
 from memopt_cli.records import (
     BUDGETED,
@@ -298,7 +298,7 @@ class CompiledSearch(ABC):
             yield f"{self.backend} does not compile the model: {plain.message.removesuffix('.')}. {plain.hint}".rstrip()
         if isinstance(plain, Measured):
             yield from broken_notes(plain)
-        if off := turned_off(self.measurements.prepared):
+        if off := switches_off(self.measurements.prepared):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
     def _beyond(self, outcome: Measurement | Failure) -> str:

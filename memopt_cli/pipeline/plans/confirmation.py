@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import MeasureJob, Subject
-from memopt_cli.pipeline.batches.batch_probes import memory_left_out
+from memopt_cli.pipeline.batches.batch_probes import optimizer_state_notes
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.terms import SETTING_FLAGS, filled_in, naming_code, typed
@@ -57,7 +57,7 @@ def confirm(
         device=device,
         measurement=measurement,
         predicted=None,
-        notes=(*measured.not_as_planned, *memory_left_out(prepared)),
+        notes=(*measured.not_as_planned, *optimizer_state_notes(prepared)),
         unlike=differing,
     )
     if predicted is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, inputs_note, turned_off
+from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, Prepared, inputs_note, switches_off
 from memopt_cli.records import (
     CompiledRow,
     Dropped,
@@ -89,7 +89,7 @@ class Findings:
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
-            turns_off=turned_off(prepared),
+            turns_off=switches_off(prepared),
             notes=[*request.search.notes, *(note for note in prepared.notes if note != inputs)],
             details=[inputs],
         )
@@ -103,7 +103,7 @@ class Findings:
     @property
     def is_changed(self) -> bool:
         """Whether the model differs from its file: it has a plan, or the plan that the file carried was taken off."""
-        return not self.plan.is_empty or TAKEN_OFF in self.notes
+        return not self.plan.is_empty or TAKEN_OFF_NOTE in self.notes
 
     @property
     def is_run(self) -> bool:

@@ -261,8 +261,8 @@ class GoalSearch:
         failure = self.measurements.time_in_turns(plans, self.most_shown)
         if failure is not None:
             self.search.findings.notes.append(
-                "The ratios of the frontier are rough: its plans were timed one by one, since timing them in turns "
-                f"with the original failed: {describe(failure)}."
+                "The ratios of the frontier are rough: its plans were timed one by one, since they could not be timed "
+                f"in turns with the original: {describe(failure)}."
             )
             return points
         outcomes = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}

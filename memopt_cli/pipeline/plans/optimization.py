@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
+from memopt_cli.pipeline.batches.batch_advice import advise_by_dry_runs, begin_advice
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
@@ -186,7 +186,7 @@ class _Job:
             if request.confirm_batch:
                 advice.search.foresee()
             else:
-                predicted(advice.search)
+                advise_by_dry_runs(advice.search)
             self.findings.advice = advice
         except UsageError:  # the advice says so
             return

@@ -16,7 +16,7 @@ from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
 from memopt_cli.pipeline.batches.recommendation import batch_file
-from memopt_cli.pipeline.memory.profiling import no_longer_than, record_step
+from memopt_cli.pipeline.memory.profiling import record_step, scaled_to_measurement
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.shown import frontier_path, write_shown
 from memopt_cli.pipeline.plans.summary import summarize
@@ -211,5 +211,5 @@ class ResultWriter:
                 outcome = row.outcome if row.plan.compile is None else None  # steps are recorded uncompiled
                 with self.prepared.session(data) as session:
                     trace = record_step(session, row.plan, outcome, findings.notes).trace
-                traces[row.level] = no_longer_than(outcome, trace)
+                traces[row.level] = scaled_to_measurement(outcome, trace)
         return RecordedSteps(original=traces[0], optimized=traces[findings.applied_level])

@@ -174,7 +174,7 @@ class TestInProcess:
         location = saved(tmp_path / "net.memopt.pt", net)
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
         assert [row.planned for row in found.rows] == [False, True]
-        assert "The file carries a plan: the rows are without it and with it." in found.notes
+        assert "The file carries a plan: there are rows without the plan and with it." in found.notes
         path = plan_file(tmp_path, plan)
         named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=path)
         assert [row.planned for row in named.rows] == [False, True]
@@ -276,7 +276,7 @@ class TestInProcess:
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
         assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
-        assert any("gradients of earlier ones" in note for note in found.notes)
+        assert any("gradients of earlier passes" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])

@@ -22,7 +22,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.pipeline.out_of_memory import explanation
-from memopt_cli.pipeline.out_of_memory.explanation import _in_words, _Trial
+from memopt_cli.pipeline.out_of_memory.explanation import _plan_in_words, _Trial
 from memopt_cli.records import (
     ExplainRequest,
     Explanation,
@@ -459,7 +459,7 @@ def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) 
     ],
 )
 def test_a_plan_is_called_by_what_it_does(plan: Plan, text: str) -> None:
-    assert _in_words(plan) == text
+    assert _plan_in_words(plan) == text
 
 
 def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:

@@ -103,7 +103,7 @@ def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
 )
 def test_a_plan_names_no_code(field: str, code: str) -> None:
     step = replace(STEP, settings=replace(StepSettings(), **{field: code}))
-    with pytest.raises(UsageError, match=rf"`--{field} .*, which is code and must be named here"):
+    with pytest.raises(UsageError, match=rf"`--{field} .*, but memopt runs no code that only a plan names"):
         with_predicted_settings(StepSettings(), step)
     mine = replace(StepSettings(), **{field: "mine.py:f"})
     assert with_predicted_settings(mine, step) == mine

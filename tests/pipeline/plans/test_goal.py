@@ -175,7 +175,10 @@ def test_where_measurements_pass_the_budget_the_least_plan_is_tried_in_the_end()
 
 def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail=""))
-    with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
+    with pytest.raises(
+        NothingFitsError,
+        match="within 750 B were found, but this machine runs out of memory, even with a plan of 300 B",
+    ):
         search.within(750)
     assert asked == [700, 500, 300]
 
@@ -183,13 +186,13 @@ def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
     with pytest.raises(
-        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest that was found takes about 300 B"
+        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest plan found takes about 300 B"
     ) as error:
         search.within(200)
     assert error.value.exit_code == 6
     assert error.value.hint == "Raise `--budget` or `--level`."  # there is one sample
     search, asked = goal(lambda peak: measured(peak + 1000))
-    with pytest.raises(NothingFitsError, match="the smallest that was found"):
+    with pytest.raises(NothingFitsError, match="the smallest plan found"):
         search.within(750)
     assert len(asked) <= 6
 
@@ -208,14 +211,16 @@ def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, s
 def test_unavoidable_parts_is_named() -> None:
     least = counted(1000, gradients=300)
     assert list(unavoidable_parts(least, (), frees_gradients=False)) == [
-        "It holds what no plan can make smaller: 300 B of gradients."
+        "No plan can make these parts of its peak smaller: 300 B of gradients."
     ]
     operators = [
         OpTrace(name=name, module=module, phase="forward", workspace_bytes=size)
         for name, module, size in (("aten::mm", "fc", 10), ("aten::convolution", "features.0", 400))
     ]
     _, kernels = unavoidable_parts(replace(least, allocated_peak_bytes=1400), operators, frees_gradients=False)
-    assert kernels.startswith("Kernels hold 400 B of it for themselves, most of all aten::convolution in 'features.0'.")
+    assert kernels.startswith(
+        "Kernels hold 400 B of its peak as workspace, most of all aten::convolution in 'features.0'."
+    )
     less = replace(least, allocated_peak_bytes=1100)
     assert len(list(unavoidable_parts(less, operators, frees_gradients=False))) == 1  # too little to matter
 
@@ -226,7 +231,7 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
     least = counted(1000, gradients=300, holders=holders)
     _, held = unavoidable_parts(least, (), frees_gradients=False)
     assert held == (
-        "Beside that it holds activations and what backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
+        "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
         "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last'."
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
@@ -243,7 +248,7 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = unavoidable_parts(counted(1000, gradients=501), (), frees_gradients=frees)
-    assert weights == f"Parameters and gradients are most of it: model.bfloat16() halves both.{more}"
+    assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
 
 
 def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
@@ -251,7 +256,7 @@ def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
     row = search.within(296)
     assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
     search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the smallest that was found takes about 300 B"):
+    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 300 B"):
         search.within(296)
     assert asked == [300]
     search, asked = goal(lambda peak: measured(peak - 50))
@@ -382,7 +387,11 @@ def test_plans_that_another_beats_are_not_shown_but_the_original_is() -> None:
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
 def test_what_is_picked_is_on_the_frontier(number: int, is_there: bool) -> None:
-    expected = contextlib.nullcontext() if is_there else pytest.raises(UsageError, match="plans on the frontier: 7")
+    expected = (
+        contextlib.nullcontext()
+        if is_there
+        else pytest.raises(UsageError, match="the frontier does not have: it has 7 plans")
+    )
     with expected:
         check_pick(number, 7)
 

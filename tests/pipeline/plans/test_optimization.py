@@ -601,7 +601,7 @@ def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
-    assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
+    assert re.search(r"--pick 99 asks for a plan that the frontier does not have: it has [2-7] plans\n", done.err)
 
 
 @pytest.mark.parametrize("may_improve", [True, False])
@@ -972,9 +972,7 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     unasked = optimize("net.pt", *goal, "--force", "--optimizer", "adamw")
     assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
     explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
-    assert (
-        f"Who holds what when, and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
-    )
+    assert f"and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
 
 
 LOOKING_AT_ALL = """

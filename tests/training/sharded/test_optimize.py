@@ -64,7 +64,7 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(elsewhere, "runnable_bytes", lambda device: 1000)
-    monkeypatch.setattr(elsewhere, "verified_small", lambda *_: pytest.fail("it would fill the memory"))
+    monkeypatch.setattr(elsewhere, "verify_on_few_samples", lambda *_: pytest.fail("it would fill the memory"))
     assert optimized(f"{MODELS}:shard", "--budget", "700KiB", "-o", "net.pt") == 3
     said = capsys.readouterr().err
     assert "no plan could be verified here: the model and the gradients of 2 steps take " in said
