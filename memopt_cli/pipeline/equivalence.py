@@ -210,11 +210,11 @@ class _Judge:
     sides: _Sides
     job: FollowJob
     first_run: Followed
-    """The reference's steps."""
+    """Reference's steps."""
     repeated_run: Followed
-    """The reference's steps in a second run."""
+    """Reference's steps in a second run."""
     candidate_run: Followed
-    """The candidate's steps."""
+    """Candidate's steps."""
 
     def judge(self, blank_comparison: Equivalence) -> Equivalence:
         """Compare the steps, the hooks and the modes, and return the verdict."""

@@ -14,12 +14,12 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
+from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, predicted
 
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared, layout: Layout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
+    prepared: Prepared, layout: RankLayout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
     """Predict ``rank``, or if ``None`` the first and the last; yield the session of the largest, and the predictions.
 
@@ -39,6 +39,6 @@ def predicted_ranks(
         yield session_by_rank[largest], tuple(predictions.values())
 
 
-def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
+def predict(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
     return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

@@ -33,10 +33,10 @@ from memopt_cli.records import (
     Failure,
     FileHeader,
     InputSpec,
-    Layout,
     ModelFacts,
     ModelSource,
     Plan,
+    RankLayout,
     StepFailed,
     StepRequest,
     StepSettings,
@@ -57,13 +57,13 @@ class Prepared:
     notes: tuple[str, ...]
     """Notes for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """A function that opens a session in this process, for a model in memory; `None`: sessions are subprocesses."""
+    """A function that opens a session in this process, for a model in memory.  ``None``: sessions are subprocesses."""
     carried: Plan = ORIGINAL
-    """The plan that the file carries; the loaded model is without it."""
+    """Plan that the file carries; the loaded model is without it."""
     timeout_s: float = 600.0
-    """The longest wait for one answer of a session, in seconds."""
+    """Longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
-    """The display of the stages that the model goes through."""
+    """Display of the stages that the model goes through."""
 
     def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
         """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
@@ -139,7 +139,7 @@ def opening_of(
     settings: StepSettings,
     *,
     card: DeviceProfile | None = None,
-    layout: Layout | None = None,
+    layout: RankLayout | None = None,
     fake: bool = False,
     backend: str | None = None,
 ) -> Opening:

@@ -33,13 +33,13 @@ from memopt_cli.records import (
 )
 
 _STEPS_COMPARED = 3
-"""The number of steps, of the original and of the plan together, that a full comparison takes."""
+"""Number of steps, of the original and of the plan together, that a full comparison takes."""
 _QUICK_S = 1.0
 """Time in seconds that the steps of a full comparison should take; for a longer step, fewer samples are compared."""
 _CONSECUTIVE_STEPS = 3
-"""The number of consecutive compiled steps that are compared."""
+"""Number of consecutive compiled steps that are compared."""
 _FEW_SAMPLES = 2
-"""The batch at which a plan is verified where the step does not run at full size, as with ``--for``."""
+"""Batch at which a plan is verified where the step does not run at full size, as with ``--for``."""
 
 
 def verify(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
@@ -114,7 +114,7 @@ class MeasuredSteps:
     original: Fingerprint
     planned: Fingerprint
     original_s: float
-    """The time of a step of the original, in seconds."""
+    """Time of a step of the original, in seconds."""
 
 
 def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:

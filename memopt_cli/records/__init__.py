@@ -84,7 +84,7 @@ from memopt_cli.records.inspection import StoredTensor as StoredTensor
 from memopt_cli.records.inspection import TensorKind as TensorKind
 from memopt_cli.records.layout import BUILT_IN as BUILT_IN
 from memopt_cli.records.layout import Collective as Collective
-from memopt_cli.records.layout import Layout as Layout
+from memopt_cli.records.layout import RankLayout as RankLayout
 from memopt_cli.records.learning import ONLINE_RULES as ONLINE_RULES
 from memopt_cli.records.learning import STRATEGIES as STRATEGIES
 from memopt_cli.records.learning import GradientAgreement as GradientAgreement

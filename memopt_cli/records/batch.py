@@ -8,7 +8,7 @@ from typing import Final, Literal
 from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import ResolvedSearch
@@ -104,7 +104,7 @@ class ReplicaAdvice:
 Objective = Literal["max", "throughput"]
 
 LONGEST_STEP_S: Final = 60.0
-"""Longest seconds of a step that is run to find a batch, by default."""
+"""Default of the longest step that is run to find a batch, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class BatchRow:
     outcome: BatchOutcome
     """Batch that fits; with copies, the batch of each copy at their fastest number."""
     replicas: ReplicaAdvice | None = None
-    """Numbers of copies that were tried; ``None`` without ``--replicas``."""
+    """Numbers of copies that were tried.  ``None``: no ``--replicas``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,9 @@ class LengthBatching:
 
     name: str
     batch: int | None
-    """Sequences in a batch; ``None`` for as many as ``max_tokens`` allows."""
+    """Sequences in a batch.  ``None``: as many as ``max_tokens`` allows."""
     max_tokens: int | None
-    """Most positions in a batch, padding included; ``None`` where ``batch`` is given."""
+    """Maximum number of positions in a batch, padding included.  ``None``: ``batch`` is given."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
@@ -178,37 +178,36 @@ class BatchRequest(StepRequest):
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
     objective: Objective | None = None
-    """Objective that the user gave; ``None`` for the default, which is in :attr:`aim`."""
+    """Objective that the user gave.  ``None``: the default, which is in :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
     dim_range: DimRange | None = None
     replicas: DimRange | None = None
-    """Numbers of copies of the model to try; ``None`` for a single model."""
+    """Numbers of copies of the model to try.  ``None``: a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well; ``None`` for none."""
+    """Path of a plan under which a batch is recommended as well.  ``None``: none."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths; ``None`` for none."""
+    """Path of a file of sequence lengths.  ``None``: none."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
-    """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` without
-    ``--search``."""
+    """Limits on plans in a search for the fastest pair of a batch and a plan.  ``None``: no ``--search``."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which everything is estimated; ``None`` for the device here."""
+    """Device that this machine lacks, for which everything is estimated.  ``None``: the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[RankLayout, ...] = ()
     """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
     search_limit_s: float | None = None
-    """Seconds after which ``--search`` tries no more pairs; ``None`` for no limit."""
+    """Seconds after which ``--search`` tries no more pairs.  ``None``: no limit."""
     backend: str | None = None
-    """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
+    """Backend of ``torch.compile`` that compiles the step.  ``None``: a step that is not compiled."""
     output: str | None = None
-    """Path of the batch configuration; ``None`` to write none, or with a ``search`` one beside the model."""
+    """Path of the batch configuration.  ``None``: write none, or with a ``search`` one beside the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
-    """Longest seconds of a step that is run."""
+    """Longest step that is run, in seconds."""
 
     @property
     def runs(self) -> bool:
@@ -231,7 +230,7 @@ class BatchRequest(StepRequest):
 
     @property
     def uncompiled(self) -> str:
-        """The first given option for which steps run, or are predicted, without a compiler; empty if there is none."""
+        """First given option for which steps run, or are predicted, without a compiler; empty if there is none."""
         given = {
             "`--search`": self.search,
             "`--strategy`": self.strategies or None,
@@ -362,7 +361,7 @@ class BatchRecommendation:
     verified: bool
     """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
     lengths: tuple[LengthBatching, ...]
     """Costs of the strategies to batch the user's sequences; empty without ``--lengths``."""
     notes: tuple[str, ...]

@@ -30,7 +30,7 @@ def check_amounts(record: Any, *, least: int) -> None:
 
 
 LONGEST_NAME = 60
-"""Most characters of a device's name, which must fit a line of a report."""
+"""Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
 def _check_name(key: str, name: str) -> None:
@@ -148,7 +148,7 @@ class Confirmation:
     """Device on which the step was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
-    """Prediction in the plan's file; ``None`` if it has none."""
+    """Prediction in the plan's file.  ``None``: it has none."""
     confirms: bool = False
     """Whether the measurement can confirm the estimate, since it is of the same step on a GPU."""
     notes: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class Confirmation:
     unlike: tuple[str, ...] = ()
     """Conditions that differ from those of the prediction."""
     allocated_off: float | None = None
-    """(Predicted − measured) / measured for the allocated peak; ``None`` where nothing was predicted, as below."""
+    """(Predicted − measured) / measured for the allocated peak.  ``None``: nothing was predicted, as below."""
     reserved_off: float | None = None
     """(Predicted − measured) / measured for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
     step_off: float | None = None

@@ -21,7 +21,7 @@ class TooSlow:
     """The reason that a plan's step takes longer than allowed."""
 
     slowdown: float
-    """Measured step time divided by that of the original."""
+    """Measured step time divided by the original's."""
     most: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
@@ -57,7 +57,7 @@ class SavesTooLittle:
     saved: float
     """Saved share of the original's allocated peak; 0 or less if the peak is not lower."""
     slowdown: float
-    """Step time divided by that of the original."""
+    """Step time divided by the original's."""
     is_predicted: bool = False
     """Whether both numbers are predictions."""
 
@@ -77,7 +77,7 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment; ``None`` for packing outside of segments."""
+    """Path of the module that was a segment.  ``None``: packing outside of segments."""
     difference: str
     """Difference from the original with that part, in words."""
 
@@ -141,12 +141,12 @@ class Dropped:
     peak_bytes: int | None
     """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """Allocated peak of the original; ``None`` if it does not run here."""
+    """Allocated peak of the original.  ``None``: it does not run here."""
     why: Reason
 
     @property
     def found(self) -> str:
-        """The plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
+        """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {counted(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:

@@ -9,7 +9,7 @@ BUILT_IN = ("fsdp", "ddp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankLayout:
     """The distribution of a model over ranks, each of which is a process with a device."""
 
     ranks: int

@@ -26,7 +26,7 @@ class Prediction:
     waits_s: float = 0.0
     """Seconds for which the step waits for tensors on their way to another place or back."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk."""
+    """Largest number of bytes that wait in host memory or on the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Counted:
     data_ranks: int = 1
     """Ranks that have samples of their own; 1 for one device."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Measurement:
     waited: float = 0.0
     """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
     @property
     def step_s(self) -> float:

@@ -148,7 +148,7 @@ class CompilePlan(_Briefly):
     backend: str
     """Backend: ``inductor``, ``aot_eager`` or another that PyTorch knows by name."""
     mode: str | None = None
-    """Mode of inductor, such as ``max-autotune``; ``None`` for its default."""
+    """Mode of inductor, such as ``max-autotune``.  ``None``: its default."""
     activation_memory_budget: float | None = None
     """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
     ``None`` for the process's setting, 1 unless somebody changed it."""
@@ -183,11 +183,11 @@ class Plan(_Briefly):
     in_backward: bool = False
     """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
-    """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
+    """Dimension whose size selects the range, in every forward.  ``None``: a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
-    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` for no compiling."""
+    """Settings of ``torch.compile``, which compiles the model with its segments.  ``None``: no compiling."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
@@ -249,12 +249,12 @@ class Plan(_Briefly):
 
     @property
     def of_model(self) -> Plan:
-        """The plan without its part for the optimizer."""
+        """Plan without its part for the optimizer."""
         return replace(self, in_backward=False)
 
     @property
     def eager(self) -> Plan:
-        """The plan without compiling."""
+        """Plan without compiling."""
         return replace(self, compile=None)
 
     @said_in_python()

@@ -10,7 +10,7 @@ from typing import Any
 from memopt_cli.records.device import PredictedStep
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.plan import Plan, SegmentPlan
 from memopt_cli.records.wire import to_data, to_short_data
 from memopt_cli.text.documents import yaml_text
@@ -44,7 +44,7 @@ def plan_yaml(
     plan: Plan,
     level: int | None = None,
     predicted: PredictedStep | None = None,
-    layout: Layout | None = None,
+    layout: RankLayout | None = None,
     turns_off: Sequence[str] = (),
 ) -> bytes:
     """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of a search, and ``plan``.

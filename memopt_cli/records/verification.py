@@ -105,7 +105,7 @@ class Verification:
     dims: dict[str, int] = field(default_factory=dict)
     """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
-    """Comparison of the measured steps, if they agree; ``None`` if they do not, or were not compared."""
+    """Comparison of the measured steps, if they agree.  ``None``: they do not, or were not compared."""
     detail: str = ""
     """Error of the step with the plan, where the original raises none; empty if there is none."""
     inexact: tuple[str, ...] = ()

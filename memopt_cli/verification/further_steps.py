@@ -25,7 +25,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import Difference, difference, effects, gradients_by_parameter
-from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
+from memopt_cli.verification.variations import CHECKS, Arguments, CannotVary, Resize, Variation, variations
 
 _STEPS, _STEPS_AS_ASKED = 4, 3
 """Most time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
@@ -111,7 +111,7 @@ def _followed(
     return tuple(checks), None
 
 
-def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Inputs:
+def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Arguments:
     """Return the inputs cut to the first ``size`` samples: each tensor that is as long as the first one.
 
     Raises :class:`StepError` if there are fewer samples.

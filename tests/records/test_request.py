@@ -12,9 +12,9 @@ from memopt_cli.records import (
     BatchRequest,
     Budget,
     DimRange,
-    Layout,
     ModelSource,
     OptimizeRequest,
+    RankLayout,
     ResolvedSearch,
     SearchGoal,
     SearchOverrides,
@@ -25,7 +25,7 @@ from memopt_cli.search.plan.policy import resolve
 
 SOURCE = ModelSource(location="model.pt")
 CARD = CARDS["t4-16gb"]
-LAYOUT = Layout(ranks=2, parallel="fsdp", mesh={"dp": 2})
+LAYOUT = RankLayout(ranks=2, parallel="fsdp", mesh={"dp": 2})
 RANGE = DimRange(symbol="S", low=8, high=64)
 BUDGET, FRONTIER = SearchGoal(budget=Budget(nbytes=1024)), SearchGoal(frontier=True)
 

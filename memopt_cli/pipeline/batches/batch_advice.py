@@ -30,7 +30,7 @@ _MAX_BATCH_FACTOR = 1000
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
-"""The lowest number of batch sizes that are run for the advice, as far as they can be run."""
+"""Lowest number of batch sizes that are run for the advice, as far as they can be run."""
 _AIMED_TIME_SHARE = 0.7
 """Share of the longest step that the predicted time of a run may take.
 

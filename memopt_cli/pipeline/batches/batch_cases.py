@@ -34,7 +34,7 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """The number of copies that train fastest at the described batch; `None`: not searched, or none fits."""
+    """Number of copies that train fastest at the described batch.  ``None``: not searched, or none fits."""
 
     @property
     def fits(self) -> bool:
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def replicas(self) -> ReplicaAdvice | None:
-        """The number of copies that train fastest, by their largest batch if none fits at the described one."""
+        """Number of copies that train fastest, by their largest batch if none fits at the described one."""
         if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The case in words, `` at S=128 under the plan``, or nothing."""
+        """Case in words, `` at S=128 under the plan``, or nothing."""
         sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
         return sizes + (" under the plan" if self.planned else "")
 
@@ -84,12 +84,12 @@ class CaseSearch:
     most_runs: int
     """Maximum number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
-    """The numbers of copies to choose from; empty: a single model is trained."""
+    """Numbers of copies to choose from; empty: a single model is trained."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """A function that runs a batch, as in :attr:`BatchProbes.run`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
-    """The cases whose search has begun, the last first."""
+    """Cases whose search has begun, the last first."""
 
     def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
         """Search ``cases``, the last first; each passes the ratio of measured peaks to dry runs on to the next.
@@ -184,7 +184,7 @@ class CaseSearch:
 
     @property
     def left(self) -> int:
-        """The number of runs that may still be made."""
+        """Number of runs that may still be made."""
         return self.most_runs - self.runs
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:

@@ -87,11 +87,11 @@ class BatchProbes:
     dims: dict[str, int] = field(default_factory=dict)
     """Symbol of a dimension -> its size, where it differs from the described inputs."""
     limit_bytes: int | None = None
-    """The memory of the device to emulate, in bytes; `None`: the memory of this device."""
+    """Memory of the device to emulate, in bytes.  ``None``: the memory of this device."""
     replicas: int = 1
-    """The number of copies of the model that are trained together."""
+    """Number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch for a caller that also records it; `None`: :class:`ProbeJob` runs it."""
+    """A function that runs a batch for a caller that also records it.  ``None``: :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class BatchProbes:
 
     @property
     def operators_per_sample(self) -> float:
-        """The number of operators that each further sample adds; 0 while unknown.
+        """Number of operators that each further sample adds; 0 while unknown.
 
         It stays unknown under a plan with chunks: there more operators may mean more chunks, since a batch smaller than
         the number of chunks runs in fewer of them.

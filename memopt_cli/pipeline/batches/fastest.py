@@ -63,7 +63,7 @@ _MAX_RUNS = 8
 _MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
 _MIN_DRY_RUN_BATCH = 4
-"""The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
+"""Smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
 
 _CHECKPOINTS_OFF_NOTE = (
@@ -125,9 +125,9 @@ class _FastestSearch:
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
-    """The dry runs of each plan."""
+    """Dry runs of each plan."""
     dropped: list[Dropped] = field(default_factory=list)
-    """The plans that train faster than the answer but fail verification."""
+    """Plans that train faster than the answer but fail verification."""
 
     def __post_init__(self) -> None:
         self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)

@@ -19,7 +19,7 @@ _MAX_FINALISTS = 3
 _NOISE_SHARE = 0.2
 """Share by which a rate may vary from run to run on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
-"""The longest step, in seconds, that is run again: another run of a longer one would take minutes."""
+"""Longest step, in seconds, that is run again: another run of a longer one would take minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PairRuns:
     limits: Limits
     global_batch: int | None
     micro_batches: int
-    """The number of passes in a step of the optimizer without ``--global-batch``."""
+    """Number of passes in a step of the optimizer without ``--global-batch``."""
 
     def all(self) -> list[PairRun]:
         """Return all pairs, in the order in which they were run."""

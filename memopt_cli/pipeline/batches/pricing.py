@@ -25,7 +25,7 @@ class Pricing:
     options: SearchOptions
     progress: Progress
     priced: int = 0
-    """The number of plans priced so far."""
+    """Number of plans priced so far."""
     _planners: dict[int, Planner] = field(default_factory=dict)
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:

@@ -18,11 +18,11 @@ from memopt_cli.records import (
     BatchRequest,
     Counted,
     Failure,
-    Layout,
     NoBatchFits,
     NotPredicted,
     Plan,
     RankBatch,
+    RankLayout,
     RanksRecommendation,
     RanksRow,
     StepFailed,
@@ -96,10 +96,10 @@ class _RanksSearch:
 
     @property
     def fitting(self) -> list[RanksRow]:
-        """The rows in which a batch fits."""
+        """Rows in which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
 
-    def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
+    def find(self, layout: RankLayout, plan: Plan | None) -> Iterator[RanksRow]:
         """Yield a row for ``layout`` without a plan, and one under ``plan``, if there is one."""
         for candidate in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             suffix = " under the plan" if candidate is plan else ""
@@ -143,7 +143,7 @@ class _RanksSearch:
         unit = self.limits.multiple_of
         return batches[-1] if batches else max(unit, self.prepared.batch // unit * unit)
 
-    def _largest(self, layout: Layout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
+    def _largest(self, layout: RankLayout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
         """Return the largest batch that fits on both the first and the last rank of ``layout``.
 
         Each rank is searched up to the batch that the other allows, until both allow the same.
@@ -172,7 +172,7 @@ class _RanksSearch:
         )
 
     def _of_rank(
-        self, layout: Layout, rank: int, plan: Plan, start: int, limits: Limits
+        self, layout: RankLayout, rank: int, plan: Plan, start: int, limits: Limits
     ) -> tuple[int, Counted] | NoBatchFits | Failure:
         """Return the largest batch of ``rank`` within ``limits``, with its dry run."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)

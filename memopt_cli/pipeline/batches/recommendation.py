@@ -144,7 +144,7 @@ class _BatchSearch:
     """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
     length_runs: int = 0
-    """The number of runs made to compare ways to batch sequences."""
+    """Number of runs made to compare ways to batch sequences."""
 
     def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
         """Search the batch of each case, make the further runs that the answer needs, and return the answer."""

@@ -39,7 +39,7 @@ class ScaledModels:
 
     @property
     def update_s(self) -> float:
-        """The seconds that the optimizer's update takes in a step; 0 while unknown."""
+        """Seconds that the optimizer's update takes in a step; 0 while unknown."""
         return statistics.median([run.update_s for run in self.runs_of_original()] or [0.0])
 
     def slowdown(self, plan: Plan, batch: int) -> float:

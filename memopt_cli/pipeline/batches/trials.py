@@ -24,15 +24,15 @@ class Trials:
 
     prepared: Prepared
     limit_bytes: int
-    """The memory of the device to emulate, in bytes."""
+    """Memory of the device to emulate, in bytes."""
     outcomes: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
-    """The outcomes, in the order in which the pairs were run."""
+    """Outcomes, in the order in which the pairs were run."""
     records: dict[int, Traced] = field(default_factory=dict)
     """Batch -> record of the original's step."""
     notes: dict[int, list[str]] = field(default_factory=dict)
     """Batch -> notes on its record, or the reason why there is none."""
     count: int = 0
-    """The number of runs, including those of a pair that was run before."""
+    """Number of runs, including those of a pair that was run before."""
 
     def run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         """Run a step under ``plan`` at ``batch``, unless it was run before; return its allocated peak and its time."""

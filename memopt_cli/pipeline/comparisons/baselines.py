@@ -32,7 +32,7 @@ from memopt_cli.records import (
 )
 
 MAX_SAVED_TENSORS = 20
-"""The number of saved tensors, the largest ones, that a baseline names."""
+"""Number of saved tensors, the largest ones, that a baseline names."""
 
 Paths = Mapping[str, str]
 """Path of a module before -> its path now, for those that have another one."""

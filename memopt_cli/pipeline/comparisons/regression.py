@@ -33,11 +33,11 @@ from memopt_cli.records import (
     Comparison,
     Conditions,
     InputSpec,
-    Layout,
     Measurement,
     ModuleBytes,
     PeakPlace,
     Plan,
+    RankLayout,
     RankPrediction,
     ShorterStep,
     StepMemory,
@@ -274,7 +274,7 @@ class _CheckedStep:
 
     prepared: Prepared
     plan: Plan
-    layout: Layout | None
+    layout: RankLayout | None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:

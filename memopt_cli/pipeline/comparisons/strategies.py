@@ -47,7 +47,7 @@ _SEARCHED_LEVEL = 3
 """Level of the search for a plan, where the user gives none."""
 
 _MIN_COMPARED = 8
-"""The lowest number of time steps at which gradients are compared, within the range.
+"""Lowest number of time steps at which gradients are compared, within the range.
 
 A single step carries no state over, so every rule would seem exact."""
 

@@ -30,7 +30,7 @@ class FirstDifference:
     step: int
     """Index of the step, from 0."""
     gaps: tuple[TensorGap, ...]
-    """The gaps in the order in which a step makes the tensors; the largest of a kind first."""
+    """Gaps in the order in which a step makes the tensors; the largest of a kind first."""
 
     @property
     def is_rounding(self) -> bool:
@@ -67,7 +67,7 @@ def is_in_double(training: Followed) -> bool:
 
 
 _FLOAT64_EPSILON: Final = 2.0**-52
-"""The distance of 1 to the next number of float64."""
+"""Distance of 1 to the next number of float64."""
 
 
 def is_nowhere_finite(tensor: TensorPrint) -> bool:

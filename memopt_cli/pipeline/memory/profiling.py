@@ -22,12 +22,12 @@ from memopt_cli.records import (
     CompilePlan,
     DeviceProfile,
     Failure,
-    Layout,
     Measurement,
     ModuleUse,
     OutOfMemory,
     Plan,
     ProfileRequest,
+    RankLayout,
     StepProfile,
     StepTrace,
     StorageTrace,
@@ -59,7 +59,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     return profile_prepared(request, prepared, plan)
 
 
-def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, plan: Plan) -> StepProfile:
+def _profile_ranks(request: ProfileRequest, layout: RankLayout, prepared: Prepared, plan: Plan) -> StepProfile:
     """Profile the largest of the requested ranks; of equally large ones, the first."""
     notes = list(prepared.notes)
     predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)

@@ -48,7 +48,7 @@ from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.text.units import format_bytes
 
 _EVEN_LENGTHS = 64
-"""The approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
+"""Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 
@@ -150,18 +150,18 @@ class _Range:
     up_to: int
     original: LevelRow
     applied: LevelRow
-    """The row whose plan is applied; the original's where that fits."""
+    """Row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
-    """The verification of the plan; `None` where the original is applied."""
+    """Verification of the plan.  ``None``: the original is applied."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that is applied in the range."""
+        """Plan that is applied in the range."""
         return self.applied.plan
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """The measured and the predicted slowdown; where one is unknown, the other is used for both."""
+        """Measured and the predicted slowdown; where one is unknown, the other is used for both."""
         if self.plan.is_empty:
             return 1.0, 1.0
         original_outcome, applied_outcome, predicted = (

@@ -42,9 +42,9 @@ class Climb:
     measurements: PlanMeasurements
     measure_all: bool
     applied: LevelRow | None = None
-    """The row of the highest level whose plan is worth its time as measured; `None` until there are rows."""
+    """Row of the highest level whose plan is worth its time as measured; ``None`` until there are rows."""
     _most_predicted: float = math.inf
-    """The highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
+    """Highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
         """Search every level from 1 on and return their rows, of which the highest is measured.
@@ -159,12 +159,12 @@ class Climb:
 
     @property
     def _original(self) -> Measurement | Failure:
-        """The latest measurement of the original; its failure if it does not run."""
+        """Latest measurement of the original; its failure if it does not run."""
         return self.measurements.measure(ORIGINAL)
 
     @property
     def _limit(self) -> float:
-        """The highest slowdown allowed; infinite if the original does not fit: then any plan that runs will do."""
+        """Highest slowdown allowed; infinite if the original does not fit: then any plan that runs will do."""
         if not isinstance(self._original, Measurement):
             return math.inf
         return self.search.options.max_slowdown or math.inf

@@ -50,11 +50,11 @@ from memopt_cli.text.units import format_apart
 _MAX_COMPILED: Final = 6
 """Maximum number of plans that are compiled."""
 _MAX_LEVEL: Final = 2
-"""The highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
+"""Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN_DIVISOR: Final = 50
 """Divisor of the budget: where segments did not fit, the next target is lowered by the excess and a fiftieth of it."""
 _MAX_SHOWN: Final = 4
-"""The number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
+"""Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
@@ -88,7 +88,7 @@ class CompiledSearch(ABC):
     _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prepared: dict[Plan, Prepared] = field(default_factory=dict)
-    """The model as prepared for each plan that is compiled, with a compiler's folder of its own."""
+    """Model as prepared for each plan that is compiled, with a compiler's folder of its own."""
 
     @property
     def _rows(self) -> list[CompiledRow]:
@@ -131,7 +131,7 @@ class CompiledSearch(ABC):
     @property
     @abstractmethod
     def _yardstick(self) -> Plan:
-        """The plan whose step time is the base of all slowdowns."""
+        """Plan whose step time is the base of all slowdowns."""
 
     @abstractmethod
     def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:

@@ -39,7 +39,7 @@ from memopt_cli.text.units import format_bytes
 
 _UNVERIFIED_NOTE = "The plan was not verified (`--unverified`). `memopt apply --verify` does so where the model fits."
 _GRADIENT_COPIES = 2
-"""The number of steps whose gradients verification holds at once: the original's and the plan's."""
+"""Number of steps whose gradients verification holds at once: the original's and the plan's."""
 
 
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:

@@ -33,14 +33,14 @@ class Findings:
 
     resolved: ResolvedSearch
     asked_codecs: Sequence[str]
-    """The paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
+    """Paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
     model_format: str
     device: str
     plan: Plan = field(default_factory=Plan)
-    """The plan that is applied; empty: the original stays."""
+    """Plan that is applied; empty: the original stays."""
     applied_level: int = 0
     selection: Selection | None = None
-    """The modules that became segments and those that did not; `None` at level 0."""
+    """Modules that became segments and those that did not; ``None`` at level 0."""
     by_goal: bool = False
     """Whether the plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)
@@ -56,20 +56,20 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     advice: BegunAdvice | None = None
-    """The search for the batch that fits, begun in the sessions of the plan search; `None`: not begun.
+    """Search for the batch that fits, begun in the sessions of the plan search.  ``None``: not begun.
 
     If verification has replaced the plan since, it is for the former plan, and is not used.
     """
     estimates: PlanEstimates | None = None
-    """Estimates for the card of ``--for``, where nothing is measured; `None` without that flag."""
+    """Estimates for the card of ``--for``, where nothing is measured.  ``None``: no such flag."""
     parallel: PlannedRanks | None = None
-    """Predictions for the ranks of ``--ranks``, where nothing is measured; `None` without that flag."""
+    """Predictions for the ranks of ``--ranks``, where nothing is measured.  ``None``: no such flag."""
     ranges: list[RangeRow] = field(default_factory=list)
-    """The ranges of a plan by length; none for other plans."""
+    """Ranges of a plan by length; none for other plans."""
     compiled: list[CompiledRow] = field(default_factory=list)
-    """The plans that were measured for ``--compile``; none without it."""
+    """Plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)
-    """The plans that were found and are not applied, in the order in which they were dropped."""
+    """Plans that were found and are not applied, in the order in which they were dropped."""
 
     def drop(self, dropped: Dropped) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
@@ -96,7 +96,7 @@ class Findings:
 
     @property
     def decisive(self) -> Dropped | None:
-        """The dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
+        """Dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None
 
@@ -112,7 +112,7 @@ class Findings:
 
     @property
     def measured(self) -> Measurement | None:
-        """The measurement of the plan that is applied; `None` if it was not measured."""
+        """Measurement of the plan that is applied.  ``None``: it was not measured."""
         return measured_at(self.rows, self.applied_level)
 
 

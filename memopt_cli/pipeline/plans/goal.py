@@ -43,7 +43,7 @@ The error does not say how much memory was missing."""
 _DOUBT_SHARE = 0.02
 """Share of the budget by which a predicted peak may exceed it and the plan is still measured, as the last resort."""
 FRONTIER_SLOWDOWN = 10.0
-"""The highest slowdown of a plan on the frontier without ``--max-slowdown``.
+"""Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 
 Nobody trains with a slower one, and measuring it would take ten times as long as well."""
 _MAX_IN_BACKWARD = 8
@@ -63,7 +63,7 @@ class GoalSearch:
     most_slowdown: float | None = None
     """Highest slowdown of a plan by its prediction, and on the frontier by its measurement too.
 
-    `None`: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
+    ``None``: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
     """
 
     @property
@@ -76,12 +76,12 @@ class GoalSearch:
 
     @property
     def _most(self) -> float:
-        """The highest slowdown within a budget."""
+        """Highest slowdown within a budget."""
         return math.inf if self.most_slowdown is None else self.most_slowdown
 
     @property
     def most_shown(self) -> float:
-        """The highest slowdown on the frontier."""
+        """Highest slowdown on the frontier."""
         return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:

@@ -50,7 +50,7 @@ class InBackwardPlans:
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
-    """A function that verifies a plan and returns why it fails; `None` if it passes."""
+    """A function that verifies a plan and returns why it fails.  ``None``: it passes."""
     most_slowdown: float
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""

@@ -121,14 +121,14 @@ class _Job:
     request: OptimizeRequest
     measurements: PlanMeasurements
     findings: Findings
-    """The findings so far."""
+    """Findings so far."""
     prover: Prover
     applied: LevelRow | None = None
-    """The row of the level whose plan is to be applied; `None`: the original's."""
+    """Row of the level whose plan is to be applied.  ``None``: the original's."""
 
     @property
     def prepared(self) -> Prepared:
-        """The model without a plan."""
+        """Model without a plan."""
         return self.measurements.prepared
 
     def search(self) -> list[LevelRow]:

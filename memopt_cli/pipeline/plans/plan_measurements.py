@@ -32,7 +32,7 @@ class PlanMeasurements:
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
     _in_turns: tuple[Plan, ...] = ()
-    """The plans that were last timed in turns with the original; the step times of their measurements are these."""
+    """Plans that were last timed in turns with the original; the step times of their measurements are these."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure ``plan`` in a fresh subprocess, unless it was measured before; return its latest measurement."""

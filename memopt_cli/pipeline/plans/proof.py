@@ -58,11 +58,11 @@ class Prover:
 
     measurements: PlanMeasurements
     findings: Findings
-    """The findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
+    """Findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
     takes_chosen: bool = False
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """The outcome of each verification so far."""
+    """Outcome of each verification so far."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
         """Return the row to apply and its verification.  ``chosen``: the best row of a search by levels.

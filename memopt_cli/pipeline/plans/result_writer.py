@@ -46,9 +46,9 @@ class ResultWriter:
     findings: Findings
     paths: OutputPaths
     started: float
-    """The start of the command by the monotonic clock, in seconds."""
+    """Start of the command by the monotonic clock, in seconds."""
     files: list[Path] = field(default_factory=list)
-    """The files written so far."""
+    """Files written so far."""
     advice: BatchAdvice | BatchEstimate | None = None
     steps: RecordedSteps | None = None
 

@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
 _ANY_SLOWDOWN_FACTOR = 3
-"""The factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
+"""Factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,19 @@ class StartedSearch:
     first: Counted
     """A dry run of the original."""
     original: LevelRow
-    """The row of the original as first measured; without an outcome where it is not run here."""
+    """Row of the original as first measured; without an outcome where it is not run here."""
     probes: SearchProbes
     planner: Planner
     findings: Findings
-    """The findings so far."""
+    """Findings so far."""
     notes: int
-    """The number of notes among the findings when the search began."""
+    """Number of notes among the findings when the search began."""
     details: int
-    """The number of details among the findings when the search began."""
+    """Number of details among the findings when the search began."""
 
     @property
     def options(self) -> SearchOptions:
-        """The limits of the search, as the user's options resolve."""
+        """Limits of the search, as the user's options resolve."""
         return self.findings.resolved.options
 
     def row(self, level: int, priced: Priced, dry_runs: int, started: float) -> LevelRow:

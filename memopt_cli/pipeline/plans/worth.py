@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
 
 _MIN_SAVED_SHARE = 0.02
-"""The share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
+"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
 _FREE_SLOWDOWN = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
 

@@ -12,7 +12,7 @@ from memopt_cli.cli.app import main
 from memopt_cli.files.contents import read_plan
 from memopt_cli.pipeline.plans import elsewhere
 from memopt_cli.ranks import plan_rank, predict_rank
-from memopt_cli.records import Layout
+from memopt_cli.records import RankLayout
 from tests.training.sharded import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("here")]
@@ -29,7 +29,7 @@ def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     assert optimized(f"{MODELS}:shard", "--budget", "700KiB", "-o", "net.pt") == 0
     summary = json.loads(Path("net.summary.json").read_text())["summary"]
-    layout = Layout(ranks=4, parallel=f"{MODELS}:shard", mesh={"dp": 4})
+    layout = RankLayout(ranks=4, parallel=f"{MODELS}:shard", mesh={"dp": 4})
     (first, last), original = summary["parallel"]["planned"], summary["parallel"]["original"]
     assert (first["rank"], last["rank"]) == (0, 3)
     assert first["layout"] == {"ranks": 4, "parallel": layout.parallel, "mesh": layout.mesh}
