@@ -667,7 +667,7 @@ class TestLevelOne:
         (dropped,) = summary.dropped
         assert isinstance(dropped.why, Differs)
         (left_out,) = dropped.why.left_out
-        assert left_out.sentence.startswith("'1' is not a segment: with it gradient of 1.")
+        assert left_out.sentence.startswith("'1' is not a segment: as a segment, gradient of 1.")
         *_, said = said_of(net[1:2], Block, torch.randn(2, 8))
         assert said.startswith("No segment of Block: a plan was found, but verification failed: gradient of 1.")
 

@@ -21,7 +21,7 @@ from memopt_cli.records import (
     Counted,
     DeviceProfile,
     Fingerprint,
-    Followed,
+    FollowedSteps,
     GradientAgreement,
     InputSpec,
     Inspection,
@@ -477,7 +477,7 @@ all that backward needs, whatever PyTorch's memory budget is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FollowJob(StepJob[Followed]):
+class FollowJob(StepJob[FollowedSteps]):
     """A question for the results of consecutive steps with an optimizer."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"

@@ -42,7 +42,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
 )
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
-from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, Followed, StepFailed, TensorGap
+from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, FollowedSteps, StepFailed, TensorGap
 from memopt_cli.records.progress import Ask, Progress
 
 _TOLERANCE: Final = 1e-9
@@ -70,7 +70,7 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
     return replace(comparison, spent_s=time.monotonic() - started)
 
 
-StepCache = dict[tuple[FollowJob, int], Followed | Failure]
+StepCache = dict[tuple[FollowJob, int], FollowedSteps | Failure]
 """Cache of a reference's steps, for comparisons with several candidates: job and number of its repetition -> answer."""
 
 
@@ -110,7 +110,7 @@ def compare_prepared(
     ).judge(comparison)
 
 
-def _require_trained(answer: Followed | Failure) -> Followed:
+def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
     answer = required(answer, "the reference's step could not be run: ")
     if answer.failed:
         raise StepError(f"the reference's step fails: {answer.failed}")
@@ -134,7 +134,7 @@ class _Sides:
         """Names of numbers and generators that differ between two runs of the reference."""
         self.precision = reference.subject.settings.precision
 
-    def run_first(self, steps: int) -> tuple[FollowJob, Followed]:
+    def run_first(self, steps: int) -> tuple[FollowJob, FollowedSteps]:
         """Take the reference's first ``steps``; return the job that worked, for the candidate to repeat, and the steps.
 
         Hidden state is detached between steps only if the reference cannot be trained otherwise.  Raises
@@ -142,57 +142,59 @@ class _Sides:
         """
         job = FollowJob(steps=steps)
         answer = self._ask(self._reference, job)
-        if isinstance(answer, Followed) and answer.failed and len(answer.steps) > 1:
+        if isinstance(answer, FollowedSteps) and answer.failed and len(answer.steps) > 1:
             job = replace(job, detached=True)
             return job, self.run_reference(job)
         return job, _require_trained(answer)
 
-    def run_reference(self, job: FollowJob) -> Followed:
+    def run_reference(self, job: FollowJob) -> FollowedSteps:
         """Take the steps of the reference.  Raises :class:`MemoptError` if it cannot be run."""
         return _require_trained(self._ask(self._reference, job))
 
-    def run_candidate(self, job: FollowJob) -> Followed:
+    def run_candidate(self, job: FollowJob) -> FollowedSteps:
         """Take the steps of the candidate.  Raises :class:`MemoptError` if it cannot be run."""
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
-    def cause_of_failure(self, job: FollowJob, failed_run: Followed) -> Cause | None:
+    def cause_of_failure(self, job: FollowJob, failed_run: FollowedSteps) -> Cause | None:
         """Return why the last step in ``failed_run`` failed, by watching both sides as they take it once more."""
         self.progress.stage("looking for the cause")
         count = len(failed_run.steps)
         watched = replace(job, steps=count, watched=count - 1)
         reference_run, candidate_run = self._ask(self._reference, watched), self._ask(self._candidate, watched)
         if (
-            not isinstance(reference_run, Followed)
-            or not isinstance(candidate_run, Followed)
+            not isinstance(reference_run, FollowedSteps)
+            or not isinstance(candidate_run, FollowedSteps)
             or not candidate_run.failed
         ):
             reference_run = candidate_run = failed_run
         pair = Pair(reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=(), tolerance=0.0)
         return cause_of_failure(pair, is_first=count == 1)
 
-    def run_both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
+    def run_both(self, job: FollowJob) -> tuple[FollowedSteps, FollowedSteps] | Failure:
         """Take the steps of both sides; return them with equal names for equal tensors, or the failure of one."""
         reference_run = self._ask(self._reference, job)
-        candidate_run = self._ask(self._candidate, job) if isinstance(reference_run, Followed) else reference_run
-        if isinstance(reference_run, Followed) and isinstance(candidate_run, Followed):
+        candidate_run = self._ask(self._candidate, job) if isinstance(reference_run, FollowedSteps) else reference_run
+        if isinstance(reference_run, FollowedSteps) and isinstance(candidate_run, FollowedSteps):
             error = reference_run.failed or candidate_run.failed
             return StepFailed(message=error) if error else self.with_common_names(reference_run, candidate_run)
-        assert not isinstance(candidate_run, Followed)
+        assert not isinstance(candidate_run, FollowedSteps)
         return candidate_run
 
-    def run_budgeted(self, job: FollowJob) -> tuple[Followed, Followed] | None:
+    def run_budgeted(self, job: FollowJob) -> tuple[FollowedSteps, FollowedSteps] | None:
         """Take the candidate's steps without PyTorch's memory budget, and with it; ``None`` if either fails."""
         answers = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
         without_budget, with_budget = (
-            answer if isinstance(answer, Followed) and not answer.failed else None for answer in answers
+            answer if isinstance(answer, FollowedSteps) and not answer.failed else None for answer in answers
         )
         return None if without_budget is None or with_budget is None else (without_budget, with_budget)
 
-    def with_common_names(self, reference_run: Followed, candidate_run: Followed) -> tuple[Followed, Followed]:
+    def with_common_names(
+        self, reference_run: FollowedSteps, candidate_run: FollowedSteps
+    ) -> tuple[FollowedSteps, FollowedSteps]:
         """Return both sides under the same names.  Raises :class:`StepError` if they are not of one model."""
         return with_shared_values(*with_equal_names(reference_run, candidate_run), self.unsteady_names)
 
-    def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
+    def _ask(self, prepared: Prepared, job: FollowJob) -> FollowedSteps | Failure:
         job = replace(job, plan=prepared.carried)
         if prepared is self._candidate:
             return prepared.ask(job)
@@ -209,11 +211,11 @@ class _Judge:
 
     sides: _Sides
     job: FollowJob
-    first_run: Followed
+    first_run: FollowedSteps
     """Reference's steps."""
-    repeated_run: Followed
+    repeated_run: FollowedSteps
     """Reference's steps in a second run."""
-    candidate_run: Followed
+    candidate_run: FollowedSteps
     """Candidate's steps."""
 
     def judge(self, blank_comparison: Equivalence) -> Equivalence:
@@ -248,7 +250,7 @@ class _Judge:
         """Judge in float64 whether a difference is rounding: only sums in another order agree to nine digits there."""
         epsilon = EPSILONS.get(self.sides.precision, 0.0)
         half_gap = half_of_digits(self.first_run, epsilon)
-        runs: tuple[Followed, Followed] | Failure = self.first_run, self.candidate_run
+        runs: tuple[FollowedSteps, FollowedSteps] | Failure = self.first_run, self.candidate_run
         job = self.job
         if not is_in_double(self.first_run):
             self.sides.progress.stage("comparing in float64")
@@ -300,7 +302,7 @@ class _Judge:
         return replace(comparison, alike="not", differs_in_step=difference.step + 1, gaps=difference.gaps, cause=cause)
 
     def _find_cause(
-        self, job: FollowJob, runs: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
+        self, job: FollowJob, runs: tuple[FollowedSteps, FollowedSteps], gaps: Sequence[TensorGap], tolerance: float
     ) -> Cause | None:
         reference_run, candidate_run = runs
         if frozen := _cause_by_freezing(reference_run, candidate_run, gaps):
@@ -352,10 +354,10 @@ class _Judge:
         difference = None if runs is None else first_difference(*runs, self._allowed(runs, tolerance))
         return _is_backward_alone(gaps if difference is None else difference.gaps)
 
-    def _agree(self, runs: tuple[Followed, Followed], tolerance: float) -> bool:
+    def _agree(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> bool:
         return first_difference(*runs, self._allowed(runs, tolerance)) is None
 
-    def _allowed(self, runs: tuple[Followed, Followed], tolerance: float) -> float:
+    def _allowed(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> float:
         return max(tolerance, half_of_digits(runs[0], 0.0))
 
     def _judge_in_own_modes(self, comparison: Equivalence) -> Equivalence:
@@ -379,7 +381,7 @@ class _Judge:
         )
 
 
-def _noise(first_run: Followed, second_run: Followed) -> float:
+def _noise(first_run: FollowedSteps, second_run: FollowedSteps) -> float:
     """Return the noise of the reference: twice the largest gap between two of its runs, as from atomic sums on a GPU.
 
     Raises :class:`StepError` if the gap is larger than such sums explain, since no comparison would mean anything.
@@ -394,7 +396,7 @@ def _noise(first_run: Followed, second_run: Followed) -> float:
     return 2 * largest_gap(first_run, second_run)
 
 
-def _mode_notes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
+def _mode_notes(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str, ...]:
     """Return a note on modules that were given in eval mode, in one of the two models or in parts of both."""
     reference_paths, candidate_paths = set(reference.evaluating), set(candidate.evaluating)
     differing = sorted(reference_paths ^ candidate_paths)
@@ -425,7 +427,7 @@ def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
     return has_gradient and not any(gap.name.startswith("output") for gap in gaps)
 
 
-def _cause_by_freezing(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap]) -> Cause | None:
+def _cause_by_freezing(reference: FollowedSteps, candidate: FollowedSteps, gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the first parameter that is frozen only in the candidate, as the cause, if the outputs agree."""
     if any(gap.name.startswith("output") for gap in gaps):
         return None
@@ -434,14 +436,14 @@ def _cause_by_freezing(reference: Followed, candidate: Followed, gaps: Sequence[
     return Cause(module=name.removeprefix("gradient of "), text=FROZEN) if name else None
 
 
-def _cause_by_mode(reference: Followed, candidate: Followed) -> Cause:
+def _cause_by_mode(reference: FollowedSteps, candidate: FollowedSteps) -> Cause:
     """Return the outermost module that one of them has in eval mode as the cause."""
     path = min(set(reference.evaluating) ^ set(candidate.evaluating))
     side = "reference" if path in reference.evaluating else "candidate"
     return Cause(module=path, text=eval_text(side))
 
 
-def _compare_hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:
+def _compare_hooks(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str, tuple[str, ...]]:
     """Return how calls of the shared hooks differ (empty if not), and notes on hooks that recomputation calls again."""
     notes: dict[str, None] = {}
     for reference_step, candidate_step in zip(reference.steps, candidate.steps, strict=True):

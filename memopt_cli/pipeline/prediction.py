@@ -25,7 +25,7 @@ def predicted_ranks(
 
     Raises :class:`MemoptError`.
     """
-    plan.required_eager("a rank is predicted without a compiler")
+    plan.require_eager("a rank is predicted without a compiler")
     predictions: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
         session_by_rank = {}

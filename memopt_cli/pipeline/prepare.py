@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -26,7 +25,6 @@ from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.records import (
     REMEMBERED,
-    SCHEMA_VERSION,
     STEP,
     TYPED,
     DeviceProfile,
@@ -43,7 +41,6 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.version import __version__
 
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
 
@@ -344,15 +341,9 @@ def file_header(prepared: Prepared) -> FileHeader:
 
 def header_of(subject: Subject, sha256: str | None) -> FileHeader:
     """Return the header of a file about ``subject``; ``sha256``: of the model's file, if it has one."""
-    return FileHeader(
-        schema_version=SCHEMA_VERSION,
-        memopt=__version__,
-        torch=version("torch"),
-        model=subject.source.location,
-        sha256=sha256,
-        spec=subject.spec,
-        seed=subject.settings.seed,
-        device=subject.settings.device,
+    settings = subject.settings
+    return FileHeader.now(
+        subject.source.location, subject.spec, sha256=sha256, seed=settings.seed, device=settings.device
     )
 
 

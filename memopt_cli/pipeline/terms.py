@@ -11,7 +11,7 @@ from typing import Final
 
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.records import Difference, InputSpec, StepSettings
-from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 
 SETTING_FLAGS: Final[Mapping[str, str]] = {
@@ -50,6 +50,11 @@ def typed(settings: StepSettings, names: Sequence[str]) -> str:
     values = {name: getattr(settings, name) for name in names}
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
     return " and ".join(f"`{quoted_flag(SETTING_FLAGS[name], text)}`" for name, text in texts.items())
+
+
+def command_line(command: str, location: str, flags: Sequence[str]) -> str:
+    """Return the line that runs a ``command`` of memopt on the model at ``location``; empty ``flags`` are left out."""
+    return " ".join((f"memopt {command} {quoted_path(location)}", *filter(None, flags)))
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:

@@ -58,7 +58,7 @@ from memopt_cli.records.equivalence import Cause as Cause
 from memopt_cli.records.equivalence import ChoicePrint as ChoicePrint
 from memopt_cli.records.equivalence import Equivalence as Equivalence
 from memopt_cli.records.equivalence import EquivalenceRequest as EquivalenceRequest
-from memopt_cli.records.equivalence import Followed as Followed
+from memopt_cli.records.equivalence import FollowedSteps as FollowedSteps
 from memopt_cli.records.equivalence import Likeness as Likeness
 from memopt_cli.records.equivalence import StepPrint as StepPrint
 from memopt_cli.records.equivalence import TensorGap as TensorGap

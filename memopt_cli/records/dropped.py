@@ -25,11 +25,11 @@ class TooSlow:
     most: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
-    """Amount by which the slowdown may be larger; 0 where that is not known."""
+    """Amount by which the slowdown may be larger.  0: not known."""
 
     @property
     def upper(self) -> float:
-        """Largest slowdown that the step may have, to two decimals: the one that counts against the limit."""
+        """Largest slowdown within the error, to two decimals, which counts against the limit."""
         return round(self.slowdown + self.error, 2)
 
     @property
@@ -69,7 +69,7 @@ class SavesTooLittle:
 
     @property
     def remedy(self) -> str:
-        return "Activations may be a larger share of the peak with a larger batch."
+        return "With a larger batch, activations are a larger share of the peak: try one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +79,14 @@ class LeftOut:
     segment: str | None
     """Path of the module that was a segment.  ``None``: packing outside of segments."""
     difference: str
-    """Difference from the original with that part, in words."""
+    """Difference from the original that the part causes, in words."""
 
     @property
     def sentence(self) -> str:
         """Sentence that says which part was left out, and why."""
         if self.segment is None:
-            return f"What is saved outside of segments is not packed: with that {self.difference}."
-        return f"'{self.segment or '(root)'}' is not a segment: with it {self.difference}."
+            return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
+        return f"'{self.segment or '(root)'}' is not a segment: as a segment, {self.difference}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class Differs:
     @property
     def remedy(self) -> str:
         paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
-        what = paths[0] if paths else "a module"
+        module = paths[0] if paths else "a module"
         return (
-            f"If {what} reads or changes something that is not an attribute of a module (a file, a C extension), keep "
-            "it in one, or name other modules with `--target`; otherwise please report it."
+            f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "
+            "attribute of a module, or name other modules with `--target`. Otherwise please report the difference."
         )
 
 
@@ -126,7 +126,7 @@ class NotRun:
 
     @property
     def remedy(self) -> str:
-        return "A lower `--level` may pass, or other modules with `--target`."
+        return "Try a lower `--level`, or name other modules with `--target`."
 
 
 Reason = TooSlow | SavesTooLittle | Differs | NotRun
@@ -168,8 +168,9 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    That is the last plan that got as far as verification; else the fastest that was too slow; else the last that saved
-    too little, or could not be run.  An optimizer that cannot run in backward does not count as a plan.
+    The last plan that got as far as verification comes first, then the fastest plan that was too slow, then the last
+    plan that saved too little, then one that could not be run.  An optimizer that cannot run in backward does not count
+    as a plan.
     """
     plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
     return min(reversed(plans), key=_distance, default=None)

@@ -84,7 +84,7 @@ class StepPrint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class FollowedSteps:
     """Several consecutive steps from the state in which the model was loaded."""
 
     start: tuple[TensorPrint, ...]

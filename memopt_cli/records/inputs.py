@@ -59,7 +59,7 @@ class InputSpec:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether this describes inputs, and not only sizes for them."""
+        """Whether inputs are described, and not only sizes for them."""
         return bool(self.tensors or self.data_file or self.script)
 
     @property

@@ -20,7 +20,7 @@ ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAgreement:
-    """How far online learning's gradient agrees with that of backpropagation through time, each as one vector."""
+    """The agreement of online learning's gradient with the gradient of backpropagation through time, as vectors."""
 
     rule: OnlineRule
     steps: int
@@ -56,7 +56,7 @@ class StrategyCurve:
     slope_bytes: float | None
     """Bytes per time step.  ``None``: fewer than two sizes could be measured."""
     exact: bool | None
-    """Whether the strategy's gradient is that of backpropagation through time.  ``None``: not known."""
+    """Whether the strategy has the gradient of backpropagation through time.  ``None``: not known."""
     remark: str
     """Evidence for ``exact``, or the reason why the strategy cannot be run."""
 

@@ -73,7 +73,7 @@ class PhasePeak:
     allocated_peak_bytes: int
 
     def raised(self, tensor_bytes: int, allocated_bytes: int) -> PhasePeak:
-        """Return the peaks raised to those of one more instant."""
+        """Return the peaks with one more instant, at which this many bytes are alive and allocated."""
         if tensor_bytes <= self.tensor_peak_bytes and allocated_bytes <= self.allocated_peak_bytes:
             return self
         return PhasePeak(
@@ -133,11 +133,11 @@ class Measurement:
     update_s: float = 0.0
     """Median time of clipping and the optimizers in a step; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
-    """Phases that the step has, in order; empty in files from before they were recorded."""
+    """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller; 0 if it was not timed in turns with the original."""
+    """Amount by which the slowdown may be larger or smaller.  0: the step was not timed in turns with the original."""
     waited: float = 0.0
-    """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
     elsewhere_bytes: int = 0
     """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
@@ -167,8 +167,7 @@ class Measurement:
 def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the median slowdown in ``pairs`` of seconds, the original's first, and its error.
 
-    In nine of ten cases the true slowdown is at most the sum of both.  A single pair has the error 0, since it shows
-    none.
+    In nine of ten cases the true slowdown is at most the sum of the two.  A single pair has the error 0.
     """
     ratios = [planned_s / original_s for original_s, planned_s in pairs]
     median = statistics.median(ratios)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from memopt_cli.records.device import PredictedStep
-from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
+from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.plan import Plan, SegmentPlan
 from memopt_cli.records.wire import to_data, to_short_data
 from memopt_cli.text.documents import yaml_text
 from memopt_cli.text.writing import content, write_all
-from memopt_cli.version import __version__
 
 PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
 """Keys of a plan's file that are for people, and that applying it does not need."""
@@ -26,16 +24,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
 
     Raises what :func:`write_all` does.
     """
-    header = FileHeader(
-        schema_version=SCHEMA_VERSION,
-        memopt=__version__,
-        torch=version("torch"),
-        model="(in memory)",
-        sha256=None,
-        spec=InputSpec(source="Plan.save"),
-        seed=0,
-        device="",
-    )
+    header = FileHeader.now("(in memory)", InputSpec(source="Plan.save"))
     write_all({path: content(plan_yaml(header, plan))}, force=force)
 
 

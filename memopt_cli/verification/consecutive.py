@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memopt_cli.errors import MemoptError, first_line
-from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
+from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
@@ -36,7 +36,7 @@ _LIBRARIES = ("torch", "memopt_cli")
 """Packages whose hooks are not the user's."""
 
 
-def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
+def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> FollowedSteps:
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
     The optimizer is that of ``step``, or SGD.  ``between`` is called with the model before each step, but not for a
@@ -56,7 +56,7 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
         taken = [_first(lambda: take(0), step.settings.seed)]
         while len(taken) < count and not taken[-1].failed:
             taken.append(take(len(taken)))
-        return Followed(
+        return FollowedSteps(
             start=start,
             others=others.names,
             steps=tuple(taken),

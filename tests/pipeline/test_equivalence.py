@@ -30,7 +30,7 @@ from memopt_cli.pipeline.fingerprints import causes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
     Equivalence,
-    Followed,
+    FollowedSteps,
     InputSpec,
     Plan,
     SegmentPlan,
@@ -722,7 +722,7 @@ def test_updates_in_float16_are_taken() -> None:
     followed = LocalSession(prepared(lambda: Scaled(0), precision="fp16").subject, 60.0, lambda: Scaled(0)).ask(
         FollowJob(steps=1)
     )
-    assert isinstance(followed, Followed)
+    assert isinstance(followed, FollowedSteps)
     start = {tensor.name: tensor.bits for tensor in followed.start}
     assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].effects)
 

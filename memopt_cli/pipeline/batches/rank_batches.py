@@ -50,7 +50,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
     """Predict the largest batches of ``prepared`` on each layout, without a plan and with ``plan``."""
     started = time.monotonic()
     if plan is not None:
-        plan.required_eager("batches are predicted without a compiler")
+        plan.require_eager("batches are predicted without a compiler")
     check_varied(prepared)
     limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
     job = _RanksSearch(

@@ -95,9 +95,9 @@ def recommend_prepared(
     """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
     started = time.monotonic()
     if plan is not None and request.uncompiled:
-        plan.required_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
+        plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
     if plan is not None and request.backend is not None:
-        plan.required_eager("`--compile` compiles it, too")
+        plan.require_eager("`--compile` compiles it, too")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}

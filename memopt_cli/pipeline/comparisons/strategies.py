@@ -63,7 +63,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     if isinstance(plan, Plan):
-        plan.required_eager("strategies are measured without a compiler")
+        plan.require_eager("strategies are measured without a compiler")
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)

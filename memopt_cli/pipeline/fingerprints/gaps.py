@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
-from memopt_cli.records import NOT_FINITE, Followed, StepPrint, TensorGap, TensorPrint
+from memopt_cli.records import NOT_FINITE, FollowedSteps, StepPrint, TensorGap, TensorPrint
 
 _RenameFunction = Callable[[str], str]
 _TensorsByName = Mapping[str, TensorPrint]
@@ -38,7 +38,7 @@ class FirstDifference:
         return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
-def first_difference(reference: Followed, other: Followed, tolerance: float = 0.0) -> FirstDifference | None:
+def first_difference(reference: FollowedSteps, other: FollowedSteps, tolerance: float = 0.0) -> FirstDifference | None:
     """Return the first step in which ``other`` differs by more than ``tolerance`` (0: in any bit), or ``None``."""
     for index, (reference_step, other_step) in enumerate(zip(reference.steps, other.steps, strict=True)):
         gaps = gaps_between(reference_step.effects, other_step.effects, tolerance)
@@ -47,7 +47,7 @@ def first_difference(reference: Followed, other: Followed, tolerance: float = 0.
     return None
 
 
-def largest_gap(reference: Followed, other: Followed) -> float:
+def largest_gap(reference: FollowedSteps, other: FollowedSteps) -> float:
     """Return the largest gap between all tensors in all steps."""
     pairs = zip(reference.steps, other.steps, strict=True)
     return max(
@@ -60,7 +60,7 @@ def largest_gap(reference: Followed, other: Followed) -> float:
     )
 
 
-def is_in_double(training: Followed) -> bool:
+def is_in_double(training: FollowedSteps) -> bool:
     """Return whether all tensors in ``training`` are in float64 already, so that no dtype compares more precisely."""
     tensors = (tensor for step in training.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _FLOAT64_EPSILON) for tensor in tensors)
@@ -75,7 +75,7 @@ def is_nowhere_finite(tensor: TensorPrint) -> bool:
     return NOT_FINITE in tensor.kind and not tensor.norm
 
 
-def largest_gap_of_first_step(reference: Followed, other: Followed) -> float:
+def largest_gap_of_first_step(reference: FollowedSteps, other: FollowedSteps) -> float:
     """Return the largest gap in the first step before its update, while parameters are still equal.
 
     The update may blow gaps up: Adam turns gradients of pure rounding into steps of a full learning rate.
@@ -84,7 +84,7 @@ def largest_gap_of_first_step(reference: Followed, other: Followed) -> float:
     return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
 
 
-def half_of_digits(training: Followed, epsilon: float) -> float:
+def half_of_digits(training: FollowedSteps, epsilon: float) -> float:
     """Return the relative difference up to which half of the digits agree; ``epsilon``: of autocast's dtype."""
     digits = (tensor.epsilon for step in training.steps for tensor in step.effects if tensor.epsilon)
     return math.sqrt(max((epsilon, *digits)))
@@ -136,7 +136,7 @@ def _rank(gap: TensorGap) -> tuple[int, float, str]:
 # ---------------------------------------------------------------------------------------------- the same names
 
 
-def with_equal_names(reference: Followed, other: Followed) -> tuple[Followed, Followed]:
+def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[FollowedSteps, FollowedSteps]:
     """Return both trainings without the prefixes that wrappers add to names.
 
     Raises :class:`StepError` if they do not start with the same parameters, of the same values.
@@ -155,7 +155,7 @@ def _is_within(name: str, other: str) -> bool:
     return other.endswith(f".{name.removeprefix('parameter ')}")
 
 
-def _require_same_start(reference: Followed, other: Followed) -> None:
+def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
     reference_bits, other_bits = _start_parameters(reference), _start_parameters(other)
     for bits, other_side_bits, lacking_side in (
         (reference_bits, other_bits, "candidate"),
@@ -195,7 +195,7 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
 # ---------------------------------------------------------------------------------------------- numbers and generators
 
 
-def unsteady_names(first_run: Followed, second_run: Followed) -> frozenset[str]:
+def unsteady_names(first_run: FollowedSteps, second_run: FollowedSteps) -> frozenset[str]:
     """Return the names of numbers and generators that differ between two runs of one model, such as a time of day."""
     pairs = (
         ({tensor.name: tensor.bits for tensor in side.others} for side in steps)
@@ -209,7 +209,9 @@ def unsteady_names(first_run: Followed, second_run: Followed) -> frozenset[str]:
     )
 
 
-def with_shared_values(reference: Followed, candidate: Followed, ignored: Set[str]) -> tuple[Followed, Followed]:
+def with_shared_values(
+    reference: FollowedSteps, candidate: FollowedSteps, ignored: Set[str]
+) -> tuple[FollowedSteps, FollowedSteps]:
     """Add the numbers and generators that both models have to the effects of their steps.
 
     ``ignored``: names of numbers and generators to leave out.  State that only the ``candidate`` keeps is left out too.
@@ -248,16 +250,16 @@ def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared:
     return (*tensors, *(number for name, number in values.items() if name.startswith("output")))
 
 
-def _start_parameters(training: Followed) -> dict[str, str]:
+def _start_parameters(training: FollowedSteps) -> dict[str, str]:
     return _start_bits(training, "parameter")
 
 
-def _start_bits(training: Followed, kind: str) -> dict[str, str]:
+def _start_bits(training: FollowedSteps, kind: str) -> dict[str, str]:
     """Return the bits of all tensors of ``kind``, by name."""
     return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith(kind)}
 
 
-def _without_replicas(training: Followed, other: Followed) -> Followed:
+def _without_replicas(training: FollowedSteps, other: FollowedSteps) -> FollowedSteps:
     other_parameters = _start_parameters(other)
     is_wrapped = all(name.partition(" ")[2].startswith(_REPLICATED) for name in _start_parameters(training))
     if not is_wrapped or all(name in other_parameters for name in _start_parameters(training)):
@@ -265,7 +267,7 @@ def _without_replicas(training: Followed, other: Followed) -> Followed:
     return _with_names(training, lambda name: name.replace(f" {_REPLICATED}", " ", 1).removeprefix(_REPLICATED))
 
 
-def _with_names(training: Followed, rename: _RenameFunction) -> Followed:
+def _with_names(training: FollowedSteps, rename: _RenameFunction) -> FollowedSteps:
     return replace(
         training,
         start=_rename_tensors(training.start, rename),

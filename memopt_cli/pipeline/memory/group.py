@@ -41,7 +41,7 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
-    plan.required_eager("ranks are measured without a compiler")
+    plan.require_eager("ranks are measured without a compiler")
     settings = replace(request.settings, device=_device(request))
     ranks_measured = _measure_in_group(replace(request, settings=settings), plan, progress)
     notes = [inputs_note(ranks_measured.spec)]

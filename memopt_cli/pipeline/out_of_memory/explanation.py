@@ -6,75 +6,52 @@ is recorded to find the first instant at which more is allocated than there is m
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
-from memopt_cli.files.outputs import output_paths
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob, SnapshotJob, Subject, Traced, TraceJob
+from memopt_cli.errors import UsageError
+from memopt_cli.measure.jobs import ORIGINAL, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
+from memopt_cli.pipeline.out_of_memory.change_trials import LONGEST_STEP_S, ChangeTrials
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
-from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes, without_own_checkpoints
-from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import (
     STEP,
-    BatchAdvice,
-    BatchRequest,
-    Budget,
-    Counted,
     ExplainRequest,
     Explanation,
     Holder,
-    Measurement,
     ModelSource,
-    OptimizeRequest,
     OutOfMemoryText,
-    Plan,
-    SearchGoal,
-    SearchOverrides,
     SnapshotFacts,
-    StepSettings,
     StepTrace,
     StorageTrace,
-    Suggestion,
     break_down,
-    describe,
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.batch_size.memory_limit import limits_of
-from memopt_cli.search.plan.policy import resolve
-from memopt_cli.text.documents import quoted_path, read_end
-from memopt_cli.text.units import exact_bytes, format_bytes
+from memopt_cli.text.documents import read_end
+from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
 """Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
-_ERROR_LIMIT: Final = "what tensors held and what was free, by the error"
+_ERROR_LIMIT: Final = "the bytes that tensors held and the free bytes, by the error"
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
-    "if you train with one), and what would fit is tried."
+    "if you train with one): memopt then tries changes that make the step fit."
 )
 _MAX_HOLDERS: Final = 200
 """Maximum number of modules, or of lines of code, that are listed as holders of memory."""
-_LEVEL: Final = 4
-"""Level of the search for a plan: the highest, as the step must fit by any means."""
-_SEARCH_S: Final = 30.0
-"""Time limit of the search for a plan, in seconds."""
-_LONGEST_STEP_S: Final = 60.0
-"""Longest step that the search for micro-batches runs, in seconds."""
 _RECORDING_SHARE: Final = 0.8
 """Share of this machine's memory up to which a step, by its predicted peak, is run to record it."""
 _MAX_RECORDING_S: Final = 20.0
@@ -123,7 +100,7 @@ def _explain_snapshot(snapshot: SnapshotFacts) -> Explanation:
     return Explanation(
         header=None,
         limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
-        limit="what the snapshot tells",
+        limit="the memory of the device, by the snapshot",
         needed_bytes=snapshot.allocated_bytes,
         notes=(_NAME_MODEL_NOTE,),
     )
@@ -151,8 +128,8 @@ def _counted_as(prepared: Prepared) -> str:
     missing = [] if prepared.facts.format == STEP else [flag for flag, is_given in flags.items() if not is_given]
     words = f", without {' and '.join(missing)}" if missing else ""
     return (
-        f"the step was counted at batch {prepared.batch}{words}: describe it as it was run. What else the process "
-        "held, such as another model or results that keep their graph, is not counted"
+        f"the step was counted at batch {prepared.batch}{words}: describe the step as it was run. Other memory of the "
+        "process, such as another model or results that keep their graph, is not counted"
     )
 
 
@@ -191,7 +168,7 @@ def _read_snapshot(request: ExplainRequest) -> SnapshotFacts:
 def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
     """Return the memory limit in bytes by the request, or else by the device, and its name."""
     memory = _DEFAULT_MEMORY_SHARE if request.memory is None else request.memory
-    limits = limits_of(memory, prepared.subject.settings.device, _LONGEST_STEP_S)
+    limits = limits_of(memory, prepared.subject.settings.device, LONGEST_STEP_S)
     return limits.budget_bytes, limits.name
 
 
@@ -200,7 +177,10 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
     if error is not None and error.available_bytes:
         return error.available_bytes, _ERROR_LIMIT
     if snapshot is not None and snapshot.asked_bytes:
-        return snapshot.allocated_bytes + snapshot.free_bytes, "what tensors held and what was free, by the snapshot"
+        return (
+            snapshot.allocated_bytes + snapshot.free_bytes,
+            "the bytes that tensors held and the free bytes, by the snapshot",
+        )
     return None
 
 
@@ -238,7 +218,7 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
     shown_instant = instant or needed
     alive = [s for s in trace.storages if is_alive(s, shown_instant.op)]
     made_by_step = [s for s in alive if s.kind in ("activations", "temporaries")]
-    trial = _Trial(request, prepared, limit_bytes)
+    trial = ChangeTrials(request, prepared, limit_bytes)
     stays = _fixed_bytes(trace, in_backward=request.optimizer_in_backward)
     return Explanation(
         header=file_header(prepared),
@@ -272,226 +252,3 @@ def _held_by(storages: list[StorageTrace], name: Callable[[StorageTrace], str]) 
         bytes_by_name[name(storage)] += storage.nbytes
     largest = sorted(bytes_by_name.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Holder(name=name, nbytes=nbytes) for name, nbytes in largest[:_MAX_HOLDERS])
-
-
-# ---------------------------------------------------------------------------------------------- what would fit
-
-
-def _plan_in_words(plan: Plan) -> str:
-    in_backward, plan = plan.in_backward, plan.longest
-    count = len(plan.segments)
-    parts = (
-        f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
-        "a plan that packs saved tensors" * (plan.packed and not count),
-        "the optimizer in backward" * in_backward,
-    )
-    return ", ".join(filter(None, parts)) or "the step as it is"
-
-
-class _Trial:
-    """A trial of the changes that may make a step fit, each by a run at full size."""
-
-    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
-        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
-        self.refused: list[str] = []
-        self.notes: list[str] = []
-
-    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
-        """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
-
-        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: see :func:`_stays`.
-        """
-        if stays_bytes >= self._limit_bytes:
-            stays = format_bytes(stays_bytes)
-            may_free_gradients = (
-                not self._request.optimizer_in_backward and self._request.settings.may_update_in_backward
-            )
-            self.refused.append(
-                f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {stays}."
-                + " `--optimizer-in-backward` frees each gradient as soon as it is used." * may_free_gradients
-            )
-            return ()
-        suggestions = [
-            *self._attempted("A plan", self._plan),
-            *self._attempted("A plan that sends tensors away", lambda: self._plan(sends=True)),
-            *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
-            *self._attempted("Autocast to bfloat16", self._autocast),
-        ]
-        if not suggestions and self._prepared.batch > 1:  # no single change fits
-            suggestions = [*self._attempted("A plan and micro-batches", self._both)]
-        return tuple(sorted(suggestions, key=lambda suggestion: (suggestion.change == "autocast", suggestion.seconds)))
-
-    def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
-        try:
-            yield from attempt()
-        except MemoptError as error:
-            self.refused.append(f"{name}: {error.message}.")
-
-    def _plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
-        """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
-
-        With ``sends``, plans may send tensors to another place; a plan that does not is left to the call without it.
-        """
-        place = "disk" if self._prepared.subject.settings.device == "cpu" else "host"
-        goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
-        findings = self._search(self._prepared, goal, offload=place if sends else "none")
-        if sends and not findings.plan.sends:
-            return
-        row = next(row for row in findings.rows if row.plan == findings.plan)
-        measurement = row.outcome
-        assert isinstance(measurement, Measurement), "it is within the budget"
-        is_rounded = findings.verification is not None and not findings.verification.is_to_the_bit
-        text = _plan_in_words(findings.plan) + ", equal within rounding" * is_rounded
-        flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
-        if findings.plan.in_backward:
-            flags.append("--optimizer-in-backward")
-        if sends:
-            text += f", sending {format_bytes(measurement.elsewhere_bytes)} to the {place}"
-            text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
-            flags.append(f"--offload {place}")
-        yield Suggestion(
-            change="offload" if sends else "optimizer in backward" if findings.plan.in_backward else "plan",
-            text=text,
-            command=self._typed("optimize", *flags),
-            plan=findings.plan,
-            predicted_bytes=row.predicted_allocated_peak_bytes,
-            peak_bytes=measurement.allocated_peak_bytes,
-            seconds=measurement.step_s,
-        )
-
-    def _search(
-        self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
-    ) -> Findings:
-        """Search a plan, which may send tensors to the place ``offload``.
-
-        Raises :class:`NothingFitsError` if its results differ from the original's.
-        """
-        earlier_notes = prepared.notes
-        prepared = without_own_checkpoints(prepared, measures=False)
-        self.notes += [note for note in prepared.notes if note not in (*earlier_notes, *self.notes)]
-        subject = prepared.subject
-        options = SearchOverrides(
-            level=_LEVEL,
-            max_slowdown=max_slowdown,
-            offload=offload,
-            optimizer_in_backward=self._request.optimizer_in_backward and subject.settings.may_update_in_backward,
-        )
-        request = OptimizeRequest(
-            source=subject.source,
-            spec=subject.spec,
-            settings=subject.settings,
-            search=resolve(options),
-            goal=goal,
-            recommend_batch=False,
-            search_limit_s=_SEARCH_S,
-        )
-        findings = find(request, prepared)
-        if findings.verification is not None and not findings.verification.passed:
-            raise NothingFitsError(f"the plan that was found is not exact: {findings.verification.difference}")
-        return findings
-
-    def _both(self) -> Iterator[Suggestion]:
-        """Yield micro-batches under the plan with the lowest peak."""
-        self._require_one_pass()
-        plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
-        yield from self._accumulated(plan, f"{_plan_in_words(plan)} and ")
-
-    def _accumulated(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
-        """Yield micro-batches that fit under ``plan``, whose accumulated gradients replace those of the whole batch.
-
-        ``prefix``: words that name the plan in front of them.
-        """
-        self._require_one_pass()
-        prepared = self._accumulating()
-        subject = prepared.subject
-        request = BatchRequest(
-            source=subject.source,
-            spec=subject.spec,
-            settings=self._prepared.subject.settings,
-            memory=self._limit_bytes,
-            global_batch=self._prepared.batch,
-            longest_step_s=_LONGEST_STEP_S,
-        )
-        recommendation = recommend_prepared(request, prepared, None if plan == ORIGINAL else plan, ())
-        row = recommendation.rows[recommendation.chosen]
-        if recommendation.interrupted:
-            raise KeyboardInterrupt
-        runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
-        accumulation = recommendation.accumulation
-        run = next((run for run in runs if accumulation is not None and run.batch == accumulation.batch), None)
-        if run is None or accumulation is None or run.batch >= self._prepared.batch:  # not split at all
-            return
-        self.notes += norm_notes(accumulation, self._prepared.facts)
-        steps = -(-self._prepared.batch // run.batch)
-        yield Suggestion(
-            change="micro-batches",
-            text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}",
-            command=self._recommends(planned=row.planned),
-            plan=plan if row.planned else ORIGINAL,
-            batch=run.batch,
-            predicted_bytes=None,
-            peak_bytes=run.allocated_peak_bytes,
-            seconds=steps * run.step_s,
-        )
-
-    def _autocast(self) -> Iterator[Suggestion]:
-        """Yield autocast to bfloat16."""
-        settings = self._prepared.subject.settings
-        self._require_step_of_ours()
-        if settings.precision not in ("stored", "fp32"):
-            raise UsageError(f"the step is run in {settings.precision} already")
-        prepared = self._with(replace(settings, precision="bf16"))
-        self._prepared.progress.stage("trying bfloat16")
-        counted = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
-        if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
-            raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
-        answer = prepared.ask(MeasureJob(plan=ORIGINAL))
-        if not isinstance(answer, Measured):
-            raise NothingFitsError(describe(answer))
-        peak_bytes = answer.measurement.allocated_peak_bytes
-        if peak_bytes > self._limit_bytes:
-            raise NothingFitsError(f"needs {format_bytes(peak_bytes)}")
-        yield Suggestion(
-            change="autocast",
-            text="forward and loss under autocast to bfloat16, which rounds",
-            command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
-            predicted_bytes=counted.allocated_peak_bytes if isinstance(counted, Counted) else None,
-            peak_bytes=peak_bytes,
-            seconds=answer.measurement.step_s,
-        )
-
-    def _with(self, settings: StepSettings) -> Prepared:
-        """Return the model with a step of other ``settings``."""
-        return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
-
-    def _accumulating(self) -> Prepared:
-        """Return the model with a step that is one of several accumulated passes."""
-        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
-
-    def _require_one_pass(self) -> None:
-        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
-        self._require_step_of_ours()
-        if self._prepared.batch == 1:
-            raise UsageError("the batch has one sample, which cannot be split")
-        if self._prepared.subject.settings.micro_batches > 1:
-            raise UsageError("the step accumulates already")
-
-    def _require_step_of_ours(self) -> None:
-        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
-        if self._prepared.facts.format == STEP:
-            raise UsageError("change a step of your own in its code")
-
-    def _recommends(self, *, planned: bool) -> str:
-        """Return the command that finds the micro-batches; if ``planned``, after the command that writes the plan."""
-        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
-        if not planned:
-            return self._typed("recommend-batch", flags)
-        plan_path = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
-        optimize_command = self._typed("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
-        recommend_command = self._typed("recommend-batch", f"{flags} --plan {quoted_path(str(plan_path))}")
-        return f"{optimize_command} && {recommend_command}"
-
-    def _typed(self, command: str, *flags: str) -> str:
-        """Return the line that runs a ``command`` of memopt on this step; empty ``flags`` are left out."""
-        location = quoted_path(self._prepared.subject.source.location)
-        return " ".join((f"memopt {command} {location}", *self._request.flags, *filter(None, flags)))

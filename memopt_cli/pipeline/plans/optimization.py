@@ -29,6 +29,7 @@ from memopt_cli.pipeline.plans.shown import check_frontier_target, check_origina
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
     STEP,
     Dropped,
@@ -43,7 +44,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import left_out, selected
-from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
@@ -213,8 +213,8 @@ class _Job:
     def _explained(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
-            location, memory = quoted_path(self.request.source.location), exact_bytes(self.findings.budget_bytes)
-            command = " ".join((f"memopt explain {location}", *self.request.flags, f"--memory {memory}"))
+            flags = (*self.request.flags, f"--memory {exact_bytes(self.findings.budget_bytes)}")
+            command = command_line("explain", self.request.source.location, flags)
             yield f"To see which modules hold the memory, and which other changes fit: {command}"
 
     def _rows_so_far(self, search: StartedSearch) -> list[LevelRow]:

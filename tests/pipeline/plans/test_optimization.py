@@ -1039,7 +1039,7 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     assert ", same bits in " in done.out
     assert "the plan of level 1" not in done.out
     (line,) = (
-        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: with it gradient of 2.")
+        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: as a segment, gradient of 2.")
     )
     assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
