@@ -14,7 +14,7 @@ def compare(
     before: str,
     after: str,
     *,
-    format: Literal["table", "json", "md", "markdown"] = "table",
+    format: Literal["table", "json", "md"] = "table",
     json: bool = False,
     verbose: bool = False,
 ) -> None:

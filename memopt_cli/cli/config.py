@@ -15,6 +15,7 @@ import typer
 
 from memopt_cli.errors import UnsafeFileError, UsageError, shortened
 from memopt_cli.text.documents import kept_below, printable, quoted_flag, read_mapping
+from memopt_cli.text.options import Option, option_of
 
 DEFAULT_PATH = Path("memopt.yaml")
 
@@ -23,18 +24,6 @@ _COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "ou
 
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 """Keys that vouch for code, which only a file named by ``--config`` may set."""
-
-_SAYS_NO_CODE = {
-    *("0..1", "0..4", "24GiB|90%", "8GiB|60%", "auto|cpu|cuda:N", "BACKEND", "CARD|FILE", "CLASS|PATH", "FILE"),
-    *("LOW:HIGH", "METRIC:LIMIT", "N", "NAME", "NAME,...", "NAME=SIZE", "NAME=SIZE,...", "NORM", "RATIO", "SECONDS"),
-    *("SPEC", None),
-}
-"""Metavars in ``--help`` of flags whose values cannot name code.  A file that was found, not named, may set only these.
-``MODEL`` is not among them: it may be ``package.module:callable``.  Paths are checked separately."""
-
-
-_NAMES_FILE = {"FILE", "CARD|FILE"}
-"""Metavars of flags whose values are, or may be, files to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +65,24 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
 
 
 def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """Raise :class:`UnsafeFileError` for keys and values in ``file`` that run or vouch for code: nobody typed them."""
-    flags = [flag for command in _commands(context) for flag in _flags(command).items()]
-    code = _RUNS_CODE | {name for name, parameter in flags if parameter.metavar not in _SAYS_NO_CODE}
+    """Raise :class:`UnsafeFileError` for keys and values in ``file`` that may run or vouch for code."""
+    code = _RUNS_CODE | {
+        name
+        for command in _commands(context)
+        for name, parameter in _flags(command).items()
+        if _option(command, parameter).may_name == "code"
+    }
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
     if unsafe:
         raise UnsafeFileError(
-            f"{file} was found here, and its '{unsafe[0]}' would run or allow code",
+            f"{file} was found here, and its '{unsafe[0]}' could run or allow code, or write elsewhere",
             hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",
         )
+
+
+def _option(command: Any, parameter: Any) -> Option:
+    """Return the row of the table of options that describes ``parameter`` of ``command``."""
+    return option_of(command.name.replace("-", "_"), parameter.name)
 
 
 def _names_function(value: Any) -> bool:
@@ -98,7 +96,8 @@ def _commands(context: typer.Context) -> list[Any]:
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
     for key, parameter in _flags(context.command).items():
-        if key in data and parameter.metavar in _NAMES_FILE and not kept_below(str(data[key]), file.parent):
+        is_file = _option(context.command, parameter).may_name == "file"
+        if key in data and is_file and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
                 hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",

@@ -12,19 +12,19 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 
-ReportFormat = Literal["table", "json", "md", "markdown", "github", "junit"]
+ReportFormat = Literal["table", "json", "md", "github", "junit"]
 
 
-def report_in(name: str, *, verdict_only: bool = False) -> Judgement:
+def report_in(name: ReportFormat, *, verdict_only: bool = False) -> Judgement:
     """Return the form of report of that ``name``; a table with ``verdict_only`` is one line."""
     match name:
         case "json":
             return JsonReport()
-        case "md" | "markdown":
+        case "md":
             return MarkdownReport()
         case "github":
             return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
         case "junit":
             return JunitReport()
-        case _:
+        case "table":
             return TextReport(verdict_only=verdict_only)

@@ -6,21 +6,16 @@ the parsed value, or raises :class:`typer.BadParameter` with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import typer
 
 from memopt_cli.errors import UsageError
-from memopt_cli.inputs.spec_text import (
-    is_built_in,
-    is_pretrained,
-    parse_device,
-    parse_factory,
-    parse_mesh,
-)
+from memopt_cli.inputs.spec_text import is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.text.misnamed import file_refusal, folder_refusal, weights_in
@@ -29,12 +24,19 @@ from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.values import Kind, Whole
 
 
-def card(text: str) -> DeviceProfile:
-    """Return the device that ``text`` names: a card, or a YAML file that describes one."""
+@contextlib.contextmanager
+def _told_by_typer() -> Iterator[None]:
+    """Turn a :class:`UsageError` in the block into Typer's error, whose message names the option."""
     try:
-        return device_profile(text)
+        yield
     except UsageError as err:
         raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+
+
+def card(text: str) -> DeviceProfile:
+    """Return the device that ``text`` names: a card, or a YAML file that describes one."""
+    with _told_by_typer():
+        return device_profile(text)
 
 
 def check_model(location: str) -> str:
@@ -59,10 +61,8 @@ def check_model(location: str) -> str:
 
 def check_device(device: str) -> str:
     """Return ``device`` if it reads ``auto``, ``cpu`` or ``cuda:N``; whether the device exists is checked later."""
-    try:
+    with _told_by_typer():
         return parse_device(device)
-    except UsageError as err:
-        raise typer.BadParameter(err.message) from err
 
 
 def check_function(text: str) -> str:
@@ -86,20 +86,16 @@ def check_parallel(text: str) -> str:
 
 def check_mesh(text: str) -> str:
     """Return ``text`` if it parses as the axes of a mesh, such as ``dp=4,tp=2``."""
-    try:
+    with _told_by_typer():
         parse_mesh(text)
-    except UsageError as err:
-        raise typer.BadParameter(f"{err.message}. {err.hint}") from err
     return text
 
 
 def check_optimizer(text: str) -> str:
     """Return ``text`` if it names an optimizer of ``torch.optim``, or is ``file.py:function``."""
     _refuse_notebook(text)
-    try:
+    with _told_by_typer():
         choice = parse_optimizer(text)
-    except UsageError as err:
-        raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
     return check_function(text) if isinstance(choice, MadeOptimizer) else text
 
 
@@ -153,9 +149,8 @@ def parsed_by(kind: Kind) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         try:
-            return kind.parse(text)
-        except UsageError as err:
-            raise typer.BadParameter(f"{err.message}. {err.hint}".strip()) from err
+            with _told_by_typer():
+                return kind.parse(text)
         except ValueError as refusal:
             raise typer.BadParameter(f"'{text}' is not {refusal}") from refusal
 

@@ -8,7 +8,6 @@ import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
-from memopt_cli.errors import UsageError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
 
@@ -20,9 +19,8 @@ _DIFFERENCE = 1
 def verify(
     context: typer.Context,
     reference: str,
-    candidate: str | None = None,
+    candidate: str,
     *,
-    against: str | None = None,
     steps: int = 3,
     format: ReportFormat = "table",
     given: InputOptions,
@@ -44,7 +42,7 @@ def verify(
     """
     request = EquivalenceRequest(
         reference=loading.source(context, reference),
-        candidate=loading.source(context, _one_of(candidate, against)),
+        candidate=loading.source(context, candidate),
         spec=given.spec(context),
         settings=StepSettings(
             device=device, precision=precision, loss=loss, optimizer=optimizer or "", clip_norm=clip_norm, seed=seed
@@ -60,13 +58,3 @@ def verify(
     report_in("json" if shown.json else format).show(found, sys.stdout)
     if not found.passed:
         raise typer.Exit(_DIFFERENCE)
-
-
-def _one_of(candidate: str | None, against: str | None) -> str:
-    named = [name for name in (candidate, against) if name is not None]
-    if len(named) != 1:
-        raise UsageError(
-            "name one CANDIDATE" if named else "there is no CANDIDATE to compare",
-            hint="memopt verify model.pt checkpointed.pt",
-        )
-    return named[0]

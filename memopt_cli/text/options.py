@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Size, Whole
@@ -52,6 +52,15 @@ class Option:
     """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
+    names: Literal["data", "file", "code"] = "code"
+    """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
+    to trust.  A found ``memopt.yaml`` may not set the last, so new rows are refused until they say "data"."""
+
+    @property
+    def may_name(self) -> Literal["data", "file", "code"]:
+        """Most dangerous thing that a value can name; a switch and a value that is parsed are data."""
+        is_parsed = isinstance(self.kind, Kind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
+        return "data" if self.takes is None or is_parsed else self.names
 
 
 _SECONDS = Real(0, LONGEST_S, unit="seconds")
@@ -87,14 +96,16 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "SPEC",
         flags=("-i", "--input"),
         common=True,
+        names="data",
     ),
-    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True),
+    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True, names="data"),
     "optimize.dims": Option(
         _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. "),
         INPUTS,
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
+        names="data",
     ),
     "recommend_batch.dims": Option(
         _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. "),
@@ -102,11 +113,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
+        names="data",
     ),
-    "input_data": Option("Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python=""),
+    "input_data": Option(
+        "Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python="", names="file"
+    ),
     "input_script": Option("Call a function that makes the inputs.", INPUTS, "FILE.py:NAME", "function", python=""),
     # -------------------------------------------------------------------------------------------- the step
-    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True),
+    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True, names="data"),
     "precision": Option(
         "stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
         STEP,
@@ -130,6 +144,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "optimizer",
         default="none",
         common=True,
+        names="data",
     ),
     "optimizer_in_backward": Option(
         "Let plans run --optimizer in backward: each gradient is used and freed as soon as it is complete. The script "
@@ -154,18 +169,23 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "card",
         flags=("--for",),
         python="for_device",
+        names="file",
     ),
-    "baseline.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
-    "check.plan": Option("Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any"),
-    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE),
-    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True),
+    "plan": Option(
+        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
+    ),
+    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, names="file"),
+    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True, names="file"),
     "profile.fake": Option("Estimate on tensors without data, for a step that does not fit here.", STEP, common=True),
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
-    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND"),
+    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", names="data"),
     "recommend_batch.compile": Option(
-        "Find the batch whose step fits as torch.compile makes it: inductor, aot_eager, …", STEP, "BACKEND"
+        "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …",
+        STEP,
+        "BACKEND",
+        names="data",
     ),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
@@ -177,6 +197,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         RANKS,
         "LOW:HIGH",
         "range of ranks",
+        names="data",
     ),
     "parallel": Option(
         "How the model is spread: fsdp (fully_shard on repeated blocks and on the rest), ddp, or a function of your "
@@ -187,7 +208,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="parallelize",
     ),
     "mesh": Option(
-        "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.", RANKS, "NAME=SIZE,...", "mesh", default="dp=N"
+        "Axes of the mesh of ranks, the outermost first: dp=32,tp=2.",
+        RANKS,
+        "NAME=SIZE,...",
+        "mesh",
+        default="dp=N",
+        names="data",
     ),
     "rank": Option(
         "Which rank, from 0.", RANKS, "N", Whole(0), default="the first and the last, and the larger of them in full"
@@ -213,15 +239,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimize.compile": Option(
-        "Also look for steps that torch.compile makes, for --level, --budget or --frontier: inductor, aot_eager, …",
+        "Also try steps compiled by torch.compile, for --level, --budget or --frontier: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
+        names="data",
     ),
     "optimize.lengths": Option(
         "File of the sizes that the dimension with a range has: one per line, or a size and how often it occurs.",
         SEARCH,
         "FILE",
         default="all sizes equally frequent",
+        names="file",
     ),
     "frontier": Option(
         "Show plans from the fastest to the smallest. --pick or --budget applies one.",
@@ -238,8 +266,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="memopt_cli.apply_plan",
     ),
     "max_slowdown": Option(
-        "The longest step that a plan may have, as a multiple of the original's. none: the least memory, however long "
-        "the step takes.",
+        "Longest step that a plan may have, as a multiple of the original's. none: the least memory, however long the "
+        "step takes.",
         SEARCH,
         "RATIO",
         Real(1, unlimited=True),
@@ -269,10 +297,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="memopt chooses",
         flags=("--target",),
         python="target",
+        names="data",
     ),
     "allow_inexact": Option(
-        "Let chunks use batch statistics of their own where those of the whole batch are not available. The summary "
-        "names "
+        "Let each chunk use its own batch statistics where the whole batch's are not available. The summary names "
         "the modules.",
         SEARCH,
     ),
@@ -282,18 +310,18 @@ OPTIONS: Final[Mapping[str, Option]] = {
         SEARCH,
         "auto|none|host|disk[:FOLDER]",
         Offload(),
-        default="none; without FOLDER that of temporary files",
+        default="none; FOLDER: the one for temporary files",
     ),
     "host_memory": Option(
-        "Most that plans may send to host memory with --offload host.",
+        "Maximum memory that plans may use on the host, with --offload host.",
         SEARCH,
         "64GiB",
         Size(),
-        default="half of what is free; never more",
+        default="half of the free memory, which is also the maximum",
     ),
     # -------------------------------------------------------------------------------------------- its finer limits
     "profile": Option(
-        "A named set of these limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
+        "A named set of limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
         "exhaustive (level 4, no limit). Other flags override it.",
         FINE,
         "NAME",
@@ -309,7 +337,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="none",
     ),
     "checkpoint_budget": Option(
-        "Most modules that become segments, of those that may: speed (half), balanced (three quarters) or memory "
+        "Share of the eligible modules that may become segments: speed (half), balanced (three quarters) or memory "
         "(all).",
         FINE,
         "NAME",
@@ -317,25 +345,29 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="none",
     ),
     "max_gc_wrapped_modules": Option(
-        "Most segments that a plan may have, not counting nested ones.", FINE, "N", Whole(0), default="no limit"
+        "Maximum number of segments in a plan, without nested ones.", FINE, "N", Whole(0), default="no limit"
     ),
     "gc_target_budget_ratio": Option(
-        "The same limit, as a share of the modules that may become segments.", FINE, "0..1", Real(0, 1), default="all"
+        "Maximum number of segments in a plan, as a share of the modules that may become segments.",
+        FINE,
+        "0..1",
+        Real(0, 1),
+        default="all",
     ),
     "compress_x": Option("Pack the stored inputs of segments, losslessly.", FINE, default="on"),
     "temporal_split_factor": Option(
         "Try numbers of chunks that grow by about this factor: 2, 4, 8 … for 2.", FINE, "N", Whole(2), default="2"
     ),
     "max_split_rounds": Option(
-        "Most segments that contain others and, counted separately, most steps by --temporal-split-factor, over the "
-        "whole plan.",
+        "Maximum number of rounds that split a plan further: each nests segments in one more segment, or takes "
+        "one more step of --temporal-split-factor. The two kinds are counted separately.",
         FINE,
         "N",
         Whole(0),
         default="no limit",
     ),
     "max_candidates_per_round": Option(
-        "Most modules tried in chunks in each split round, and most changes of a plan tried at once.",
+        "Maximum number of modules that each split round tries in chunks, and of changes to a plan tried at once.",
         FINE,
         "N",
         Whole(1),
@@ -366,7 +398,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="by the error, else 90%",
         common=True,
     ),
-    "global_batch": Option("Samples per optimizer step, by gradient accumulation.", ANSWER, "N", Whole(1), common=True),
+    "global_batch": Option(
+        "Samples per optimizer step; gradient accumulation makes them up.", ANSWER, "N", Whole(1), common=True
+    ),
     "multiple_of": Option("Propose only multiples of N.", ANSWER, "N", Whole(1), common=True),
     "objective": Option(
         "Recommend the largest batch (max) or the fastest (throughput).",
@@ -381,13 +415,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "LOW:HIGH",
         "range of replicas",
         python="",
+        names="data",
     ),
-    "recommend_batch.plan": Option("Recommend a batch with this plan as well.", ANSWER, "FILE", common=True),
+    "recommend_batch.plan": Option(
+        "Recommend a batch with this plan as well.", ANSWER, "FILE", common=True, names="file"
+    ),
     "recommend_batch.lengths": Option(
         "File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget on "
         "them.",
         ANSWER,
         "FILE",
+        names="file",
     ),
     "strategy": Option(
         "Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) and "
@@ -395,6 +433,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         ANSWER,
         "NAME,...",
         python="",
+        names="data",
     ),
     "longest_step": Option(
         "Recommend no batch whose step takes longer than this.",
@@ -403,13 +442,25 @@ OPTIONS: Final[Mapping[str, Option]] = {
         Real(0.001, LONGEST_S, unit="seconds"),
     ),
     "log": Option(
-        "The text of an out-of-memory error: a traceback, a log.", ANSWER, "FILE", "file", common=True, python=""
+        "The text of an out-of-memory error: a traceback, a log.",
+        ANSWER,
+        "FILE",
+        "file",
+        common=True,
+        python="",
+        names="file",
     ),
     "explain.snapshot": Option(
-        "A pickle of torch.cuda.memory._snapshot(); it is read as data.", ANSWER, "FILE", "file", common=True, python=""
+        "A pickle of torch.cuda.memory._snapshot(); it is read as data.",
+        ANSWER,
+        "FILE",
+        "file",
+        common=True,
+        python="",
+        names="file",
     ),
     # -------------------------------------------------------------------------------------------- the gate
-    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True),
+    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, names="file"),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
         "allocated peak), activations:0, parameters:0, step:20%, offloaded:5% (bytes that wait elsewhere). Repeatable.",
@@ -417,14 +468,16 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "METRIC:LIMIT",
         default="peak:0",
         common=True,
+        names="data",
     ),
     # -------------------------------------------------------------------------------------------- loading
     "key": Option(
-        "Which entry to use, of a file or of --weights, where it holds several models: model, or ema.model.",
+        "Which entry to use where a file, or --weights, holds several models: model, or ema.model.",
         LOADING,
         "NAME",
+        names="data",
     ),
-    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python=""),
+    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python="", names="file"),
     "code_path": Option(
         "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
         LOADING,
@@ -499,11 +552,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME",
         common=True,
         python="",
+        names="data",
     ),
-    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python=""),
+    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", names="data"),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
     "check.quiet": Option(
-        "Show no progress, and of the table the verdict alone.", OUTPUT, flags=("-q", "--quiet"), python=""
+        "Show no progress, and print only the line with the verdict.", OUTPUT, flags=("-q", "--quiet"), python=""
     ),
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
@@ -514,7 +568,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "confirm": Option(
         "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
     ),
-    "against": Option("Another way to name CANDIDATE.", OTHERS, "CANDIDATE", "model", python=""),
     "config": Option(
         "Read flags from YAML (level: 4). The command line wins.",
         OTHERS,

@@ -85,7 +85,7 @@ def test_every_flag_of_check_arrives(requests: list[Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("form", ["table", "json", "md", "markdown", "github", "junit"])
+@pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
 def test_what_could_not_be_checked_is_red_in_every_format(
     form: str, requests: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

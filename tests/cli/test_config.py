@@ -99,6 +99,18 @@ def test_a_found_file_names_files_beside_it(where: str, pipeline: Any) -> None:
     assert pipeline.requests[-1].source.weights == where
 
 
+@pytest.mark.parametrize("kind", ["disk:/tmp", "disk"])
+def test_a_found_file_does_not_say_where_tensors_wait(kind: str, pipeline: Any) -> None:
+    """``disk:FOLDER`` writes to a folder that nobody typed."""
+    Path("memopt.yaml").write_text(f"offload: {kind}")
+    assert main(["optimize", "model.pt"]) == 4
+
+
+def test_a_found_file_sets_amounts_of_memory(pipeline: Any) -> None:
+    Path("memopt.yaml").write_text("host-memory: 8GiB")
+    assert main(["optimize", "model.pt"]) == 0
+
+
 def test_a_named_file_names_any(pipeline: Any) -> None:
     Path("memopt.yaml").write_text("weights: ../there")
     Path("../there").touch()

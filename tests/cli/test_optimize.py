@@ -270,7 +270,7 @@ RUNS_CODE = {
     "allow-package": "sympy",
     "allow-global": "builtins.exec",
 }
-FOR_ANOTHER_COMMAND = {"against": "evil:make"}
+FOR_ANOTHER_COMMAND = {"parallel": "evil.py:spread"}
 """A found file is refused by every command, whichever of them the key is for."""
 
 
@@ -282,7 +282,7 @@ def test_a_file_that_runs_code_must_be_named(
     Path("memopt.yaml").write_text(f"{key}: {(RUNS_CODE | FOR_ANOTHER_COMMAND)[key]}")
     assert main(["optimize", "model.pt"]) == 4
     assert capsys.readouterr().err == (
-        f"error: memopt.yaml was found here, and its '{key}' would run or allow code\n"
+        f"error: memopt.yaml was found here, and its '{key}' could run or allow code, or write elsewhere\n"
         "hint: If the file is yours, say --config memopt.yaml.\n"
     )
     assert pipeline.requests == []
