@@ -69,7 +69,8 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     length_outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
     if length_outside is not None:
         raise UsageError(
-            f"{source} has the length {length_outside}, outside of {varied.symbol}={varied.low}:{varied.high}",
+            f"{source} has the length {length_outside}, outside of the range "
+            f"{varied.symbol}={varied.low}:{varied.high}",
             hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
         )
     return {length: float(count) for length, count in counts.items()}

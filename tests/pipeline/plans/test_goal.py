@@ -236,7 +236,7 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
     _, held = unavoidable_parts(larger, (), frees_gradients=False)
-    assert held.endswith("what backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
+    assert held.endswith("tensors that backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
     many = tuple(ModuleShare(path=f"{'abcdefghij'[n]}", held_bytes=1) for n in range(10))
     _, held = unavoidable_parts(replace(least, holders=many), (), frees_gradients=False)
     assert held.count(" of '") == 8
