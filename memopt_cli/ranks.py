@@ -38,7 +38,7 @@ from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
-from memopt_cli.pipeline.live.model import described, found_and_proven, refuse_recursion
+from memopt_cli.pipeline.live.model import describe_inputs, found_and_proven, refuse_recursion
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
@@ -258,7 +258,7 @@ def _given(
     given = given_inputs(inputs, dims)
     subject = Subject(
         source=ModelSource(location=model.reference),
-        spec=given if isinstance(given, InputSpec) else described(given),
+        spec=given if isinstance(given, InputSpec) else describe_inputs(given),
         settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
         data="none",
     )

@@ -30,10 +30,10 @@ from memopt_cli.pipeline.live.model import (
     dropped_unmeasured,
     found_and_proven,
     inputs_of,
-    left_out_note,
     prepared_model,
     step_of_copies,
     taken_off_note,
+    wrapper_notes,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings
@@ -217,7 +217,7 @@ def memory_optimization(
                 found = _on_instances(net, resolved, settings, progress)
             else:
                 found = _measured(net, _arguments(inputs), resolved, settings, progress)
-                found.notes.extend(left_out_note(passed))
+                found.notes.extend(wrapper_notes(passed))
         found.notes.extend(_nothing_wrapped(net, instance, found))
         return summarize(found, spent_s=time.monotonic() - started)
 

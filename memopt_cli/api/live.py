@@ -48,7 +48,7 @@ from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
-from memopt_cli.pipeline.live.model import described, found_and_proven, prepared_model, taken_off_note
+from memopt_cli.pipeline.live.model import describe_inputs, found_and_proven, prepared_model, taken_off_note
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
@@ -500,4 +500,4 @@ def _source(model: nn.Module) -> ModelSource:
 
 def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
     given = given_inputs(inputs, dims)
-    return given if isinstance(given, InputSpec) else described(given)
+    return given if isinstance(given, InputSpec) else describe_inputs(given)

@@ -361,7 +361,7 @@ class _Judge:
         return max(tolerance, half_of_digits(runs[0], 0.0))
 
     def _judge_in_own_modes(self, comparison: Equivalence) -> Equivalence:
-        """Return ``comparison``; if the sides came with different modules in eval mode, compare so."""
+        """Return ``comparison``; if the sides came with different modules in eval mode, compare them in these modes."""
         noted_comparison = replace(
             comparison, notes=(*comparison.notes, *_mode_notes(self.first_run, self.candidate_run))
         )

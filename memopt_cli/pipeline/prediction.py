@@ -14,7 +14,7 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, predicted
+from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, make_prediction
 
 
 @contextlib.contextmanager
@@ -41,4 +41,4 @@ def predicted_ranks(
 
 def predict(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
-    return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)
+    return make_prediction(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

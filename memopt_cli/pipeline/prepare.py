@@ -298,14 +298,14 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
 
     def save(file: BinaryIO) -> None:
         with Session(Subject(source=source), timeout_s) as session:
-            found = session.save(SaveJob(plan=plan), file)
-        saved = required(found, "" if isinstance(found, StepFailed) else "the model could not be saved: ")
+            answer = session.save(SaveJob(plan=plan), file)
+        saved = required(answer, "" if isinstance(answer, StepFailed) else "the model could not be saved: ")
         if not is_confined(source):
             return
         file.flush()
         with Session(Subject(source=source), timeout_s) as session:
-            compared = session.ask(CompareJob(path=os.path.abspath(file.name)))
-        if required(compared, "no model is written: ").size_bytes != saved.size_bytes:
+            comparison = session.ask(CompareJob(path=os.path.abspath(file.name)))
+        if required(comparison, "no model is written: ").size_bytes != saved.size_bytes:
             raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
 
     return save

@@ -153,7 +153,7 @@ from memopt_cli.records.rank import RankPrediction as RankPrediction
 from memopt_cli.records.rank import RanksMeasured as RanksMeasured
 from memopt_cli.records.rank import RanksRecommendation as RanksRecommendation
 from memopt_cli.records.rank import RanksRow as RanksRow
-from memopt_cli.records.rank import predicted as predicted
+from memopt_cli.records.rank import make_prediction as make_prediction
 from memopt_cli.records.request import StepRequest as StepRequest
 from memopt_cli.records.search import Budget as Budget
 from memopt_cli.records.search import Preference as Preference

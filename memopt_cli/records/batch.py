@@ -231,7 +231,7 @@ class BatchRequest(StepRequest):
     @property
     def uncompiled(self) -> str:
         """First given option for which steps run, or are predicted, without a compiler; empty if there is none."""
-        given = {
+        options = {
             "`--search`": self.search,
             "`--strategy`": self.strategies or None,
             "`--replicas`": self.replicas,
@@ -241,7 +241,7 @@ class BatchRequest(StepRequest):
             "`--for`": self.card,
             "`--fake`": self.fake or None,
         }
-        return next((option for option, value in given.items() if value is not None), "")
+        return next((option for option, value in options.items() if value is not None), "")
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude or need each other."""
@@ -259,9 +259,10 @@ class BatchRequest(StepRequest):
         elif self.strategies:
             self._check_strategies()
         elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
-            other = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
+            other_option = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
             raise OptionError(
-                f"`--replicas` and {other} cannot be given together", hint="Ask for one first, then for the other."
+                f"`--replicas` and {other_option} cannot be given together",
+                hint="Ask for one first, then for the other.",
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
@@ -271,7 +272,7 @@ class BatchRequest(StepRequest):
             )
 
     def _check_without_runs(self) -> None:
-        wanted = {
+        needs_runs = {
             "a search": self.search is not None,
             "a comparison of strategies": bool(self.strategies),
             "a comparison of copies": self.replicas is not None,
@@ -279,11 +280,11 @@ class BatchRequest(StepRequest):
             "a comparison of lengths": self.lengths_path is not None,
             "a longest step": self.longest_step_s != LONGEST_STEP_S,
         }
-        what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
-        if what is not None:
-            where = "of many ranks, of which one is predicted" if self.layouts else "without data"
-            where = where if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{what} needs steps that run, but none runs {where}", hint="Leave one of them out.")
+        need = next((need for need, is_wanted in needs_runs.items() if is_wanted), None)
+        if need is not None:
+            place = "of many ranks, of which one is predicted" if self.layouts else "without data"
+            place = place if self.card is None else f"for {self.card.name}, which is not here"
+            raise OptionError(f"{need} needs steps that run, but none runs {place}", hint="Leave one of them out.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -291,12 +292,12 @@ class BatchRequest(StepRequest):
                 "how much memory the device of a rank has is not known",
                 hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
-        others = {
+        excluded = {
             "`--global-batch`": self.global_batch,
             "`--dim` with a range": self.dim_range,
             "`--output`": self.output,
         }
-        flag = next((flag for flag, value in others.items() if value is not None), None)
+        flag = next((flag for flag, value in excluded.items() if value is not None), None)
         if flag is not None:
             raise OptionError(
                 f"{flag} cannot be used with `--ranks`, which tabulates what fits on one of that many ranks",
@@ -306,7 +307,7 @@ class BatchRequest(StepRequest):
     def _check_search(self, search: ResolvedSearch) -> None:
         if search.options.level == 0:
             raise OptionError("`--search` looks for plans, but level 0 allows none", hint="Raise `--level`.")
-        others = {
+        excluded = {
             "`--strategy`": ("trains through time", bool(self.strategies)),
             "`--plan`": ("looks for the plan", self.plan_path is not None),
             "`--objective max`": ("looks for most samples a second", self.objective == "max"),
@@ -314,16 +315,16 @@ class BatchRequest(StepRequest):
             "`--replicas`": ("trains one model", self.replicas is not None),
             "`--lengths`": ("finds one size of batch", self.lengths_path is not None),
         }
-        for flag, (why, is_given) in others.items():
+        for flag, (purpose, is_given) in excluded.items():
             if is_given:
-                raise OptionError(f"`--search` {why}: {flag} does not go with it", hint="Leave one of them out.")
+                raise OptionError(f"`--search` {purpose}: {flag} does not go with it", hint="Leave one of them out.")
 
     def _check_strategies(self) -> None:
         if self.dim_range is None:
             raise OptionError(
                 "`--strategy` tabulates memory over time steps", hint="Add their range: `--dim T=16:4096`."
             )
-        others = {
+        excluded = {
             "`--global-batch`": self.global_batch,
             "`--multiple-of`": None if self.multiple_of == 1 else self.multiple_of,
             "`--objective`": self.objective,
@@ -331,10 +332,10 @@ class BatchRequest(StepRequest):
             "`--lengths`": self.lengths_path,
             "`--output`": self.output,
         }
-        given = [flag for flag, value in others.items() if value is not None]
-        if given:
+        flags = [flag for flag, value in excluded.items() if value is not None]
+        if flags:
             raise OptionError(
-                f"{' and '.join(given)} cannot be used with `--strategy`, which tabulates memory at one batch size",
+                f"{' and '.join(flags)} cannot be used with `--strategy`, which tabulates memory at one batch size",
                 hint="Leave it out, or ask without `--strategy`.",
             )
         if self.plan_path is not None and "plan" not in self.strategies:

@@ -63,9 +63,9 @@ class SavesTooLittle:
 
     @property
     def because(self) -> str:
-        how = "is predicted to" if self.is_predicted else "was measured to"
+        verb = "is predicted to" if self.is_predicted else "was measured to"
         saving = "save nothing" if self.saved <= 0 else f"save {self.saved:.1%} of the peak"
-        return f"it {how} {saving} for a step {self.slowdown:.2f} times as long"
+        return f"it {verb} {saving} for a step {self.slowdown:.2f} times as long"
 
     @property
     def remedy(self) -> str:
@@ -121,8 +121,8 @@ class NotRun:
 
     @property
     def because(self) -> str:
-        what = "it cannot be verified" if self.in_verification else "its step cannot be run"
-        return f"{what}: {describe(self.failure).removesuffix('.')}"
+        problem = "it cannot be verified" if self.in_verification else "its step cannot be run"
+        return f"{problem}: {describe(self.failure).removesuffix('.')}"
 
     @property
     def remedy(self) -> str:
@@ -161,8 +161,8 @@ class Dropped:
         """Sentence that says that the plan is not applied, and why."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
-        what = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
-        return f"{what[:1].upper()}{what[1:]} is not applied: {self.why.because}."
+        plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
+        return f"{plan_in_words[:1].upper()}{plan_in_words[1:]} is not applied: {self.why.because}."
 
 
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:

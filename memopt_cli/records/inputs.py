@@ -69,6 +69,6 @@ class InputSpec:
 
     def __post_init__(self) -> None:
         sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
-        given = [name for name, value in sources.items() if value]
-        if len(given) > 1:
-            raise UsageError(f"the inputs are described twice, by {' and '.join(given)}", hint="Keep one of them.")
+        names = [name for name, value in sources.items() if value]
+        if len(names) > 1:
+            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Keep one of them.")

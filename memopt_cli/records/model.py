@@ -35,16 +35,20 @@ class Trust:
     @property
     def in_python(self) -> str:
         """Python expression for this trust: ``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Trust({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @property
     def flags(self) -> str:
         """Flags of the command line for this trust: ``--allow-package mymodels --code-path train.py``."""
-        named = {"--allow-package": self.packages, "--allow-global": self.globals, "--code-path": self.code_paths}
+        values_by_flag = {
+            "--allow-package": self.packages,
+            "--allow-global": self.globals,
+            "--code-path": self.code_paths,
+        }
         switches = {"--trust-pickle": self.pickle, "--no-sandbox": not self.sandbox}
-        given = [quoted_flag(flag, value) for flag, values in named.items() for value in values]
-        return " ".join([*given, *(flag for flag, is_given in switches.items() if is_given)])
+        flags = [quoted_flag(flag, value) for flag, values in values_by_flag.items() for value in values]
+        return " ".join([*flags, *(flag for flag, is_set in switches.items() if is_set)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,20 +155,20 @@ class OptimizeRequest(StepRequest):
             )
 
     def _check_without_runs(self) -> None:
-        wanted = {
+        needs_runs = {
             "`--frontier`": self.goal.needs_frontier,
             "`--measure-levels`": self.measure_levels,
             "`--optimizer-in-backward`": self.search.options.optimizer_in_backward,
             "`--html` (or `--snapshot`)": self.layout is not None and self.record_steps,
             "`--dim` with a range": self.layout is not None and self.dim_range is not None,
         }
-        flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
+        flag = next((flag for flag, is_wanted in needs_runs.items() if is_wanted), None)
         if flag is not None:
-            where = (
+            reason = (
                 f"`--for {self.card.name}` is for a device that is not here" if self.card else "`--ranks` predicts them"
             )
             raise OptionError(
-                f"{flag} needs steps that run, but {where}",
+                f"{flag} needs steps that run, but {reason}",
                 hint=f"Omit {flag}; `--budget` and `--max-slowdown` choose a plan by estimates.",
             )
 

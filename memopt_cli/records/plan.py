@@ -34,9 +34,9 @@ class _ShortRepr:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        shown = [f for f in fields(cast(Any, self)) if f.default is MISSING or getattr(self, f.name) != f.default]
-        shown.sort(key=lambda f: f.default is not MISSING)  # the path of a segment comes first
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+        changed = [f for f in fields(cast(Any, self)) if f.default is MISSING or getattr(self, f.name) != f.default]
+        changed.sort(key=lambda f: f.default is not MISSING)  # the path of a segment comes first
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

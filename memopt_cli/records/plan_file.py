@@ -42,15 +42,15 @@ def plan_yaml(
     plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
     Applying the plan needs none of these.
     """
-    described = {**({} if level is None else {"level": level}), **to_short_data(plan)}
+    plan_data = {**({} if level is None else {"level": level}), **to_short_data(plan)}
     if plan.ranges:
-        described["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
+        plan_data["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
     else:
-        described["segments"] = [_segment_data(segment) for segment in plan.segments]
-    more = {PREDICTED: predicted, PARALLEL: layout}
-    more = {name: to_data(value) for name, value in more.items() if value is not None}
+        plan_data["segments"] = [_segment_data(segment) for segment in plan.segments]
+    data_for_people = {PREDICTED: predicted, PARALLEL: layout}
+    data_for_people = {name: to_data(value) for name, value in data_for_people.items() if value is not None}
     off = {TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**header_data(header), **off, **described, **more}).encode()
+    return yaml_text({**header_data(header), **off, **plan_data, **data_for_people}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:

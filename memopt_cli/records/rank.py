@@ -52,18 +52,18 @@ class PlannedRanks:
     """First and last rank, under the plan."""
 
 
-def predicted(counted: Counted, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
-    """Make the prediction for ``rank`` from ``counted``, the dry run of its step."""
+def make_prediction(dry_run: Counted, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
+    """Make the prediction for ``rank`` from ``dry_run``, the dry run of its step."""
     return RankPrediction(
         layout=layout,
         rank=rank,
         plan=plan,
-        tensor_peak_bytes=counted.tensor_peak_bytes,
-        resident_bytes=counted.resident_bytes,
-        breakdown=counted.breakdown,
-        phases=counted.phases,
-        collectives=counted.collectives,
-        data_ranks=counted.data_ranks,
+        tensor_peak_bytes=dry_run.tensor_peak_bytes,
+        resident_bytes=dry_run.resident_bytes,
+        breakdown=dry_run.breakdown,
+        phases=dry_run.phases,
+        collectives=dry_run.collectives,
+        data_ranks=dry_run.data_ranks,
     )
 
 

@@ -40,12 +40,12 @@ class LevelRow:
     predicted_slowdown: float | None = None
     """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
 
-    def predicted(self, counted: Counted) -> LevelRow:
-        """Return the row with the peaks of ``counted``, a dry run of its plan."""
+    def predicted(self, dry_run: Counted) -> LevelRow:
+        """Return the row with the peaks of ``dry_run``, a dry run of its plan."""
         return replace(
             self,
-            predicted_tensor_peak_bytes=counted.tensor_peak_bytes,
-            predicted_allocated_peak_bytes=counted.allocated_peak_bytes,
+            predicted_tensor_peak_bytes=dry_run.tensor_peak_bytes,
+            predicted_allocated_peak_bytes=dry_run.allocated_peak_bytes,
         )
 
 
@@ -242,12 +242,16 @@ class MemOptSummary:
             return ""
         original = self.levels[0].outcome if self.levels else None
         if isinstance(original, Measurement):
-            most = self.options.get("max_slowdown")
-            quick = f" in at most {most:g} times the step" if self.smaller is not None and most is not None else ""
+            max_slowdown = self.options.get("max_slowdown")
+            within_slowdown = (
+                f" in at most {max_slowdown:g} times the step"
+                if self.smaller is not None and max_slowdown is not None
+                else ""
+            )
             peak = format_bytes(original.allocated_peak_bytes)
             share = original.resident_bytes / original.allocated_peak_bytes
             fixed = f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _MOSTLY else ""
-            return f"no plan that was found lowers the peak of {peak}{fixed}{quick}: the model stays as it is"
+            return f"no plan that was found lowers the peak of {peak}{fixed}{within_slowdown}: the model stays as it is"
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

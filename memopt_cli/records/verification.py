@@ -130,10 +130,10 @@ class Verification:
     @property
     def difference(self) -> str:
         """Largest difference in words: ``output[0] differs by 0.5 in eval mode``."""
-        where = f" {self.differs_in}" if self.differs_in else ""
+        place = f" {self.differs_in}" if self.differs_in else ""
         if self.detail:
-            return f"{self.worst_name} fails{where} ({self.detail})"
-        return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{where}"
+            return f"{self.worst_name} fails{place} ({self.detail})"
+        return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{place}"
 
 
 def _sizes_in_words(batch: int, dims: Mapping[str, int]) -> str:

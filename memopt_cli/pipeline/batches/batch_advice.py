@@ -48,19 +48,19 @@ def advise(
     request: OptimizeRequest,
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement | None,
+    measurement: Measurement | None,
     earlier_search: BegunAdvice | None,
     notes: list[str],
     details: list[str],
 ) -> BatchAdvice | BatchEstimate | None:
     """Return the largest batch that fits under ``plan``; ``None``, with the reason in ``notes``, if there is none.
 
-    Dry runs find the batch, and runs confirm it where ``request`` asks for runs.  ``measured``, the step under ``plan``
-    at the described batch, counts as the first run.  ``earlier_search``: the search so far, perhaps for another plan.
+    Dry runs find the batch, and runs confirm it where ``request`` asks for runs.  ``measurement``, of the step under
+    ``plan`` at the described batch, counts as the first run.  ``earlier_search``: the search so far, perhaps for another plan.
     ``details`` gains a sentence on the memory that peaks leave out.
     """
-    assert measured is not None, "it is applied"
-    advice = _advice(request, prepared, plan, measured, earlier_search, notes)
+    assert measurement is not None, "it is applied"
+    advice = _advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice}.")
         return None
@@ -72,7 +72,7 @@ def _advice(
     request: OptimizeRequest,
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement,
+    measurement: Measurement,
     earlier_search: BegunAdvice | None,
     notes: list[str],
 ) -> BatchAdvice | BatchEstimate | str:
@@ -85,7 +85,7 @@ def _advice(
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
     with Sessions(prepared, "small batch", notes) as session:
         if earlier_search is None or earlier_search.probes.plan != plan:
-            earlier_search = begin_advice(request, prepared, plan, measured, session)
+            earlier_search = begin_advice(request, prepared, plan, measurement, session)
         earlier_search.probes.session = session
         if refusal := fixed_batch_reason(earlier_search.search, prepared):
             return refusal
@@ -139,17 +139,17 @@ class BegunAdvice:
 
 
 def begin_advice(
-    request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, measurement: Measurement, session: Sessions
 ) -> BegunAdvice:
-    """Begin the search for the batch that fits under ``plan``, whose step was ``measured`` at the described batch."""
+    """Begin the search for the batch that fits under ``plan``; ``measurement``: of its step at the described batch."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MAX_S), measured.step_s), 1)
+        longest_s = round(max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s), 1)
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     limits = limits_of_device(device, longest_s, aim=_AIMED_TIME_SHARE, budget=request.goal.budget)
     search = probes.search(prepared.batch, limits)
     search.runs[prepared.batch] = BatchProbe(
-        batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
+        batch=prepared.batch, allocated_peak_bytes=measurement.allocated_peak_bytes, step_s=measurement.step_s
     )
     return BegunAdvice(probes=probes, search=search)

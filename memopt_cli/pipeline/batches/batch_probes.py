@@ -138,12 +138,12 @@ class BatchProbes:
         """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
-            counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
-            self._counted[batch] = counted
+            dry_run = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
+            self._counted[batch] = dry_run
             self.inferred.pop(batch, None)
-            self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
-            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less than two
-                self.operators[batch] = counted.operators
+            self.dry_runs[batch] = dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else math.inf
+            if isinstance(dry_run, Counted) and batch > 1:  # a single sample may take an operator less than two
+                self.operators[batch] = dry_run.operators
         return self._counted[batch]
 
     @property

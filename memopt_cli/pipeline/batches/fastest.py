@@ -155,8 +155,8 @@ class _FastestSearch:
         """
         case = self._original()
         if not self.probes.late():
-            first = max(self.prepared.batch, _MIN_DRY_RUN_BATCH, self.limits.multiple_of)
-            step = self.trials.step(first)
+            first_batch = max(self.prepared.batch, _MIN_DRY_RUN_BATCH, self.limits.multiple_of)
+            step = self.trials.step(first_batch)
             self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
             if isinstance(step, ScaledStep):
                 self._price_and_run(step, case)
@@ -201,7 +201,7 @@ class _FastestSearch:
 
     def _run_finalists(self) -> None:
         """Run the best pairs once more, as a busy machine may have changed their order."""
-        pairs = finalists(self.runs.all(), most=_MAX_RUNS - self.trials.count)
+        pairs = finalists(self.runs.all(), max_pairs=_MAX_RUNS - self.trials.count)
         if pairs:
             self.prepared.progress.stage("running the best again")
         for pair in pairs:
@@ -220,7 +220,7 @@ class _FastestSearch:
         try:
             search.find([case], self.session)
         finally:
-            self.dry_runs += [found.probes for found in search.searched]
+            self.dry_runs += [batch_search.probes for batch_search in search.searched]
         largest = case.search.runs.best
         if largest:
             self.prepared.progress.stage("finding the fastest batch")
@@ -230,8 +230,8 @@ class _FastestSearch:
             # Rounding to a part of the global batch may give a new batch: allow a run for it.
             if best not in case.search.runs:
                 search.most_runs = max(search.most_runs, search.runs + 1)
-            search.run_more(case, lambda found: found.also_run([best]))
-            search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
+            search.run_more(case, lambda batch_search: batch_search.also_run([best]))
+            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, most_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
@@ -300,16 +300,16 @@ class _FastestSearch:
                 return index, verification
             self._drop(pairs[index], verification)
         if self.dropped:
-            why = self.dropped[-1].why
-            raise VerificationError(f"a plan was found that fits, but {why.because}", hint=why.remedy)
+            reason = self.dropped[-1].why
+            raise VerificationError(f"a plan was found that fits, but {reason.because}", hint=reason.remedy)
         raise self._nothing_fits()
 
-    def _drop(self, pair: PairRun, found: Verification | Failure) -> None:
+    def _drop(self, pair: PairRun, outcome_of_verification: Verification | Failure) -> None:
         """Record that the plan of ``pair`` would be the answer, but fails verification."""
-        why, outcome = fault_in(found), pair.outcome
-        assert why is not None, "it did not pass"
+        reason, outcome = fault_in(outcome_of_verification), pair.outcome
+        assert reason is not None, "it did not pass"
         peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
-        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=why))
+        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=reason))
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of

@@ -54,11 +54,11 @@ class PairRuns:
 
     def _usable_pairs(self) -> list[Pair]:
         """Return the pairs that may be the answer; if every step is too long, only the one with the shortest."""
-        within = self.limits.budget_bytes
+        budget_bytes = self.limits.budget_bytes
         fitting = [
             (plan, run)
             for plan, run in self.trials.planned()
-            if run.allocated_peak_bytes <= within and self.largest_usable(run.batch) == run.batch
+            if run.allocated_peak_bytes <= budget_bytes and self.largest_usable(run.batch) == run.batch
         ]
         in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
         shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
@@ -69,9 +69,9 @@ class PairRuns:
 
         It is a multiple of ``--multiple-of``, and with ``--global-batch``, equal passes of it make up the global batch.
         """
-        unit, wanted = self.limits.multiple_of, self.global_batch
+        unit, global_batch = self.limits.multiple_of, self.global_batch
         rounded = largest // unit * unit
-        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
+        return rounded if global_batch is None or not rounded else accumulate(global_batch, rounded, unit).batch
 
     def accumulation(self, batch: int) -> Accumulation | None:
         """Return how passes of ``batch`` make up a step of the optimizer; ``None`` for one pass and no global batch."""
@@ -107,7 +107,7 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
         del rates[index]
 
 
-def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
+def finalists(pairs: list[PairRun], max_pairs: int) -> list[PairRun]:
     """Return the pairs to run again, fastest first: those so close that another run may change the winner."""
     ranked_pairs = [pairs[index] for index in ranked(pairs)]
     best = max((pair.samples_per_s or 0.0 for pair in ranked_pairs), default=0.0)
@@ -115,7 +115,7 @@ def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
         pair for pair in ranked_pairs if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S
     ]
     rivals = [pair for pair in short_runs if (pair.samples_per_s or 0.0) >= (1 - _NOISE_SHARE) * best]
-    return rivals[: min(_MAX_FINALISTS, most)] if len(rivals) > 1 and most > 1 else []
+    return rivals[: min(_MAX_FINALISTS, max_pairs)] if len(rivals) > 1 and max_pairs > 1 else []
 
 
 def best_original(pairs: list[PairRun]) -> int | None:

@@ -70,16 +70,18 @@ class Pricing:
         """
         runs = self.models.runs_of_original()
         if len({run.batch for run in runs}) < 2:
-            planned = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
-            runs += [replace(run, step_s=run.step_s / self.models.slowdown(plan, run.batch)) for plan, run in planned]
+            planned_runs = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
+            runs += [
+                replace(run, step_s=run.step_s / self.models.slowdown(plan, run.batch)) for plan, run in planned_runs
+            ]
         return runs
 
     # ------------------------------------------------------------------------------------------ at one batch
 
     def _planner(self, batch: int) -> Planner:
         if batch not in self._planners:
-            first = self._counted(ORIGINAL, batch)
-            assert isinstance(first, Counted), "its step is recorded"
+            original = self._counted(ORIGINAL, batch)
+            assert isinstance(original, Counted), "its step is recorded"
             probes = Probes(
                 count=lambda plan: self._counted(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
@@ -88,7 +90,7 @@ class Pricing:
                 late=self.probes.late,
             )
             trace = self.models.known(ORIGINAL, batch).trace
-            self._planners[batch] = Planner(trace, first, probes, self.options)
+            self._planners[batch] = Planner(trace, original, probes, self.options)
         return self._planners[batch]
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:

@@ -27,7 +27,7 @@ from memopt_cli.records import (
     RanksRow,
     StepFailed,
     describe,
-    predicted,
+    make_prediction,
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere
@@ -160,7 +160,7 @@ class _RanksSearch:
             largest_by_rank[ranks_to_search[0]] = largest
             batch = largest[0]
         assert batch is not None
-        predictions = tuple(predicted(largest_by_rank[rank][1], layout, rank, plan) for rank in ranks)
+        predictions = tuple(make_prediction(largest_by_rank[rank][1], layout, rank, plan) for rank in ranks)
         peaks = [largest_by_rank[rank][1].allocated_peak_bytes for rank in ranks]
         largest_rank = predictions[peaks.index(max(peaks))]
         return RankBatch(
@@ -180,9 +180,9 @@ class _RanksSearch:
         with Sessions(prepared, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
             probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress, place=place)
-            first = probes.count(start)
-            if not isinstance(first, Counted):
-                return first
+            first_dry_run = probes.count(start)
+            if not isinstance(first_dry_run, Counted):
+                return first_dry_run
             search = probes.search(start, limits)
             try:
                 while True:

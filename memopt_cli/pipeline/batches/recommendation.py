@@ -155,7 +155,7 @@ class _BatchSearch:
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         if self.request.backend is not None:
             plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
-        cases = [Case(planned=at > 0, plan=p, dims=dims) for at, p in enumerate(plans) for dims in sizes]
+        cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
         self.search.find(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
@@ -263,10 +263,10 @@ class _BatchSearch:
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return how many passes make a step of the optimizer; ``None`` for one pass and no global batch."""
-        batch, wanted = self._chosen(main), self.request.global_batch
-        if wanted is None:
+        batch, global_batch = self._chosen(main), self.request.global_batch
+        if global_batch is None:
             return accumulated(batch, self.request.settings.micro_batches)
-        return accumulate(wanted, batch, self.request.multiple_of)
+        return accumulate(global_batch, batch, self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
         """Compare ways to batch sequences of ``lengths``, by runs at several lengths.

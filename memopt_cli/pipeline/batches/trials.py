@@ -53,7 +53,7 @@ class Trials:
 
     def of(self, plan: Plan) -> Iterator[BatchProbe]:
         """Return the runs under ``plan`` that did not fail."""
-        return (run for planned, run in self.planned() if planned == plan)
+        return (run for planned_by, run in self.planned() if planned_by == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
@@ -97,25 +97,25 @@ class Trials:
             with self.prepared.at(batch).session("small batch") as session:
                 self.record(batch, session, None)
 
-    def step(self, first: int) -> ScaledStep | str:
+    def step(self, first_batch: int) -> ScaledStep | str:
         """Return the original's step, computable at any batch, or words on why it cannot be.
 
-        It is made from the records at the smallest and the largest batch.  ``first``: the batch to record, together
-        with its double, if there is no record yet.
+        The step is made from the records at the smallest and the largest batch.  ``first_batch``: the batch to record,
+        together with its double, if there is no record yet.
         """
-        step = self._step_of([*self.records], first)
+        step = self._step_of([*self.records], first_batch)
         if step is None and 1 in self.records:  # PyTorch may run other operators for a batch of one: leave it out
-            step = self._step_of([batch for batch in self.records if batch > 1], first)
+            step = self._step_of([batch for batch in self.records if batch > 1], first_batch)
         return step or self._why_unknown()
 
-    def _step_of(self, batches: list[int], first: int) -> ScaledStep | None:
+    def _step_of(self, batches: list[int], first_batch: int) -> ScaledStep | None:
         """Return the step by the records at ``batches``, or at two new ones if there are fewer."""
         if len(batches) < 2:
             self.prepared.progress.stage("recording a step")
-            first = max(batches, default=first)
-            for batch in (first, 2 * first):
+            first_batch = max(batches, default=first_batch)
+            for batch in (first_batch, 2 * first_batch):
                 self.record_without_data(batch)
-            batches = [batch for batch in (first, 2 * first) if batch in self.records]
+            batches = [batch for batch in (first_batch, 2 * first_batch) if batch in self.records]
         if len(batches) < 2:
             return None
         return scaled(self.records[min(batches)].trace, self.records[max(batches)].trace)

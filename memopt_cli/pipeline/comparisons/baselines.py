@@ -41,19 +41,19 @@ Paths = Mapping[str, str]
 # ---------------------------------------------------------------------------------------------- like with like
 
 
-def comparable_terms(measured: Baseline) -> dict[str, str]:
+def comparable_terms(baseline: Baseline) -> dict[str, str]:
     """Return the conditions, by name, that must be equal for a difference to be caused by the model.
 
     The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
     own, and its tensor peak is half as large again.  So is the compiler: the tensors of compiled code cannot be seen,
     and its allocated peak is used as the tensor peak.  The version of PyTorch is not included.
     """
-    header, conditions, compiled = measured.header, measured.conditions, measured.memory.plan.compile
+    header, conditions, compiled = baseline.header, baseline.conditions, baseline.memory.plan.compile
     layout = None if conditions is None else conditions.layout
     of_any = {
         "device kind": header.device.partition(":")[0],
         "inputs": inputs_term(header.spec),
-        "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
+        "shorter inputs": ", ".join(step.name for step in baseline.shorter) or "none",
         "seed": str(header.seed),
         "compiler": "none" if compiled is None else compiled.backend,
     }
@@ -66,9 +66,9 @@ def comparable_terms(measured: Baseline) -> dict[str, str]:
     }
 
 
-def surroundings(measured: Baseline) -> dict[str, str]:
+def surroundings(baseline: Baseline) -> dict[str, str]:
     """Return conditions, by name, that may differ between comparable measurements; a report names those that do."""
-    header, conditions = measured.header, measured.conditions
+    header, conditions = baseline.header, baseline.conditions
     versions = {"torch": header.torch, "memopt": header.memopt}
     if conditions is None:
         return versions
@@ -98,11 +98,11 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
     return replace(comparison, shorter=tuple(shorter))
 
 
-def _as_baseline(measured: Baseline, step: ShorterStep) -> Baseline:
+def _as_baseline(baseline: Baseline, step: ShorterStep) -> Baseline:
     """Turn a step at shorter inputs into a baseline of its own."""
-    spec = measured.header.spec
-    header = replace(measured.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
-    return replace(measured, header=header, memory=step.memory, shorter=())
+    spec = baseline.header.spec
+    header = replace(baseline.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
+    return replace(baseline, header=header, memory=step.memory, shorter=())
 
 
 def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str = "") -> Comparison:
@@ -259,8 +259,8 @@ class _Paths:
         """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
         if not stem:
             return self._sorted
-        own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
-        return [*(path for path in self._sorted[own : own + 1] if path == stem), *self._sorted[first:last]]
+        own_index, start, end = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
+        return [*(path for path in self._sorted[own_index : own_index + 1] if path == stem), *self._sorted[start:end]]
 
 
 def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:

@@ -62,15 +62,15 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     """Measure the step of a ``prepared`` model and write its baseline, whose path was checked before."""
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
-        measured = Baseline(
+        baseline = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
-    measured = replace(measured, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
-    (file,) = write_all({Path(request.output): content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(step.plan, spec)))
+    baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
+    return BaselineResult(baseline=baseline, file=file, notes=tuple(_left_out(step.plan, spec)))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -106,15 +106,15 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
-    header, planned = file_header(prepared), replace(before.memory, plan=step.plan)
-    now = replace(before, header=replace(header, model=request.source.location), memory=planned)
+    header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
+    after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
-        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
-    _require_same_terms(request, before, now)
+        after = replace(after, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
+    _require_same_terms(request, before, after)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
-    return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
+    return compare(before, replace(after, memory=memory, shorter=shorter), request.limits)
 
 
 def compare_files(before: str, after: str) -> Comparison:
@@ -152,10 +152,10 @@ def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Cond
         raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
 
 
-def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
+def _unsafe(request: CheckRequest, named_thing: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
-        f"{request.baseline_path} names {what}, which you must give yourself: "
+        f"{request.baseline_path} names {named_thing}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
         hint=f"If it is yours, add: `{flags}`"
         if len(flags) <= _MAX_FLAG_CHARACTERS
@@ -214,9 +214,9 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
         )
 
 
-def _require_same_terms(request: CheckRequest, before: Baseline, now: Baseline) -> None:
-    unlike = differences(comparable_terms(before), comparable_terms(now))
-    unnamed_step = next((step for step in before.shorter if step.dim not in now.header.spec.dims), None)
+def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline) -> None:
+    unlike = differences(comparable_terms(before), comparable_terms(after))
+    unnamed_step = next((step for step in before.shorter if step.dim not in after.header.spec.dims), None)
     if unnamed_step is not None and not unlike:
         raise BaselineError(
             f"{request.baseline_path} is not comparable: it also has a step at {unnamed_step.name}, but the inputs "
@@ -304,8 +304,8 @@ class _CheckedStep:
         trace: StepTrace | None
         if rank is None:
             self.prepared.progress.stage("measuring a step")
-            peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
-            breakdown, step_s = measured.breakdown, measured.step_s
+            peaks = measurement = required(session.ask(MeasureJob(plan=self.plan))).measurement
+            breakdown, step_s = measurement.breakdown, measurement.step_s
             trace = None
             if self.plan.compile is None:  # compiled code hides its operators and what they save
                 self.prepared.progress.stage("recording a step")
@@ -337,17 +337,17 @@ class _CheckedStep:
 
 def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
     """Return the bytes that each module holds, without its children's, after operator ``op`` has run."""
-    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    bytes_by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for storage in trace.storages:
         if is_alive(storage, op):
-            held[storage.module][storage.kind] += storage.nbytes
-    known = {module.path: module for module in trace.modules}
+            bytes_by_module[storage.module][storage.kind] += storage.nbytes
+    traces = {module.path: module for module in trace.modules}
     return tuple(
         ModuleBytes(
             path=path,
-            class_name=known[path].class_name if path in known else "",
-            output_bytes=known[path].output_bytes if path in known else 0,
-            held_bytes=dict(held[path]),
+            class_name=traces[path].class_name if path in traces else "",
+            output_bytes=traces[path].output_bytes if path in traces else 0,
+            held_bytes=dict(bytes_by_module[path]),
         )
-        for path in dict.fromkeys((*known, *held))
+        for path in dict.fromkeys((*traces, *bytes_by_module))
     )

@@ -130,20 +130,22 @@ class _StrategySearch:
         if name == "online":
             for rule in ONLINE_RULES:
                 probe = functools.partial(_run_online, session, rule, symbol)
-                compared = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
-                exactness = functools.partial(_agreement, session, rule, symbol, compared)
+                compared_steps = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
+                exactness = functools.partial(_agreement, session, rule, symbol, compared_steps)
                 yield self._curve(name, f"online {rule}", probe, exactness)
             return
-        used = ORIGINAL if name == "bptt" else plan
-        assert used is not None
-        if isinstance(used, StepFailed):
-            yield _cannot_run(name, name, used)
+        used_plan = ORIGINAL if name == "bptt" else plan
+        assert used_plan is not None
+        if isinstance(used_plan, StepFailed):
+            yield _cannot_run(name, name, used_plan)
             return
         yield self._curve(
             name,
             name,
-            lambda steps: session().ask(ProbeJob(plan=used, batch=batch, dims={symbol: steps})),
-            functools.partial(_verified, session, used, batch) if name == "plan" else lambda: (True, "by definition"),
+            lambda steps: session().ask(ProbeJob(plan=used_plan, batch=batch, dims={symbol: steps})),
+            functools.partial(_verified, session, used_plan, batch)
+            if name == "plan"
+            else lambda: (True, "by definition"),
         )
 
     def _curve(
@@ -151,16 +153,16 @@ class _StrategySearch:
     ) -> StrategyCurve:
         self.prepared.progress.stage(f"measuring {label}")
         runs = self._run(probe)
-        first = next(iter(runs.values()))
-        if not isinstance(first, BatchProbe):
-            return _cannot_run(name, label, first)
-        measured = _measured(runs)
+        first_run = next(iter(runs.values()))
+        if not isinstance(first_run, BatchProbe):
+            return _cannot_run(name, label, first_run)
+        measured_runs = _measured(runs)
         failed = (
             f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
         )
-        line = _line(measured)
+        line = _line(measured_runs)
         exact, remark = exactness()
-        points = (_point(steps, measured.get(steps), line) for steps in self.steps.sizes())
+        points = (_point(steps, measured_runs.get(steps), line) for steps in self.steps.sizes())
         return StrategyCurve(
             strategy=name,
             label=label,
@@ -184,18 +186,18 @@ class _StrategySearch:
                 return runs
         return runs
 
-    def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
-        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured`` so far.
+    def _can_run(self, steps: int, measured_runs: dict[int, BatchProbe]) -> bool:
+        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured_runs`` so far.
 
         After a single run, the peak is assumed to grow in proportion.  That exaggerates, and the second run is needed
         for a line, so it may exceed the user's limit, but not the memory of this machine.
         """
-        line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        line, limit_bytes = _line(measured_runs), min(self.limits.budget_bytes, self.limits.runnable_bytes)
         if line is None:
-            (first, run), within = *measured.items(), self.limits.runnable_bytes
-            line = 0.0, run.allocated_peak_bytes / first
-        step_s = max(run.step_s / at for at, run in measured.items()) * steps
-        return line[0] + line[1] * steps <= within and step_s <= self.limits.longest_step_s
+            (first_steps, run), limit_bytes = *measured_runs.items(), self.limits.runnable_bytes
+            line = 0.0, run.allocated_peak_bytes / first_steps
+        step_s = max(run.step_s / length for length, run in measured_runs.items()) * steps
+        return line[0] + line[1] * steps <= limit_bytes and step_s <= self.limits.longest_step_s
 
     def _where(self, steps: int) -> str:
         return f"{self.steps.symbol}={steps}"
@@ -211,9 +213,9 @@ def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
     return {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
 
 
-def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
+def _line(measured_runs: dict[int, BatchProbe]) -> tuple[float, float] | None:
     """Fit a line to the peaks; return its intercept and slope in bytes, or ``None`` for a single run."""
-    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
+    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured_runs.items()]
     return fit_line(points) if len(points) > 1 else None
 
 

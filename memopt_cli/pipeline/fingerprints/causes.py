@@ -238,13 +238,13 @@ def _by_recomputation(pair: Pair) -> Cause | None:
     return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], OVERWRITTEN)
 
 
-def _calls_around(call: CallPrint, others: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return the calls among ``others`` inside which ``call`` was made, by their paths, the outermost first.
+def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
+    """Return the calls among ``calls`` inside which ``call`` was made, by their paths, the outermost first.
 
     ``call`` itself counts as one of them.
     """
-    around = (other for other in others if other is call or _is_below(call.path, other.path))
-    return sorted(around, key=lambda other: len(other.path))
+    outer_calls = (outer for outer in calls if outer is call or _is_below(call.path, outer.path))
+    return sorted(outer_calls, key=lambda outer: len(outer.path))
 
 
 def _is_below(path: str, module: str) -> bool:

@@ -72,14 +72,14 @@ def prepared_model(
     that cannot be copied, and within a profiling subprocess.
     """
     with refuse_recursion(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
-        yield replace(prepared, notes=(*prepared.notes, *left_out_note(model)))
+        yield replace(prepared, notes=(*prepared.notes, *wrapper_notes(model)))
 
 
-def left_out_note(model: nn.Module) -> list[str]:
+def wrapper_notes(model: nn.Module) -> list[str]:
     """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
-    name, within = type(model).__name__, unwrapped(model)
+    name, wrapped = type(model).__name__, unwrapped(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
-    return [*(left_out if within is not model else ()), *compiled_notes(within)]
+    return [*(left_out if wrapped is not model else ()), *compiled_notes(wrapped)]
 
 
 @contextlib.contextmanager
@@ -247,18 +247,18 @@ def _require_batch(inputs: Arguments) -> None:
         )
 
 
-def described(inputs: Arguments) -> InputSpec:
+def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
     Integers will be drawn from the range of the given ones.  Raises :class:`OptionError` for an argument that is no
     tensor.
     """
     _require_batch(inputs)
-    named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
-    return InputSpec(tensors=tuple(_described(name, value) for name, value in named), source="inputs")
+    arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
+    return InputSpec(tensors=tuple(_describe_input(name, value) for name, value in arguments), source="inputs")
 
 
-def _described(name: str | None, value: Any) -> TensorSpec:
+def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
             f"batches of another size cannot be made of an input: {for_message(value)}",
@@ -298,13 +298,13 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     """
     try:
         torch.save(model, path)
-        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as err:  # the user's classes may do anything
         return f"the model cannot be pickled ({first_line(err)})", ()
-    for name in wanted:
+    for name in names:
         if obstacle := unreachable(name):
             return f"a subprocess cannot import {name} ({obstacle})", ()
-    needs_script = any(name.startswith("__main__.") for name in wanted)
+    needs_script = any(name.startswith("__main__.") for name in names)
     return "", (str(main_script()),) if needs_script else ()
 
 

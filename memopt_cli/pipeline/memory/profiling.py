@@ -137,13 +137,13 @@ def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str])
 def record_step(
     session: Session,
     plan: Plan,
-    measured: Measurement | Failure | None,
+    measurement: Measurement | Failure | None,
     notes: list[str],
     *,
     sessions: Sessions | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
-    """Record the step under ``plan``, and check dry runs: their tensor peak must match the ``measured`` one.
+    """Record the step under ``plan``, and check dry runs by ``measurement``: the tensor peaks must match.
 
     If it does not, the step is recorded on real tensors, and a note gives both peaks and the ``consequence``.
     ``sessions``: the owner of ``session``, which switches to small batches if recording at full size fails though the
@@ -151,12 +151,12 @@ def record_step(
     """
     job = TraceJob(plan=plan, fake=True)
     traced = session.ask(job)
-    was_measured = isinstance(measured, Measurement)
+    was_measured = isinstance(measurement, Measurement)
     if sessions is not None and was_measured and (isinstance(traced, OutOfMemory) or session.ended):
         session = sessions.smaller()
         traced = session.ask(job)
-    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
-        predicted_bytes, measured_bytes = traced.dry_run_bytes, measured.tensor_peak_bytes
+    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
+        predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             notes.append(
                 f"On tensors without data the step takes {format_bytes(predicted_bytes)} instead of the measured "
@@ -175,19 +175,19 @@ def record_step(
 def _profile(
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement | OutOfMemory | None,
+    measurement: Measurement | OutOfMemory | None,
     traced: Traced,
     notes: list[str],
     card: DeviceProfile | None,
 ) -> StepProfile:
-    trace = scaled_to_measurement(measured, traced.trace)
+    trace = scaled_to_measurement(measurement, traced.trace)
     live = live_bytes(trace)
     peak = allocated_peak(trace, live)
     alive = [s for s in trace.storages if is_alive(s, peak.op)]
     return StepProfile(
         header=file_header(prepared),
         plan=plan,
-        measurement=measured,
+        measurement=measurement,
         fake=traced.fake,
         tensor_peak_bytes=trace.tensor_peak_bytes,
         peak=peak,
@@ -198,29 +198,29 @@ def _profile(
         phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
-        times=tuple(_times(trace, measured)),
+        times=tuple(_times(trace, measurement)),
         notes=tuple(notes),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
     )
 
 
-def scaled_to_measurement(measured: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
-    """Scale the times of operators in ``trace`` down, if they add up to more than the ``measured`` step.
+def scaled_to_measurement(measurement: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
+    """Scale the times of operators in ``trace`` down, if they add up to more than the step of ``measurement``.
 
     Operators are timed one by one in a single step, which on a busy machine takes longer than the fastest of many.
     """
     total = sum(op.seconds for op in trace.ops)
-    if not isinstance(measured, Measurement) or total <= measured.step_s:
+    if not isinstance(measurement, Measurement) or total <= measurement.step_s:
         return trace
-    share = measured.step_s / total
+    share = measurement.step_s / total
     return replace(trace, ops=tuple(replace(op, seconds=op.seconds * share) for op in trace.ops))
 
 
-def _times(trace: StepTrace, measured: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
+def _times(trace: StepTrace, measurement: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
     """Yield the parts of the time of the step in ``trace``, those of the model first; nothing if it was not timed.
 
-    The rest of the ``measured`` step is the time in which no operator runs: Python, and waiting.
+    The rest of the step of ``measurement`` is the time in which no operator runs: Python, and waiting.
     """
     seconds: dict[tuple[TimeUseName, str | None], float] = defaultdict(float)
     for op in trace.ops:
@@ -231,18 +231,18 @@ def _times(trace: StepTrace, measured: Measurement | OutOfMemory | None) -> Iter
         else:
             seconds[op.phase, None] += op.seconds
     total = sum(seconds.values())
-    if total and isinstance(measured, Measurement) and measured.step_s > total:
-        seconds["beside operators", None] = measured.step_s - total
+    if total and isinstance(measurement, Measurement) and measurement.step_s > total:
+        seconds["beside operators", None] = measurement.step_s - total
     for (name, segment), seconds_spent in seconds.items() if total else ():
         yield TimeUse(name=name, segment=segment, seconds=seconds_spent)
 
 
 def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:
-    held: dict[str, int] = defaultdict(int)
+    held_bytes: dict[str, int] = defaultdict(int)
     for s in alive:
         if s.kind in ("activations", "temporaries"):
             for path in ancestry(s.module):
-                held[path] += s.nbytes
+                held_bytes[path] += s.nbytes
     seconds: dict[str, float] = defaultdict(float)
     for op in trace.ops:
         for path in ancestry(op.module):
@@ -252,7 +252,7 @@ def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse
             path=module.path,
             class_name=module.class_name,
             calls=module.calls,
-            held_bytes=held[module.path],
+            held_bytes=held_bytes[module.path],
             saved_bytes=module.saved_bytes,
             seconds=seconds[module.path],
         )

@@ -79,8 +79,8 @@ def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
 
 
 def _saved_by_autograd(trace: StepTrace, s: StorageTrace) -> SavedTensor:
-    first = trace.ops[s.saved_by[0]]
-    return _saved_tensor(trace, s, by=first.name, module=first.module, keepers=len(s.saved_by))
+    saving_op = trace.ops[s.saved_by[0]]
+    return _saved_tensor(trace, s, by=saving_op.name, module=saving_op.module, keepers=len(s.saved_by))
 
 
 def _saved_tensor(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: int) -> SavedTensor:

@@ -210,9 +210,9 @@ class ChangeTrials:
             raise UsageError(f"the step is run in {settings.precision} already")
         prepared = self._with(replace(settings, precision="bf16"))
         self._prepared.progress.stage("trying bfloat16")
-        counted = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
-        if isinstance(counted, Counted) and counted.allocated_peak_bytes > self._limit_bytes:
-            raise NothingFitsError(f"needs about {format_bytes(counted.allocated_peak_bytes)}")
+        dry_run = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
+        if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
         answer = prepared.ask(MeasureJob(plan=ORIGINAL))
         if not isinstance(answer, Measured):
             raise NothingFitsError(describe(answer))
@@ -223,7 +223,7 @@ class ChangeTrials:
             change="autocast",
             text="forward and loss under autocast to bfloat16, which rounds",
             command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
-            predicted_bytes=counted.allocated_peak_bytes if isinstance(counted, Counted) else None,
+            predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
             peak_bytes=peak_bytes,
             seconds=answer.measurement.step_s,
         )

@@ -125,7 +125,7 @@ def _counted_as(prepared: Prepared) -> str:
     """Return words on how the step was counted, for a step that fits here though a run of it ran out of memory."""
     settings = prepared.subject.settings
     flags = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
-    missing = [] if prepared.facts.format == STEP else [flag for flag, is_given in flags.items() if not is_given]
+    missing = [] if prepared.facts.format == STEP else [flag for flag, is_set in flags.items() if not is_set]
     words = f", without {' and '.join(missing)}" if missing else ""
     return (
         f"the step was counted at batch {prepared.batch}{words}: describe the step as it was run. Other memory of the "
@@ -213,9 +213,9 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
     prepared.progress.stage("recording a step")
     trace, notes = _record_full_step(prepared)
     live = live_bytes(trace)
-    needed = allocated_peak(trace, live)
+    peak = allocated_peak(trace, live)
     instant = first_beyond(trace, live, limit_bytes)
-    shown_instant = instant or needed
+    shown_instant = instant or peak
     alive = [s for s in trace.storages if is_alive(s, shown_instant.op)]
     made_by_step = [s for s in alive if s.kind in ("activations", "temporaries")]
     trial = ChangeTrials(request, prepared, limit_bytes)
@@ -224,7 +224,7 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
         header=file_header(prepared),
         limit_bytes=limit_bytes,
         limit=limit,
-        needed_bytes=needed.allocated_bytes,
+        needed_bytes=peak.allocated_bytes,
         instant=instant,
         line=trace.ops[shown_instant.op].line if shown_instant.op >= 0 else "",  # empty in backward too
         breakdown=break_down((s.kind, s.nbytes) for s in alive),

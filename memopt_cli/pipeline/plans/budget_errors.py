@@ -24,7 +24,7 @@ _WEIGHTS_SHARE: Final = 0.5
 def nothing_fits(
     budget_bytes: int,
     least_bytes: int,
-    how: str = "",
+    source: str = "",
     *,
     stays: Sequence[str] = (),
     can_rise: bool = True,
@@ -32,60 +32,60 @@ def nothing_fits(
 ) -> NothingFitsError:
     """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
 
-    ``how``: words on where ``least_bytes`` comes from, such as ", as estimated".  ``stays``: sentences on the part that
+    ``source``: words on the source of ``least_bytes``, such as ", as estimated".  ``stays``: sentences on the part that
     no plan makes smaller.  ``can_rise``: there is a higher level.  ``can_shrink``: the batch has several samples.
     """
-    budget, least = format_apart(budget_bytes, least_bytes)
+    budget, smallest = format_apart(budget_bytes, least_bytes)
     flags = "`--budget` or `--level`" if can_rise else "`--budget`"
     smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
     return NothingFitsError(
-        f"no plan found takes {budget} or less{how}; the smallest plan found takes about {least}",
+        f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}",
         hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
     )
 
 
-def unavoidable_parts(least: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
-    """Yield sentences on the parts of the ``least`` peak that no plan makes smaller, and on changes that would.
+def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
+    """Yield sentences on the parts of the ``smallest`` peak that no plan makes smaller, and on changes that would.
 
     ``operators``: operators of the original's step, with the measured workspaces of their kernels.
     ``frees_gradients``: whether plans were tried that run the optimizer in backward.
     """
     parts = {
-        "parameters": least.breakdown.parameters_bytes,
-        "gradients": least.breakdown.gradients_bytes,
-        "the optimizer's state": least.breakdown.optimizer_bytes,
-        "buffers": least.breakdown.buffers_bytes,
-        "inputs": least.breakdown.inputs_bytes,
+        "parameters": smallest.breakdown.parameters_bytes,
+        "gradients": smallest.breakdown.gradients_bytes,
+        "the optimizer's state": smallest.breakdown.optimizer_bytes,
+        "buffers": smallest.breakdown.buffers_bytes,
+        "inputs": smallest.breakdown.inputs_bytes,
     }
     parts_in_words = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     if parts_in_words:
         yield f"No plan can make these parts of its peak smaller: {parts_in_words}."
-    workspace_bytes = least.allocated_peak_bytes - least.tensor_peak_bytes
-    rest_bytes = _NAMED_SHARE * least.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
-    if holders_in_words := ", ".join(_largest_holders(least, rest_bytes)):
+    workspace_bytes = smallest.allocated_peak_bytes - smallest.tensor_peak_bytes
+    rest_bytes = _NAMED_SHARE * smallest.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
+    if holders_in_words := ", ".join(_largest_holders(smallest, rest_bytes)):
         yield f"The rest are activations and tensors that backward makes: {holders_in_words}."
-    weights_bytes = least.breakdown.parameters_bytes + least.breakdown.gradients_bytes
-    if weights_bytes > _WEIGHTS_SHARE * least.allocated_peak_bytes:
+    weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
+    if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
         advice = (
             ""
             if frees_gradients
             else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
         )
         yield f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{advice}"
-    if workspace_bytes < _WORKSPACE_SHARE * least.allocated_peak_bytes:
+    if workspace_bytes < _WORKSPACE_SHARE * smallest.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
-    where = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
+    place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
     yield (
-        f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{where}. Other kernels may take less: "
+        f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less: "
         "try another batch, channels_last, another `--precision`, or on the CPU "
         "torch.backends.mkldnn.flags(enabled=False)."
     )
 
 
-def _largest_holders(least: Counted, missing_bytes: float) -> Iterator[str]:
-    """Yield the modules that hold most of the ``least`` peak, and how much, until they add up to ``missing_bytes``."""
-    bytes_by_path = gathered({holder.path: holder.held_bytes for holder in least.holders})
+def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[str]:
+    """Yield the largest holders in the ``smallest`` peak, with their bytes, until they add up to ``missing_bytes``."""
+    bytes_by_path = gathered({holder.path: holder.held_bytes for holder in smallest.holders})
     for path, nbytes in list(bytes_by_path.items())[:_MAX_HOLDERS]:
         if missing_bytes <= 0:
             return

@@ -171,8 +171,8 @@ class _Range:
             self.applied.predicted_slowdown,
         )
         if isinstance(original_outcome, Measurement) and isinstance(applied_outcome, Measurement):
-            measured = applied_outcome.slowdown(original_outcome)
-            return measured, predicted or measured
+            measured_slowdown = applied_outcome.slowdown(original_outcome)
+            return measured_slowdown, predicted or measured_slowdown
         return predicted or 1.0, predicted or 1.0
 
     def may_be_faster(self, longer: _Range) -> bool:

@@ -214,10 +214,10 @@ class CompiledSearch(ABC):
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
-        regions, budgets, both = self._regions(), self._budgets(), self._both()
+        regions, budgets, regions_in_budget = self._regions(), self._budgets(), self._both()
         if self.backend not in BUDGETED:
-            budgets = both = iter(())
-        for source in (regions, budgets, regions, regions, both, budgets):
+            budgets = regions_in_budget = iter(())
+        for source in (regions, budgets, regions, regions, regions_in_budget, budgets):
             if len(self._rows) < _MAX_COMPILED:
                 yield from self._untried(source)
 
@@ -234,7 +234,7 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Return whether ``row`` shows memory budgets to be useless: its own changes the results, or not the peak.
+        """Return whether ``row`` shows memory budgets to be useless: its budget changes the results, or not the peak.
 
         With dropout, recomputing under a budget may change the results.
         """
@@ -353,8 +353,8 @@ class FastestCompiled(CompiledSearch):
 
     def _beyond(self, outcome: Measurement | Failure) -> str:
         if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > self._budget_bytes:
-            taken, budget = format_apart(outcome.allocated_peak_bytes, self._budget_bytes)
-            return f"its peak of {taken} is above the budget of {budget}"
+            peak, budget = format_apart(outcome.allocated_peak_bytes, self._budget_bytes)
+            return f"its peak of {peak} is above the budget of {budget}"
         return CompiledSearch._beyond(self, outcome)
 
     def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:

@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.pipeline.batches.batch_probes import optimizer_state_notes
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.terms import SETTING_FLAGS, filled_in, naming_code, typed
+from memopt_cli.pipeline.terms import SETTING_FLAGS, fill_in, flags_in_words, settings_naming_code
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
 
 
@@ -21,13 +21,13 @@ def with_predicted_settings(settings: StepSettings, predicted: PredictedStep | N
     if predicted is None:
         return settings
     predicted_settings = predicted.settings
-    for name in naming_code(settings, predicted_settings):
+    for name in settings_naming_code(settings, predicted_settings):
         raise UsageError(
-            f"the plan predicts a step with {typed(predicted_settings, [name])}, but memopt runs no code that "
+            f"the plan predicts a step with {flags_in_words(predicted_settings, [name])}, but memopt runs no code that "
             "only a plan names",
             hint=f"Add `{SETTING_FLAGS[name]}`, with your function.",
         )
-    return filled_in(settings, predicted_settings)
+    return fill_in(settings, predicted_settings)
 
 
 def differing_settings(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from memopt_cli.records import (
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
-    predicted,
+    make_prediction,
 )
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.estimation import estimate
@@ -55,27 +55,29 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     findings = Findings.begun(request, prepared)
     options, notes, rows = findings.resolved.options, findings.notes, findings.rows
-    where = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
+    device_in_words = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, searched.dry_data, notes) as sessions:
-        prepared.progress.stage(f"recording a step for {where}")
+        prepared.progress.stage(f"recording a step for {device_in_words}")
         original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
         search = start_search(request, findings, sessions, original)
-        traced, first = search.traced, search.first
+        traced, original_count = search.traced, search.first
         rows.append(search.original)
         if request.goal.budget is not None:
-            findings.budget_bytes = budget_bytes(request.goal.budget, first.allocated_peak_bytes)
+            findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)
         if options.level:
-            prepared.progress.stage(f"searching for {where}", search.probes.left())
+            prepared.progress.stage(f"searching for {device_in_words}", search.probes.left())
             rows.append(_search_plan(request, search))
         plan = rows[-1].plan
-        planned = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
-        planned = required(planned, "a step with the plan could not be recorded: ")
+        planned_trace = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
+        planned_trace = required(planned_trace, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict(sessions(), layout, 0, plan)
     findings.plan, findings.applied_level = plan, rows[-1].level
     if of_first is not None:
-        findings.parallel = _predict_ranks(of_first, searched, first, findings.budget_bytes)
+        findings.parallel = _predict_ranks(of_first, searched, original_count, findings.budget_bytes)
     if card is not None:
-        findings.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
+        findings.estimates = PlanEstimates(
+            original=estimate(traced.trace, card), planned=estimate(planned_trace.trace, card)
+        )
     if options.level:
         findings.selection = selected(traced.trace.modules, plan, options, by_goal=findings.by_goal)
         notes += left_out(findings.selection.refused)
@@ -89,7 +91,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
                 Dropped(
                     plan=plan,
                     peak_bytes=rows[-1].predicted_allocated_peak_bytes,
-                    original_bytes=first.allocated_peak_bytes,
+                    original_bytes=original_count.allocated_peak_bytes,
                     why=Differs(verification=verification),
                 )
             )
@@ -104,16 +106,16 @@ def _check_memory_here(request: OptimizeRequest, prepared: Prepared) -> None:
     facts = prepared.facts
     if not request.unverified:
         needed_bytes = facts.held_bytes + _GRADIENT_COPIES * facts.trainable_bytes
-        what = f"no plan could be verified here: the model and the gradients of {_GRADIENT_COPIES} steps take"
+        problem = f"no plan could be verified here: the model and the gradients of {_GRADIENT_COPIES} steps take"
     elif not request.plan_only:
         needed_bytes = facts.held_bytes
-        what = "the model could not be written here: it takes"
+        problem = "the model could not be written here: it takes"
     else:
         return
     free_bytes = runnable_bytes(prepared.subject.settings.device)
     if needed_bytes > free_bytes:
         raise MemoryBudgetError(
-            f"{what} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
+            f"{problem} {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free",
             hint="Take a machine that holds that, or add `--unverified --plan-only`: a plan is written without "
             "verification.",
         )
@@ -127,18 +129,18 @@ def _predict_ranks(
     Raises :class:`NothingFitsError` where the last rank needs more than ``within_bytes``.
     """
     layout, plan = first_rank.layout, first_rank.plan
-    last_rank, planned = layout.ranks - 1, [first_rank]
+    last_rank, predictions = layout.ranks - 1, [first_rank]
     if last_rank:
         prepared_last = replace(prepared, subject=replace(prepared.subject, rank=last_rank))
         with prepared_last.session("none") as session:
-            planned.append(predict(session, layout, last_rank, plan))
-    largest_bytes = max(rank.tensor_peak_bytes for rank in planned)
+            predictions.append(predict(session, layout, last_rank, plan))
+    largest_bytes = max(rank.tensor_peak_bytes for rank in predictions)
     if within_bytes is not None and largest_bytes > within_bytes:
         raise NothingFitsError(
             f"the plan that fits on rank 0 takes {format_bytes(largest_bytes)} on rank {last_rank}",
             hint="Raise `--budget`.",
         )
-    return PlannedRanks(original=predicted(original, layout, 0, ORIGINAL), planned=tuple(planned))
+    return PlannedRanks(original=make_prediction(original, layout, 0, ORIGINAL), planned=tuple(predictions))
 
 
 def _search_plan(request: OptimizeRequest, search: StartedSearch) -> LevelRow:

@@ -73,7 +73,7 @@ class Findings:
 
     def drop(self, dropped: Dropped) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
-        if all(known.plan != dropped.plan for known in self.dropped):
+        if all(earlier.plan != dropped.plan for earlier in self.dropped):
             self.dropped.append(dropped)
 
     turns_off: tuple[str, ...] = ()

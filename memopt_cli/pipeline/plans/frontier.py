@@ -22,12 +22,12 @@ def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], st
     A plan beats another if neither its peak nor its step time is higher, and one of the two is lower.  The original
     always stays, since the others are compared with it.
     """
-    measured = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
+    measured_points = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
     beaten = [
         point
-        for point, (peak, step) in measured
+        for point, (peak, step) in measured_points
         if not point.plan.is_empty
-        and any(cost != (peak, step) and cost[0] <= peak and cost[1] <= step for _, cost in measured)
+        and any(cost != (peak, step) and cost[0] <= peak and cost[1] <= step for _, cost in measured_points)
     ]
     sentence = (
         f"Some plans are not shown, as another plan is no slower and no larger: {format_points(beaten)}."

@@ -91,17 +91,19 @@ class GoalSearch:
         :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
-        least: Priced | None = None
+        smallest: Priced | None = None
         predicted_bytes: list[int] = []
         measured_bytes: list[int] = []
         for _ in range(_MAX_MEASURED):
             priced = self._fastest(target)
             if priced is not None:
                 require_fast(priced, self._most)
-            elif least is None:  # no plan is predicted to fit: once, try the smallest, which dry runs may overestimate
-                least = self._planner.least(self._level, self._most)
+            elif (
+                smallest is None
+            ):  # no plan is predicted to fit: once, try the smallest, which dry runs may overestimate
+                smallest = self._planner.least(self._level, self._most)
                 limit = predicted_bytes[-1] - 1 if predicted_bytes else budget_bytes * (1 + _DOUBT_SHARE)
-                priced = least if not least.plan.is_empty and least.peak_bytes <= limit else None
+                priced = smallest if not smallest.plan.is_empty and smallest.peak_bytes <= limit else None
             if priced is None:
                 break
             self._measuring(priced)
@@ -134,7 +136,7 @@ class GoalSearch:
                 hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        lowest = self._lower(least or self._planner.least(self._level))
+        lowest = self._lower(smallest or self._planner.least(self._level))
         trace = self.search.traced.trace
         raise nothing_fits(
             budget_bytes,
@@ -165,15 +167,15 @@ class GoalSearch:
         Example: ``rival`` recomputes two layers to fit.  A plan that recomputes one layer is too large by 5 MiB, but
         fits once gradients of 8 MiB are freed early.
         """
-        least = self._planner.dry_runs.smallest(self._level, self._most)
-        most_saved = least.peak_bytes - self.in_backward.least_of(least)
+        smallest = self._planner.dry_runs.smallest(self._level, self._most)
+        most_saved = smallest.peak_bytes - self.in_backward.least_of(smallest)
         if (rival is not None and rival.plan.is_empty) or not most_saved:
             return None
         limit = min(self._most, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
         larger = (p for p in self._explored(target_bytes + most_saved) if p.peak_bytes > target_bytes)
-        hopeful = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
-        fastest = sorted(hopeful, key=lambda p: (p.slowdown, p.peak_bytes))
-        for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is least]]:
+        candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
+        fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
+        for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
             lower_priced = self.in_backward.of(priced)
             if lower_priced is not None and lower_priced.peak_bytes <= target_bytes:
                 return lower_priced
@@ -275,9 +277,9 @@ class GoalSearch:
             for point in points
         ]
 
-    def _measuring(self, priced: Priced, done: int = 0, total: int | None = None) -> None:
+    def _measuring(self, priced: Priced, index: int = 0, total: int | None = None) -> None:
         self.measurements.prepared.progress.update(
-            done, total, f"measuring a plan of {format_bytes(priced.peak_bytes)}"
+            index, total, f"measuring a plan of {format_bytes(priced.peak_bytes)}"
         )
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:

@@ -62,16 +62,16 @@ class InBackwardPlans:
         if not self.is_allowed or _gradient_bytes(priced.counted) < _MIN_SAVED_SHARE * priced.peak_bytes:
             return None
         plan = replace(priced.plan, in_backward=True)
-        counted = self.count(plan)
-        if isinstance(counted, Counted):
-            lower_priced = replace(priced, plan=plan, counted=counted, level=level_of(plan))
+        answer = self.count(plan)
+        if isinstance(answer, Counted):
+            lower_priced = replace(priced, plan=plan, counted=answer, level=level_of(plan))
             return lower_priced if lower_priced.peak_bytes <= (1 - _MIN_SAVED_SHARE) * priced.peak_bytes else None
-        if not isinstance(counted, NotTried):
-            self.refuse(plan, NotRun(failure=counted))
+        if not isinstance(answer, NotTried):
+            self.refuse(plan, NotRun(failure=answer))
         return None
 
     def offer(self, priced: Priced) -> str:
-        """Return a note on the peak of ``priced`` with the optimizer in backward; empty if that is hardly lower."""
+        """Return a note on the peak of ``priced`` with the optimizer in backward, or empty if the peak is hardly lower."""
         allowed_plans = replace(self, is_allowed=True, drop=lambda dropped: None)
         lower_priced = allowed_plans.of(priced)
         if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:
@@ -118,17 +118,17 @@ class InBackwardPlans:
             return dropped.why
         return self.fault(row.plan) or timed
 
-    def refuse(self, plan: Plan, why: Reason) -> None:
+    def refuse(self, plan: Plan, reason: Reason) -> None:
         """Record why ``plan`` is not applied, and try no further plans with the optimizer in backward."""
         self.is_allowed = False
         measurements = [self.measurements.known(each) for each in (plan, ORIGINAL)]
         peak_bytes, original_bytes = (
             measurement.allocated_peak_bytes if measurement is not None else None for measurement in measurements
         )
-        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why))
+        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason))
 
 
-def _gradient_bytes(counted: Counted) -> int:
+def _gradient_bytes(dry_run: Counted) -> int:
     """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
-    at_peak = counted.breakdown
+    at_peak = dry_run.breakdown
     return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0

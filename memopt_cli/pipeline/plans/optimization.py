@@ -157,14 +157,14 @@ class _Job:
         self.findings.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
 
-    def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
-        """Measure the plan picked from the ``shown`` frontier, and return two rows: the original's and the plan's."""
+    def _picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
+        """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
         assert self.request.goal.pick is not None, "else nothing is read"
-        point = shown.points[self.request.goal.pick - 1]
+        point = frontier.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
-        row = replace(point, outcome=self.measurements.measure(point.plan)).row(shown.options.level)
+        row = replace(point, outcome=self.measurements.measure(point.plan)).row(frontier.options.level)
         row = self.measurements.confirm(row)
-        self.findings.frontier = [self._as_timed(point, row) for point in shown.points]
+        self.findings.frontier = [self._as_timed(point, row) for point in frontier.points]
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
     def _begin_advice(self, rows: list[LevelRow], sessions: Sessions) -> None:

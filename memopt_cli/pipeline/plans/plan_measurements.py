@@ -112,9 +112,9 @@ class PlanMeasurements:
 
     def retimed(self, plan: Plan, **changes: Any) -> None:
         """Update the measurement of ``plan`` with ``changes``: field -> value from a later timing."""
-        measured = self._found[plan]
-        if isinstance(measured, Measured):
-            self._found[plan] = replace(measured, measurement=replace(measured.measurement, **changes))
+        answer = self._found[plan]
+        if isinstance(answer, Measured):
+            self._found[plan] = replace(answer, measurement=replace(answer.measurement, **changes))
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
@@ -144,5 +144,5 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
 
 
 def measurement_in(answer: Measured | Failure) -> Measurement | Failure:
-    """Return the measurement in ``answer``, the answer to a :class:`MeasureJob`, or the failure that it is."""
+    """Return the measurement in ``answer`` to a :class:`MeasureJob`; a failure is returned unchanged."""
     return answer.measurement if isinstance(answer, Measured) else answer

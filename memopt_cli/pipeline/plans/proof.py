@@ -138,7 +138,7 @@ class Prover:
             self.findings.drop(dropped)
         return row_to_apply(rows, rows[index] if dropped is None else None)
 
-    def _drop(self, row: LevelRow, why: Reason) -> None:
+    def _drop(self, row: LevelRow, reason: Reason) -> None:
         peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
         original = self.measurements.known(ORIGINAL)
         self.findings.drop(
@@ -146,7 +146,7 @@ class Prover:
                 plan=row.plan,
                 peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
                 original_bytes=None if original is None else original.allocated_peak_bytes,
-                why=why,
+                why=reason,
             )
         )
 

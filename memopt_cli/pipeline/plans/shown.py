@@ -16,7 +16,15 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
-from memopt_cli.pipeline.terms import differences, filled_in, inputs_term, left_out, naming_code, step_terms, typed
+from memopt_cli.pipeline.terms import (
+    differences,
+    fill_in,
+    flags_in_words,
+    inputs_term,
+    missing_settings,
+    settings_naming_code,
+    step_terms,
+)
 from memopt_cli.records import (
     Measurement,
     ModelSource,
@@ -63,43 +71,43 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     if number is None or request.goal.frontier:
         return request
     try:
-        shown = read_frontier(frontier_path(request.source))
+        frontier = read_frontier(frontier_path(request.source))
     except FileNotFoundError:
         return request
-    check_pick(number, len(shown.points))
-    _check_options(request.search.options, shown.options)
-    compilers = {point.plan.compile.backend for point in shown.points if point.plan.compile is not None}
+    check_pick(number, len(frontier.points))
+    _check_options(request.search.options, frontier.options)
+    compilers = {point.plan.compile.backend for point in frontier.points if point.plan.compile is not None}
     if request.backend not in (None, *compilers):
         raise UsageError(
             f"`--pick` takes a plan that was shown, and {request.backend} compiles none of them",
             hint="Leave `--compile` out, or add `--frontier` to search again.",
         )
-    is_exact = not any(segment.inexact for segment in shown.points[number - 1].plan.everywhere)
+    is_exact = not any(segment.inexact for segment in frontier.points[number - 1].plan.everywhere)
     if not is_exact and not request.search.options.allow_inexact:
         raise UsageError(
             f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
         )
-    settings, shown_settings = request.settings, shown.settings
+    settings, shown_settings = request.settings, frontier.settings
     _check_code(settings, shown_settings)
-    options = replace(request.search.options, level=shown.options.level)
-    filled_names = left_out(settings, shown_settings)
+    options = replace(request.search.options, level=frontier.options.level)
+    filled_names = missing_settings(settings, shown_settings)
     notes = (
         *request.search.notes,
-        *[f"As when the plans were shown: {typed(shown_settings, filled_names)}."] * bool(filled_names),
+        *[f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}."] * bool(filled_names),
     )
     return replace(
         request,
-        spec=request.spec or typed_inputs(shown.header, frontier_path(request.source)),
-        settings=filled_in(settings, shown_settings),
+        spec=request.spec or typed_inputs(frontier.header, frontier_path(request.source)),
+        settings=fill_in(settings, shown_settings),
         search=replace(request.search, options=options, requested_level=options.level, notes=notes),
-        shown=shown,
+        shown=frontier,
     )
 
 
 def _check_code(settings: StepSettings, shown_settings: StepSettings) -> None:
     """Raise :class:`UsageError` if ``settings`` leaves out code that the step of the shown plans names."""
-    if code := naming_code(settings, shown_settings):
-        flags = typed(shown_settings, code)
+    if code := settings_naming_code(settings, shown_settings):
+        flags = flags_in_words(shown_settings, code)
         raise UsageError(
             f"the plans were shown for a step with {flags}, and memopt runs no code that only a file names",
             hint=f"If that is your code, add {flags}.",
@@ -131,14 +139,14 @@ def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
         )
 
 
-def check_original(request: OptimizeRequest, measured: object) -> None:
-    """Raise :class:`UsageError` if the original's tensor peak, ``measured`` now, differs from when plans were shown.
+def check_original(request: OptimizeRequest, original: object) -> None:
+    """Raise :class:`UsageError` if the original's tensor peak, ``original`` now, differs from when plans were shown.
 
     Hashes do not cover code: a function that builds the model or its inputs may have changed since.
     """
     assert request.shown is not None, "a plan is picked from it"
     shown_outcomes = [point.outcome for point in request.shown.points if point.plan.is_empty]
-    peaks = [outcome.tensor_peak_bytes for outcome in (*shown_outcomes, measured) if isinstance(outcome, Measurement)]
+    peaks = [outcome.tensor_peak_bytes for outcome in (*shown_outcomes, original) if isinstance(outcome, Measurement)]
     if len(set(peaks)) > 1:
         shown_peak, current_peak = (format_bytes(peak) for peak in peaks[-2:])
         raise UsageError(
@@ -148,17 +156,17 @@ def check_original(request: OptimizeRequest, measured: object) -> None:
         )
 
 
-def _terms(shown: ShownFrontier) -> dict[str, str]:
-    header = shown.header
+def _terms(frontier: ShownFrontier) -> dict[str, str]:
+    header = frontier.header
     return {
         "model": _short_hash(header.sha256) or header.model,
-        "weights": _short_hash(shown.weights_sha256) or "none",
-        "entry": shown.key or "none",
+        "weights": _short_hash(frontier.weights_sha256) or "none",
+        "entry": frontier.key or "none",
         "inputs": inputs_term(header.spec),
         "input data": _short_hash(header.spec.data_sha256) or "none",
         "device": header.device,
         "seed": str(header.seed),
-        **step_terms(shown.settings),
+        **step_terms(frontier.settings),
     }
 
 

@@ -87,24 +87,24 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     )
     is_fake = traced.has_dry_runs
     answer = sessions().ask(CountJob(plan=ORIGINAL, fake=is_fake))
-    counted = required(answer, "a step of the model could not be counted: ")
+    original_count = required(answer, "a step of the model could not be counted: ")
     if isinstance(outcome, Failure):
         findings.notes.append(
             f"The original does not fit here; its peak of "
-            f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
+            f"{format_bytes(original_count.allocated_peak_bytes)} is predicted on tensors without data."
         )
     place = sessions.prepared.subject.place
     findings.notes += room_notes(options, traced.trace, place)
     probes = SearchProbes(sessions, limit_s=_limit_s(request, findings, outcome))
     progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
-    probes_of_planner = planner_probes(probes, counted, progress, fake=is_fake, allow_inexact=allow_inexact)
+    probes_of_planner = planner_probes(probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact)
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
-        first=counted,
-        original=original.predicted(counted) if is_fake else original,
+        first=original_count,
+        original=original.predicted(original_count) if is_fake else original,
         probes=probes,
-        planner=Planner(traced.trace, counted, probes_of_planner, options, place=place),
+        planner=Planner(traced.trace, original_count, probes_of_planner, options, place=place),
         findings=findings,
         notes=len(findings.notes),
         details=len(findings.details),

@@ -23,7 +23,7 @@ _SLOW_STEP_RATIO = 2.0
 def summarize(
     findings: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None
 ) -> MemOptSummary:
-    """Return the summary of what an optimization ``findings``; its counters are those of the plan that is applied.
+    """Return the summary of ``findings``; its counters describe the plan that is applied.
 
     ``spent_s``: wall time of the whole command.  ``advice``: the batch that fits, if that was asked for.
     """
@@ -34,7 +34,7 @@ def summarize(
     manual = [s for s in packed if s.path in findings.asked_codecs]
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
-    measured = findings.measured
+    measurement = findings.measured
     summary = MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
@@ -65,7 +65,7 @@ def summarize(
         recommendation=recommend(
             options, selection, measured=_measured_sentence(findings), generic=_further_plans_sentence(findings)
         ),
-        peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
+        peak_memory_mb=measurement.allocated_peak_bytes / 2**20 if measurement else None,
         total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
         compressed_layers=len(packed),
@@ -117,8 +117,14 @@ def _codecs_left_out(findings: Findings) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for path in plain:
         by_reason.setdefault(misfits.get(path) or "", []).append(path)
-    others = [path for path in findings.asked_codecs if path not in codecs] if options.modules is not None else []
-    no_segments = [f"x_compressor is not used by {_named(others)}, which is not a segment."] if others else []
+    paths_without_segment = (
+        [path for path in findings.asked_codecs if path not in codecs] if options.modules is not None else []
+    )
+    no_segments = (
+        [f"x_compressor is not used by {_named(paths_without_segment)}, which is not a segment."]
+        if paths_without_segment
+        else []
+    )
     return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
 
 
@@ -164,16 +170,16 @@ def _further_plans_sentence(findings: Findings) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    original, measured = measured_at(rows, 0), findings.measured
-    if original is not None and measured is not None and measured.step_s >= _SLOW_STEP_RATIO * original.step_s:
+    original, measurement = measured_at(rows, 0), findings.measured
+    if original is not None and measurement is not None and measurement.step_s >= _SLOW_STEP_RATIO * original.step_s:
         return "Other plans, from the fastest to the smallest: `--frontier`; the fastest within a limit: `--budget`."
     return ""
 
 
 def _measured_sentence(findings: Findings) -> str:
     """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
-    original, measured = measured_at(findings.rows, 0), findings.measured
-    if original is None or measured is None or findings.plan.is_empty:
+    original, measurement = measured_at(findings.rows, 0), findings.measured
+    if original is None or measurement is None or findings.plan.is_empty:
         return ""
-    peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measured.allocated_peak_bytes)}"
-    return f"Measured: {peaks}, step {format_seconds(original.step_s)} → {format_seconds(measured.step_s)}."
+    peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measurement.allocated_peak_bytes)}"
+    return f"Measured: {peaks}, step {format_seconds(original.step_s)} → {format_seconds(measurement.step_s)}."
