@@ -236,7 +236,7 @@ class Comparison:
     """Differences in the step itself (inputs, settings), so that changes may not come from the model; a check refuses
     them."""
     surroundings: tuple[Difference, ...]
-    """Differences in versions and machines, most of which do not change the tensor peak."""
+    """Differences in versions and machines; most do not change the tensor peak."""
     layout: RankLayout | None = None
     """Layout of the model now, for predicted peaks of one rank.  ``None``: one device."""
     at: str = ""
@@ -246,7 +246,7 @@ class Comparison:
 
     @property
     def parts(self) -> tuple[Comparison, ...]:
-        """This comparison, and those of shorter inputs."""
+        """This comparison, and the comparisons of shorter inputs."""
         return (self, *self.shorter)
 
     @property
@@ -261,9 +261,9 @@ class BaselineRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None``: the one that the file carries, if any."""
+    """Path of a plan to run the step under.  ``None``: the plan that the file carries, if any."""
     layout: RankLayout | None = None
-    """Layout of ranks, of one of which the step is predicted without data.  ``None``: one device."""
+    """Layout of ranks; the step of one rank is predicted without data.  ``None``: one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """Whether an existing file may be replaced."""
@@ -282,5 +282,5 @@ class CheckRequest(StepRequest):
     optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None``: the one that the file carries, if any."""
+    """Path of a plan to run the step under.  ``None``: the plan that the file carries, if any."""
     layout: RankLayout | None = None

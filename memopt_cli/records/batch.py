@@ -282,7 +282,7 @@ class BatchRequest(StepRequest):
         }
         need = next((need for need, is_wanted in needs_runs.items() if is_wanted), None)
         if need is not None:
-            place = "of many ranks, of which one is predicted" if self.layouts else "without data"
+            place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
             place = place if self.card is None else f"for {self.card.name}, which is not here"
             raise OptionError(f"{need} needs steps that run, but none runs {place}", hint="Leave one of them out.")
 
@@ -358,7 +358,7 @@ class BatchRecommendation:
     chosen: int
     """Index of the recommended row: the better one by the objective, at the largest size at which a batch was run."""
     batch: int
-    """Recommended batch, that of the chosen row."""
+    """Recommended batch: the batch of the chosen row."""
     verified: bool
     """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None

@@ -154,9 +154,9 @@ class Confirmation:
     notes: tuple[str, ...] = ()
     """Notes on parts of training that the measurement lacks."""
     unlike: tuple[str, ...] = ()
-    """Conditions that differ from those of the prediction."""
+    """Names of the settings that differ from the predicted step's."""
     allocated_off: float | None = None
-    """(Predicted − measured) / measured for the allocated peak.  ``None``: nothing was predicted, as below."""
+    """(Predicted − measured) / measured for the allocated peak.  ``None``: nothing was predicted."""
     reserved_off: float | None = None
-    """(Predicted − measured) / measured for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
+    """(Predicted − measured) / measured for the reserved peak.  ``None``: as above, or on the CPU."""
     step_off: float | None = None

@@ -147,7 +147,7 @@ class Measurement:
         return statistics.median(self.step_times_s)
 
     def slowdown(self, original: Measurement) -> float:
-        """Return the median step time divided by that of ``original``, to two decimals, as in limits and reports."""
+        """Return the median step time divided by ``original``'s, to two decimals, as in limits and reports."""
         return round(self.step_s / original.step_s, 2)
 
     @property

@@ -60,7 +60,7 @@ class OptimizeRequest(StepRequest):
     card: DeviceProfile | None = None
     """Device that this machine lacks, for which the plan is searched by estimates.  ``None``: the device here."""
     layout: RankLayout | None = None
-    """Layout over many ranks, for one of which the plan is searched without measuring.  ``None``: a single device."""
+    """Layout over many ranks; the plan is searched for one rank, without measuring.  ``None``: a single device."""
     plan_only: bool = False
     """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
@@ -74,7 +74,7 @@ class OptimizeRequest(StepRequest):
     recommend_batch: bool = True
     """Whether to predict, by dry runs, the batch that fits."""
     confirm_batch: bool = False
-    """Whether to run steps of the predicted batch, too."""
+    """Whether to run steps of the predicted batch as well."""
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None

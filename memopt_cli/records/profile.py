@@ -29,11 +29,11 @@ class ProfileRequest(StepRequest):
     card: DeviceProfile | None = None
     """Device that this machine lacks, for which the step is estimated without a run.  ``None``: the device here."""
     layout: RankLayout | None = None
-    """Layout of ranks, of one of which the step is predicted without data.  ``None``: one device."""
+    """Layout of ranks; the step of one rank is predicted without data.  ``None``: one device."""
     rank: int | None = None
-    """Rank to predict.  ``None``: the first and the last, of which the larger is shown in full."""
+    """Rank to predict.  ``None``: the first and the last; the larger is shown in full."""
     backend: str | None = None
-    """Backend of ``torch.compile`` with which the step is measured, too.  ``None``: none."""
+    """Backend of ``torch.compile`` with which the step is measured as well.  ``None``: none."""
 
     @property
     def runs(self) -> bool:

@@ -134,7 +134,7 @@ class MeasureRequest(StepRequest):
     rank: int
     """Rank of this process."""
     local_rank: int
-    """Rank among those of this machine, which is the number of its device."""
+    """Rank among the ranks of this machine, which is the number of its device."""
     plan_path: str | None = None
     """Path of a plan to run the step under.  ``None``: the model as it is."""
     output: str | None = None

@@ -62,7 +62,7 @@ class SearchOptions:
     ``None``: no limit.  0 or less: none.
     """
     allow_inexact: bool = False
-    """Whether chunks may use their own batch statistics where those of the whole batch cannot be gathered."""
+    """Whether chunks may use their own batch statistics where the whole batch's statistics cannot be gathered."""
     max_slowdown: float | None = None
     """Longest step of a level's plan, divided by the original's.  ``None``: no limit."""
     offload: str = "none"

@@ -65,7 +65,7 @@ class StepSettings:
         if not self.has_optimizer:
             raise OptionError(
                 "`--optimizer-in-backward` lets an optimizer run in backward, but none is named",
-                hint="Add the one that you train with: `--optimizer adamw`.",
+                hint="Add the optimizer that you train with: `--optimizer adamw`.",
             )
         if self.needs_all_gradients:
             raise OptionError(

@@ -14,7 +14,7 @@ from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes
 
-_MOSTLY = 0.5
+_FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
 plan names this share as the reason."""
 
@@ -250,7 +250,9 @@ class MemOptSummary:
             )
             peak = format_bytes(original.allocated_peak_bytes)
             share = original.resident_bytes / original.allocated_peak_bytes
-            fixed = f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _MOSTLY else ""
+            fixed = (
+                f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _FIXED_SHARE else ""
+            )
             return f"no plan that was found lowers the peak of {peak}{fixed}{within_slowdown}: the model stays as it is"
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"

@@ -25,7 +25,7 @@ class TensorPrint:
     norm: float
     """Root of the sum of squares of the finite elements, in float64; 0 if the tensor is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of the finite elements, in float64; those of two tensors are about as far apart as the tensors."""
+    """Weighted sums of the finite elements, in float64, for two tensors about as far apart as the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Fingerprint:
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
-    """Names of outputs whose values were not computed, such as those of chunks that run through the loss."""
+    """Names of outputs whose values were not computed, such as the outputs of chunks that run through the loss."""
     repeats: bool
     """Whether another step of the same plan, from the same state and seed, left the same bits."""
 
@@ -119,7 +119,7 @@ class Verification:
 
     @property
     def is_to_the_bit(self) -> bool:
-        """Whether all tensors, those of the measured steps included, have the same bits."""
+        """Whether all tensors have the same bits, in the measured steps as well."""
         return self.exact and (self.measured is None or self.measured.equal == self.measured.compared)
 
     @property

@@ -39,7 +39,7 @@ _LIBRARIES = ("torch", "memopt_cli")
 def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> FollowedSteps:
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
-    The optimizer is that of ``step``, or SGD.  ``between`` is called with the model before each step, but not for a
+    The optimizer is ``step``'s, or SGD.  ``between`` is called with the model before each step, but not for a
     user's own step.  ``watched`` is the index of the step in which calls of modules are recorded, too; ``None`` for no
     step.  A step that fails is the last, and its record tells why; only an out-of-memory error is raised.
     """
@@ -87,7 +87,7 @@ def _from_start(step: Step) -> Iterator[Step]:
 
 
 def _optimizer(step: Step) -> Optimizer:
-    """Make the optimizer of ``step``, with a learning rate, as that of measured steps is zero."""
+    """Make the optimizer of ``step``, with a learning rate, since measured steps have the learning rate 0."""
     made = step.make_optimizer(step.model)
     if made is None:
         return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)

@@ -26,9 +26,10 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
 
 _ROUNDING_SCALE = 1e-3
-"""Share of the step's largest gradient below which a gradient may be nothing but rounding, such as that of the keys'
-bias in attention, or of a bias before batch norm.  Differences of such gradients are divided by that share of the
-largest gradient, not by their own size."""
+"""Share of the step's largest gradient below which a gradient may be nothing but rounding.
+
+Examples are the bias of keys in attention, and a bias before a batch norm.  Differences of such gradients are divided
+by this share of the largest gradient, not by their own size."""
 
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""

@@ -32,7 +32,7 @@ _DIRECTIONS = 8
 _PIECE = 1 << 14
 """Elements that are copied to the CPU at a time, so that a fingerprint needs hardly any memory."""
 _SHIFT = 4099
-"""Offset from the weights of one piece to those of the next, a prime number, so that swapped pieces differ."""
+"""Offset from one piece's weights to the next piece's, a prime number, so that swapped pieces differ."""
 
 
 def effects_of(model: nn.Module, output: Any) -> dict[str, Tensor | None]:

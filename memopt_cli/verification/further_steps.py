@@ -32,7 +32,7 @@ _STEPS, _STEPS_AS_ASKED = 4, 3
 _QUICK_S = 2.0
 """Seconds that all checks may take in any case."""
 _PAIR = 3.0
-"""Assumed time of the first pair of steps, one with the plan and one without, divided by that of a plain step."""
+"""Assumed time of the first pair of steps, one with the plan and one without, divided by the time of a plain step."""
 _RATE = 1e-3
 """Largest change of a parameter between two checks, divided by the largest parameter."""
 _TIMES_NOISE = 10.0
@@ -150,7 +150,7 @@ class _Deadline:
         self._took_s[variation.batch] = time.monotonic() - began
 
     def _expected_s(self, batch: int) -> float:
-        """Predict the seconds of a pair of steps at ``batch``: those of the last, or in proportion to another batch."""
+        """Predict the seconds of a pair of steps at ``batch``, from the last pair or in proportion to another batch."""
         if batch in self._took_s:
             return self._took_s[batch]
         known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s

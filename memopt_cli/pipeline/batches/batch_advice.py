@@ -56,7 +56,8 @@ def advise(
     """Return the largest batch that fits under ``plan``; ``None``, with the reason in ``notes``, if there is none.
 
     Dry runs find the batch, and runs confirm it where ``request`` asks for runs.  ``measurement``, of the step under
-    ``plan`` at the described batch, counts as the first run.  ``earlier_search``: the search so far, perhaps for another plan.
+    ``plan`` at the described batch, counts as the first run.  ``earlier_search``: the search so far, perhaps for
+    another plan.
     ``details`` gains a sentence on the memory that peaks leave out.
     """
     assert measurement is not None, "it is applied"

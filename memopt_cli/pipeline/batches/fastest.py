@@ -59,7 +59,7 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
 
 _MAX_RUNS = 8
-"""Maximum number of runs, including those of the original."""
+"""Maximum number of runs, the original's included."""
 _MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
 _MIN_DRY_RUN_BATCH = 4

@@ -84,7 +84,7 @@ class PairRuns:
         return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
 
     def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
-        """Return the rate of ``batch``, whose run took ``step_s``, of which the update took ``update_s``."""
+        """Return the rate of ``batch``, by ``step_s``, the time of its step, and ``update_s``, the update's part."""
         return samples_per_s(batch, step_s, update_s, self._steps(batch))
 
 

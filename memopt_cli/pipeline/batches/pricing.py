@@ -64,7 +64,7 @@ class Pricing:
         return len({run.batch for run in self._telling_runs()}) > 1
 
     def _telling_runs(self) -> list[BatchProbe]:
-        """Return the runs that show the original's step time; if it ran at fewer than two batches, add those of plans.
+        """Return the runs that show the original's step time; if it ran at one batch at most, add the runs of plans.
 
         The step times of plans are divided by their predicted slowdown, as if the original had been run.
         """

@@ -97,7 +97,7 @@ def recommend_prepared(
     if plan is not None and request.uncompiled:
         plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
     if plan is not None and request.backend is not None:
-        plan.require_eager("`--compile` compiles it, too")
+        plan.require_eager("`--compile` compiles it as well")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
@@ -255,7 +255,7 @@ class _BatchSearch:
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:
-        """Return how many passes of which batch make a step of the optimizer, and run that batch if others were run."""
+        """Return the passes that make a step of the optimizer, and run their batch if other batches were run."""
         accumulation = self._accumulation(main)
         if accumulation is not None and main.search.runs.fitting:
             self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))

@@ -32,7 +32,7 @@ class Trials:
     notes: dict[int, list[str]] = field(default_factory=dict)
     """Batch -> notes on its record, or the reason why there is none."""
     count: int = 0
-    """Number of runs, including those of a pair that was run before."""
+    """Number of runs, further runs of a pair included."""
 
     def run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         """Run a step under ``plan`` at ``batch``, unless it was run before; return its allocated peak and its time."""

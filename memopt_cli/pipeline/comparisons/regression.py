@@ -227,8 +227,7 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
         texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {texts}",
-            hint=f"Check the step that was recorded, or record the one that you want to "
-            f"check.\n{_record_anew(request)}",
+            hint=f"Check the step that was recorded, or record the step that you want to check.\n{_record_anew(request)}",
         )
 
 
@@ -278,7 +277,7 @@ class _CheckedStep:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
-        """Yield a session in which to measure the step; with ranks, that of the largest rank, and its prediction."""
+        """Yield a session in which to measure the step; with ranks, the largest rank's session, and its prediction."""
         if self.layout is None:
             with self.prepared.session("small batch") as session:  # a full step of the original may not fit
                 yield session, None

@@ -121,7 +121,7 @@ class _StrategySearch:
         if findings.decisive is not None:
             dropped = findings.decisive
             return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
-        self.notes.append(f"The plan is that of level {findings.applied_level} at {self._where(self.steps.low)}.")
+        self.notes.append(f"The plan was found by level {findings.applied_level} at {self._where(self.steps.low)}.")
         return findings.plan
 
     def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
@@ -239,7 +239,10 @@ def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> 
     if not isinstance(agreement, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(agreement)}"
     if agreement.exact:
-        return True, f"its gradient is that of bptt at {agreement.steps} steps, to {agreement.relative_error:.1g}"
+        return (
+            True,
+            f"its gradient equals the gradient of bptt at {agreement.steps} steps, to {agreement.relative_error:.1g}",
+        )
     difference = f"cosine {agreement.cosine:.3f} and relative error {agreement.relative_error:.2g}"
     return False, f"{difference} to the gradient of bptt at {agreement.steps} steps"
 
@@ -252,5 +255,5 @@ def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, s
         "bit for bit" if verification.exact else f"within {verification.tolerance:g} in {verification.precision}"
     )
     if verification.passed:
-        return True, f"{verification.compared} tensors are those of bptt {precision}"
+        return True, f"{verification.compared} tensors equal those of bptt {precision}"
     return False, f"{verification.worst_name} differs from the one of bptt"

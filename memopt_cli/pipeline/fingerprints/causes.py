@@ -194,7 +194,7 @@ def cause_of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
 
 
 def _at_missing_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
-    """Return ``text`` as the cause at the first module of which the candidate lacks a gradient; ``None`` if none."""
+    """Return ``text`` as the cause at the first module whose gradient the candidate lacks; ``None`` if none."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
     return Cause(module=_module_of(missing.name), text=text) if missing is not None else None
 

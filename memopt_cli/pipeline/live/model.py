@@ -112,7 +112,7 @@ def also_prepared_model(
 
 
 def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
-    """Return reference -> function, for those of ``functions`` that cannot be found by their reference."""
+    """Return reference -> function, for each of ``functions`` that cannot be found by its reference."""
     return {function.reference: function.function for function in functions if function.function is not None}
 
 

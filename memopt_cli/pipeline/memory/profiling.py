@@ -218,7 +218,7 @@ def scaled_to_measurement(measurement: Measurement | Failure | None, trace: Step
 
 
 def _times(trace: StepTrace, measurement: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
-    """Yield the parts of the time of the step in ``trace``, those of the model first; nothing if it was not timed.
+    """Yield the parts of the time of the step in ``trace``, the model's parts first; nothing if it was not timed.
 
     The rest of the step of ``measurement`` is the time in which no operator runs: Python, and waiting.
     """

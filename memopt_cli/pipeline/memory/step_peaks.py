@@ -67,7 +67,7 @@ def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
 
 
 def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
-    """Return the tensors that autograd, or ``plan`` in its place, keeps for backward besides parameters, largest first.
+    """Return the tensors that autograd or ``plan`` keeps for backward, parameters excluded, largest first.
 
     Autograd reports the tensors that it saves.  Inputs of segments and packed tensors are held without autograd: they
     are the other tensors of forward that are alive until backward, except the model's outputs.

@@ -190,7 +190,7 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
 def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     """Record the step, and return the record and notes on it.
 
-    The step may be the one that does not fit, so it is recorded without data, with the workspaces of a few samples.  If
+    The step may not fit, so it is recorded without data, with the workspaces of a few samples.  If
     this machine has the memory, the full step is run and recorded as well: with more samples, kernels take other
     workspaces, and some models run other operators.
     """

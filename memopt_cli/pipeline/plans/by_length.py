@@ -89,7 +89,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"memopt must know which dimension of which input {symbol} is, but no shape names it ({shapes})",
+        f"no shape of the inputs names the dimension {symbol}, by whose size a plan chooses its range ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -176,7 +176,7 @@ class _Range:
         return predicted or 1.0, predicted or 1.0
 
     def may_be_faster(self, longer: _Range) -> bool:
-        """Return whether the plan is faster than that of the ``longer`` range as measured or as predicted.
+        """Return whether the plan is faster than the ``longer`` range's plan, as measured or as predicted.
 
         One of the two is enough: measured times vary, and predictions rest on measured times.
         """
@@ -274,7 +274,7 @@ class _ByLength:
         return [*ranges_without_plan, *ranges]
 
     def _faster_than(self, longer: _Range, length: int) -> Iterator[_Range]:
-        """Yield a range that ends at ``length``, if its plan is faster than that of the ``longer`` range."""
+        """Yield a range that ends at ``length``, if its plan is faster than the ``longer`` range's plan."""
         try:
             findings = self.find(length)
         except MemoptError as err:

@@ -47,7 +47,7 @@ class Climb:
     """Highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
-        """Search every level from 1 on and return their rows, of which the highest is measured.
+        """Search every level from 1 on and return their rows; the highest row is measured.
 
         Where its plan does not run, saves too little, or peaks well above the prediction, the level below is measured
         too.

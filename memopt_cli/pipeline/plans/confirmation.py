@@ -31,7 +31,7 @@ def with_predicted_settings(settings: StepSettings, predicted: PredictedStep | N
 
 
 def differing_settings(subject: Subject, predicted: PredictedStep | None, header: FileHeader) -> tuple[str, ...]:
-    """Return the settings of ``subject`` that differ from those of the ``predicted`` step, by name."""
+    """Return the names of the settings in which ``subject`` differs from the ``predicted`` step."""
     if predicted is None:
         return ()
     names = [

@@ -71,7 +71,7 @@ class InBackwardPlans:
         return None
 
     def offer(self, priced: Priced) -> str:
-        """Return a note on the peak of ``priced`` with the optimizer in backward, or empty if the peak is hardly lower."""
+        """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
         allowed_plans = replace(self, is_allowed=True, drop=lambda dropped: None)
         lower_priced = allowed_plans.of(priced)
         if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:

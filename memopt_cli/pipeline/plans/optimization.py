@@ -170,7 +170,7 @@ class _Job:
     def _begin_advice(self, rows: list[LevelRow], sessions: Sessions) -> None:
         """Begin the search for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
 
-        It begins in ``sessions``, those of the plan search, which have recorded the step already: another recording
+        It begins in the ``sessions`` of the plan search, which have recorded the step already: another recording
         would take as long as a few dry runs.
         """
         request, prepared = self.request, self.prepared
@@ -313,7 +313,7 @@ class _Job:
         return row
 
     def _with_compiled(self, goal_search: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return the ``eager`` points, with ``--compile`` also those of verified compiled steps, fastest first."""
+        """Return the ``eager`` points, and with ``--compile`` points of verified compiled steps, fastest first."""
         if self.request.backend is None or self.findings.interrupted:
             return eager
         if not self.findings.compiled:  # with ``--budget``, they were measured already

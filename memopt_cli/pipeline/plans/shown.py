@@ -127,7 +127,7 @@ def _check_options(options: SearchOptions, shown_options: SearchOptions) -> None
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` where the plans to pick from were shown for another step than that of ``prepared``."""
+    """Raise :class:`UsageError` if the plans to pick from were shown for another step than the step of ``prepared``."""
     if request.shown is None:
         return
     changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))
