@@ -46,20 +46,20 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
     is_unseen = any(map(is_compiled, step.model.modules()))  # hooks and modes do not see into compiled code
     with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
         model = training.model
-        start, others = _prints(_parameters(model) | effects_on(model)), Others.of(model)
+        start, names = _prints(_parameters(model) | effects_on(model)), Others.of(model)
         seed_everything(step.settings.seed)
         begun = _drawn(model)
 
         def take(index: int) -> StepPrint:
-            return _taken(training, others, between, watched=index == watched and not is_unseen)
+            return _taken(training, names, between, watched=index == watched and not is_unseen)
 
-        taken = [_first(lambda: take(0), step.settings.seed)]
-        while len(taken) < count and not taken[-1].failed:
-            taken.append(take(len(taken)))
+        steps_taken = [_first(lambda: take(0), step.settings.seed)]
+        while len(steps_taken) < count and not steps_taken[-1].failed:
+            steps_taken.append(take(len(steps_taken)))
         return FollowedSteps(
             start=start,
-            others=others.names,
-            steps=tuple(taken),
+            others=names.names,
+            steps=tuple(steps_taken),
             draws=_drawn(model) != begun,
             is_compiled=is_unseen,
             frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
@@ -69,11 +69,11 @@ def consecutive(step: Step, count: int, watched: int | None, between: Callable[[
 def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
     """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
-        taken = take()
-        if taken.updated or taken.failed:
-            return taken
+        step_print = take()
+        if step_print.updated or step_print.failed:
+            return step_print
         seed_everything(seed)
-    return replace(taken, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
+    return replace(step_print, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
 
 
 @contextlib.contextmanager
@@ -88,11 +88,11 @@ def _from_start(step: Step) -> Iterator[Step]:
 
 def _optimizer(step: Step) -> Optimizer:
     """Make the optimizer of ``step``, with a learning rate, since measured steps have the learning rate 0."""
-    made = step.make_optimizer(step.model)
-    if made is None:
+    optimizer = step.make_optimizer(step.model)
+    if optimizer is None:
         return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)
-    set_rate(made)
-    return made
+    set_rate(optimizer)
+    return optimizer
 
 
 def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:

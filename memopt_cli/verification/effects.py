@@ -194,13 +194,13 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
     """Find the tensor in which the effects of two steps differ most: infinitely, if only one of the steps has it."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
-    least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
+    smallest = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
     for name in sorted(reference.keys() | other.keys()):
-        one, another = reference.get(name), other.get(name)
-        if one is not None and another is not None and _same_bits(one, another):
+        reference_tensor, other_tensor = reference.get(name), other.get(name)
+        if reference_tensor is not None and other_tensor is not None and _same_bits(reference_tensor, other_tensor):
             continue
-        least_scale = least if name.startswith("gradient") else _least_statistic(name, reference)
-        relative = _relative(one, another, least_scale)
+        least_scale = smallest if name.startswith("gradient") else _least_statistic(name, reference)
+        relative = _relative(reference_tensor, other_tensor, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
@@ -309,8 +309,8 @@ def _magnitude(tensor: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in ``tensor``, in one pass and without a copy; NaN if there is one."""
-    least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
-    return max(abs(least.item()), abs(most.item()))
+    smallest, largest = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
+    return max(abs(smallest.item()), abs(largest.item()))
 
 
 def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
@@ -328,15 +328,15 @@ def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
     return _ROUNDING_SCALE * (_magnitude(mean) ** 2 + _NORM_EPSILON)
 
 
-def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
+def _relative(reference: Tensor | None, tensor: Tensor | None, least_scale: float) -> float:
     """Return the largest difference over the largest magnitude of ``reference``, or over ``least_scale`` if more."""
-    if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
+    if reference is None or tensor is None or reference.shape != tensor.shape or reference.dtype != tensor.dtype:
         return float("inf")
     if not reference.is_floating_point():
-        return 0.0 if torch.equal(reference, other) else float("inf")
-    gap = _largest(reference.double() - other.double()) if reference.numel() else 0.0
+        return 0.0 if torch.equal(reference, tensor) else float("inf")
+    gap = _largest(reference.double() - tensor.double()) if reference.numel() else 0.0
     if not math.isfinite(gap):  # both may have the same NaN and infinities
-        are_same = bool(((reference == other) | ((reference != reference) & (other != other))).all())
+        are_same = bool(((reference == tensor) | ((reference != reference) & (tensor != tensor))).all())
         return 0.0 if are_same else float("inf")
     scale = max(_largest(reference), least_scale) if gap else 1.0
     return gap / scale if scale else float("inf")

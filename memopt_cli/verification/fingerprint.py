@@ -51,8 +51,8 @@ def _values(output: Tensor) -> Tensor | None:
 
 def effects_on(model: nn.Module) -> dict[str, Tensor | None]:
     """Return the tensors that a step left on ``model``: gradients, buffers, state and generators, by name."""
-    found: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
-    return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    effects: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
+    return effects | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
@@ -71,10 +71,10 @@ def _weights() -> Tensor:
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
 
-def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
-    """Return ``once``, marked as repeatable or not by ``again``, the fingerprint of a second run without outputs."""
-    bits = {tensor.name: tensor.bits for tensor in once.tensors if not _is_gone(tensor.name)}
-    return replace(once, repeats=bits == {tensor.name: tensor.bits for tensor in again.tensors})
+def repeated(first_step: Fingerprint, second_step: Fingerprint) -> Fingerprint:
+    """Return ``first_step``, repeatable if ``second_step``, a second run without outputs, has the same bits."""
+    bits = {tensor.name: tensor.bits for tensor in first_step.tensors if not _is_gone(tensor.name)}
+    return replace(first_step, repeats=bits == {tensor.name: tensor.bits for tensor in second_step.tensors})
 
 
 def _is_gone(name: str) -> bool:
@@ -96,11 +96,11 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
     not_finite: list[bytes] = []
     for place, piece in enumerate(torch.split(numbers, _PIECE)):
-        held = piece.cpu().contiguous()
-        digest.update(_bytes_of(held))
-        if held.is_floating_point():
-            begin, doubled = place * _SHIFT % _PIECE, _finite(held.double(), place, not_finite)
-            sums += doubled @ weights[begin : begin + len(held)]
+        piece_copy = piece.cpu().contiguous()
+        digest.update(_bytes_of(piece_copy))
+        if piece_copy.is_floating_point():
+            begin, doubled = place * _SHIFT % _PIECE, _finite(piece_copy.double(), place, not_finite)
+            sums += doubled @ weights[begin : begin + len(piece_copy)]
             square += float(doubled @ doubled)
     if not_finite:
         kind += f" {NOT_FINITE} {hashlib.blake2b(b''.join(not_finite), digest_size=_DIGEST_BYTES).hexdigest()}"

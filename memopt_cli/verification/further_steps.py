@@ -153,10 +153,10 @@ class _Deadline:
         """Predict the seconds of a pair of steps at ``batch``, from the last pair or in proportion to another batch."""
         if batch in self._took_s:
             return self._took_s[batch]
-        known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
+        batches, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
         if self._took_s:
-            known, took_s = max(self._took_s.items())
-        return took_s * batch / known
+            batches, took_s = max(self._took_s.items())
+        return took_s * batch / batches
 
 
 def _allowed_s(recorded: Recorded) -> float:
@@ -223,11 +223,11 @@ class _SteppingCopy:
     def noise(self, variation: Variation) -> Difference:
         """Return the difference between two steps from the same state."""
         self.at_start = True
-        once = self.take(variation)
+        first_effects = self.take(variation)
         self.at_start = True
-        again = self.take(variation)
+        second_effects = self.take(variation)
         self.at_start = True
-        return difference(once, again)
+        return difference(first_effects, second_effects)
 
     def update(self, gradients: dict[str, Tensor]) -> None:
         """Update the parameters with ``gradients``, the same for both copies so that rounding does not add up."""

@@ -59,18 +59,18 @@ def verify(
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        compared = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
+        verification = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
         differing: CheckResult | None = None
-        if compared.passed and resize is not None and not plan.is_empty:
-            further, differing = follow(compared.recorded, install, resize)
-    worst = differing.worst if differing else compared.worst
+        if verification.passed and resize is not None and not plan.is_empty:
+            further, differing = follow(verification.recorded, install, resize)
+    worst = differing.worst if differing else verification.worst
     return Verification(
-        passed=compared.passed and differing is None,
-        exact=compared.exact,
+        passed=verification.passed and differing is None,
+        exact=verification.exact,
         precision="fp64" if chunked else step.settings.precision,
-        tolerance=compared.recorded.tolerance,
-        compared=compared.worst.compared,
+        tolerance=verification.recorded.tolerance,
+        compared=verification.worst.compared,
         worst_name=worst.name,
         worst_difference=worst.relative,
         batch=batch,
@@ -78,7 +78,7 @@ def verify(
         detail=differing.detail if differing else "",
         inexact=inexact,
         further=further,
-        whole=compared.whole,
+        whole=verification.whole,
         differs_in=differing.check if differing else "",
     )
 
@@ -107,9 +107,9 @@ def _compare(
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
-        again, again_s = _timed_effects(step, start)  # a second run shows how exactly the original repeats
-        noise, plain_s = _noise(reference, again, step.settings.device), min(plain_s, again_s)
-        del again  # frees its memory before the step with the plan
+        second_run, again_s = _timed_effects(step, start)  # a second run shows how exactly the original repeats
+        noise, plain_s = _noise(reference, second_run, step.settings.device), min(plain_s, again_s)
+        del second_run  # frees its memory before the step with the plan
     install(step.model)
     try:
         optimized = _effects(step, start)
@@ -154,14 +154,14 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
     return effects(step)
 
 
-def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
+def _noise(first_effects: dict[str, Tensor], second_effects: dict[str, Tensor], device: str) -> float:
     """Return twice the difference of two runs of the original, which atomic additions on a GPU may cause; 0 for none.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """
-    if bit_equal(once, again):
+    if bit_equal(first_effects, second_effects):
         return 0.0
-    worst = difference(once, again)
+    worst = difference(first_effects, second_effects)
     if not device.startswith("cuda") or not math.isfinite(worst.relative):
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",

@@ -26,8 +26,8 @@ _ROUNDS = 32
 """Most times that sizes are enlarged."""
 
 
-def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
-    """Find the smallest sizes at which every segment runs in all of its chunks; ``asked`` if there are none.
+def least_sizes(described: Sizes, observe: Observe, alike: str = "") -> Sizes:
+    """Find the smallest sizes at which every segment runs in all of its chunks; ``described`` if there are none.
 
     If possible, chunks have two lengths, as 5 samples in 3 chunks do.  ``alike`` names the dimension whose entries are
     alike, which is made smaller still if that changes no cut.
@@ -41,27 +41,27 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
         return observed[key]
 
     try:
-        sizes = _smallest(asked, cuts)
+        sizes = _smallest(described, cuts)
         for _ in range(_ROUNDS):
             larger = next(_enlarged(sizes, cuts), None)
             if larger is None:
                 every_chunk_runs = all(cut.length >= cut.asked for cut in cuts(sizes).values())
-                return _of_fewest(alike, sizes, cuts) if every_chunk_runs else asked
-            if math.prod(larger.values()) > _MAX_LARGER * math.prod(asked.values()):
-                return asked
+                return _of_fewest(alike, sizes, cuts) if every_chunk_runs else described
+            if math.prod(larger.values()) > _MAX_LARGER * math.prod(described.values()):
+                return described
             sizes = larger
     except Exception:  # the model's own code may refuse any size
-        return asked
-    return asked
+        return described
+    return described
 
 
-def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
+def _smallest(described: Sizes, cuts: Observe) -> Sizes:
     """Return the least sizes that the model accepts: all at the least, or else one after another where accepted."""
-    least = {name: min(size, _MIN) for name, size in asked.items()}
-    if _runs(least, cuts):
-        return least
-    sizes = asked
-    for name, size in least.items():
+    smallest = {name: min(size, _MIN) for name, size in described.items()}
+    if _runs(smallest, cuts):
+        return smallest
+    sizes = described
+    for name, size in smallest.items():
         smaller = {**sizes, name: size}
         if smaller != sizes and _runs(smaller, cuts):
             sizes = smaller
@@ -91,25 +91,25 @@ def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
     by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
     grown = [cuts(larger) if _runs(larger, cuts) else present for larger in by_one]
     for key in lacking:
-        length, asked = present[key].length, present[key].asked
-        steps = [_steps(length, cuts_then[key].length - length, asked) for cuts_then in grown]
-        larger = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
+        length, chunks = present[key].length, present[key].asked
+        steps = [_steps(length, cuts_then[key].length - length, chunks) for cuts_then in grown]
+        larger = [{**sizes, name: sizes[name] + growth} for name, growth in zip(sizes, steps, strict=True) if growth]
         if larger:
             yield min(larger, key=lambda candidate: math.prod(candidate.values()))
 
 
-def _steps(length: int, growth: int, asked: int) -> int:
-    """Return how often ``length`` must grow by ``growth`` to give ``asked`` chunks, of two lengths if possible.
+def _steps(length: int, growth: int, chunks: int) -> int:
+    """Return how often ``length`` must grow by ``growth`` to give ``chunks`` chunks, of two lengths if possible.
 
     It is 0 if ``length`` gives them already, or does not grow.
     """
     if growth <= 0:
         return 0
-    enough = max(0, -(-(asked - length) // growth))
-    uneven = (n for n in range(enough, enough + asked) if _is_uneven(length + n * growth, asked))
+    enough = max(0, -(-(chunks - length) // growth))
+    uneven = (n for n in range(enough, enough + chunks) if _is_uneven(length + n * growth, chunks))
     return next(uneven, enough)
 
 
-def _is_uneven(length: int, asked: int) -> bool:
-    """Return whether ``length`` gives ``asked`` chunks of two lengths."""
-    return length > asked and length % asked > 0
+def _is_uneven(length: int, chunks: int) -> bool:
+    """Return whether ``length`` gives ``chunks`` chunks of two lengths."""
+    return length > chunks and length % chunks > 0

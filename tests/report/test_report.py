@@ -551,8 +551,8 @@ REASONS: list[tuple[Reason, str]] = [
     ),
     (
         NotRun(failure=OutOfMemory(detail="")),
-        "found 147.0 MiB of 200.0 MiB, but its step cannot be run: out of memory. The model stays as it is. A lower "
-        "--level may pass, or other modules with --target.",
+        "found 147.0 MiB of 200.0 MiB, but its step cannot be run: out of memory. The model stays as it is. Try a "
+        "lower --level, or name other modules with --target.",
     ),
     (
         Differs(

@@ -227,7 +227,8 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
         texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {texts}",
-            hint=f"Check the step that was recorded, or record the step that you want to check.\n{_record_anew(request)}",
+            hint="Check the step that was recorded, or record the step that you want to "
+            f"check.\n{_record_anew(request)}",
         )
 
 

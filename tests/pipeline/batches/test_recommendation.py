@@ -265,7 +265,7 @@ class TestInProcess:
         found = recommended(location, "4x1x16x16", memory=4 * MIB, settings=settings)
         assert found.accumulation == Accumulation(global_batch=4 * found.batch, batch=found.batch, steps=4)
         assert found.step == settings
-        assert any(f"those of {found.batch} samples" in note for note in found.notes)
+        assert any(f"statistics are of {found.batch} samples" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])

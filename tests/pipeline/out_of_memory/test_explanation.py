@@ -418,7 +418,7 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
-    assert f"are those of {run.batch} samples, not of 256" in note
+    assert f"statistics are of {run.batch} samples, not of 256" in note
 
 
 STEP = """
