@@ -127,9 +127,8 @@ class CaseSearch:
         """Detect a step that loops over its batch; add a note, and limit its runs to short steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
-            predicted_batch = model.largest_within(
-                runs.limits.budget_bytes
-            )  # costs nothing: the search needs these dry runs
+            # This costs nothing: the search needs these dry runs.
+            predicted_batch = model.largest_within(runs.limits.budget_bytes)
             if predicted_batch and runs.limits.probes:
                 warning = f"By dry runs, about batch {predicted_batch} fits{case.text}; runs confirm it."
                 self.prepared.progress.note(warning)

@@ -89,9 +89,8 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
     limits = replace(limits, most_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *checkpoint_notes, *optimizer_state_notes(prepared)]
-    prepared_for_dry_runs = prepared.at(
-        max(prepared.batch, _MIN_DRY_RUN_BATCH)
-    )  # for dry runs, and trials of modules in chunks
+    # Dry runs, and trials of modules in chunks, need a few samples.
+    prepared_for_dry_runs = prepared.at(max(prepared.batch, _MIN_DRY_RUN_BATCH))
     session = Sessions(prepared_for_dry_runs, "small batch", notes)
     job = _FastestSearch(
         request=request, options=resolved.options, prepared=prepared, limits=limits, session=session, notes=notes

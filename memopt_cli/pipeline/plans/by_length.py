@@ -223,9 +223,8 @@ class _ByLength:
             for length in lengths:
                 job = CountJob(plan=reads_length, fake=True, dims={symbol: length})
                 answer = sessions().ask(job)
-                if self.request.runs and isinstance(
-                    answer, StepFailed
-                ):  # try again with data, which the model may need
+                # Try again with data, which the model may need.
+                if self.request.runs and isinstance(answer, StepFailed):
                     answer = sessions().ask(replace(job, fake=False))
                 if not isinstance(answer, Counted | OutOfMemory):
                     raise_failure(answer, f"the model does not run at {symbol}={length}: ")

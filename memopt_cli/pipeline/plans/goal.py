@@ -98,9 +98,8 @@ class GoalSearch:
             priced = self._fastest(target)
             if priced is not None:
                 require_fast(priced, self._most)
-            elif (
-                smallest is None
-            ):  # no plan is predicted to fit: once, try the smallest, which dry runs may overestimate
+            elif smallest is None:
+                # No plan is predicted to fit: try the smallest once, whose peak dry runs may overestimate.
                 smallest = self._planner.least(self._level, self._most)
                 limit = predicted_bytes[-1] - 1 if predicted_bytes else budget_bytes * (1 + _DOUBT_SHARE)
                 priced = smallest if not smallest.plan.is_empty and smallest.peak_bytes <= limit else None
@@ -126,9 +125,8 @@ class GoalSearch:
             if isinstance(outcome, Measurement):
                 excess = outcome.allocated_peak_bytes - budget_bytes
                 measured_bytes.append(outcome.allocated_peak_bytes)
-            target = min(target, priced.peak_bytes) - max(
-                1, excess
-            )  # at least 1, or the same plan would be found again
+            # Lower the target by at least 1, or the same plan would be found again.
+            target = min(target, priced.peak_bytes) - max(1, excess)
         if predicted_bytes and predicted_bytes[-1] <= budget_bytes and not measured_bytes:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but this machine runs out of memory, even with "

@@ -93,9 +93,8 @@ class ResultWriter:
             self._write_plan()
             self._write_model()
         is_to_advise = request.recommend_batch and not findings.interrupted
-        if (
-            is_verified and findings.is_run and is_to_advise and findings.plan.compile is None
-        ):  # a compiled step is not predicted
+        # A compiled step is not predicted.
+        if is_verified and findings.is_run and is_to_advise and findings.plan.compile is None:
             self.advice = advise(
                 request,
                 self.prepared,
