@@ -378,7 +378,7 @@ def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
     memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of the runs was of a batch that makes up the global one, and nothing was said to fit."""
-    monkeypatch.setattr(fastest, "_OF_ORIGINAL", 1)
+    monkeypatch.setattr(fastest, "_MAX_ORIGINAL_RUNS", 1)
     flags = ("-i", "3x1024x16", "--memory", "8MiB", "--search", "--global-batch", "16", "--level", "1", "--json")
     found = json.loads(memopt("recommend-batch", six_blocks, *flags).out)
     answer = found["runs"][found["chosen"]]
