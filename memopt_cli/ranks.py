@@ -38,7 +38,7 @@ from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
-from memopt_cli.pipeline.live.model import describe_inputs, found_and_proven, refuse_recursion
+from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, refuse_recursion
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
@@ -223,7 +223,7 @@ def plan_rank(
     )
     with logged(verbose) as progress, refuse_recursion(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = found_and_proven(request, prepared)
+        found = find_and_verify(request, prepared)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 

@@ -28,7 +28,7 @@ from memopt_cli.pipeline.live.model import (
     detached_copy,
     difference_error,
     dropped_unmeasured,
-    found_and_proven,
+    find_and_verify,
     inputs_of,
     prepared_model,
     step_of_copies,
@@ -348,7 +348,7 @@ def _measured(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(request, prepared, find_plan)
+            found = find_and_verify(request, prepared, find_plan)
             apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:

@@ -1150,7 +1150,7 @@ def test_what_fails_leaves_the_plan_that_was_there(monkeypatch: pytest.MonkeyPat
 
     plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="1"),))
     model = memopt_cli.apply_plan(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan)
-    monkeypatch.setattr(api, "found_and_proven", fails)
+    monkeypatch.setattr(api, "find_and_verify", fails)
     with pytest.raises(KeyboardInterrupt):
         api.memory_optimization(model, nn.Linear, (torch.ones(2, 4),), level=1)
     assert memopt_cli.plan_of(model) == plan

@@ -48,7 +48,7 @@ from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
-from memopt_cli.pipeline.live.model import describe_inputs, found_and_proven, prepared_model, taken_off_note
+from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, prepared_model, taken_off_note
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
@@ -466,10 +466,10 @@ def _searched(
 ) -> Optimized:
     started = time.monotonic()
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
-        found = found_and_proven(request, prepared)
+        found = find_and_verify(request, prepared)
         advice = None
         if request.recommend_batch and request.goal.applies:
-            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
+            advice = advise(request, prepared, found.plan, found.measurement, found.advice, found.notes, found.details)
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)

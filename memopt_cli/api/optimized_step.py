@@ -8,7 +8,7 @@ from typing import Any
 
 from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live.model import found_and_proven, refuse_recursion
+from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import (
@@ -74,7 +74,7 @@ def optimize_step(
         refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):
-        found = found_and_proven(request, prepared.with_progress(progress, limit_s))
+        found = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     summary = summarize(found, spent_s=time.monotonic() - started)

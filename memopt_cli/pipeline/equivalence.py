@@ -313,7 +313,7 @@ class _Judge:
         if job.mode == "as it came":
             return cause or _cause_by_mode(reference_run, candidate_run)
         if candidate_run.is_compiled:
-            return self._drawn_when_compiled(job, gaps, tolerance) or cause
+            return self._cause_by_compiled_drawing(job, gaps, tolerance) or cause
         if cause is not None:
             return cause
         drawing = _cause_by_drawing(gaps)
@@ -325,7 +325,7 @@ class _Judge:
                 return drawing
         return None
 
-    def _drawn_when_compiled(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
+    def _cause_by_compiled_drawing(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
         """Return how random numbers explain the gaps of a compiled candidate; ``None`` if they do not.
 
         The candidate is run again with the random numbers of the uncompiled model.  If it agrees then, the cause is

@@ -113,7 +113,7 @@ class Prepared:
         folders.callback(folder.remove)
         return replace(self, subject=replace(self.subject, compiler_cache=folder.path))
 
-    def sized(self, symbol: str, size: int) -> Prepared:
+    def with_size(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
         return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
@@ -289,7 +289,7 @@ def open_model(
         raise
 
 
-def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
+def model_writer(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
     """Return a function that writes the model of ``source`` with ``plan`` to an open file.
 
     A fresh subprocess loads the model, installs the plan and sends the bytes.  A hostile model may have taken that

@@ -33,7 +33,7 @@ class SearchProbes:
         self._ended = False
         self._answers: dict[Job[object], object] = {}
 
-    def left(self) -> Span | None:
+    def time_left(self) -> Span | None:
         """Return the time that is left to the search; ``None``: no limit."""
         if self._ended:
             return Span(0.0, is_limit=True)
@@ -44,7 +44,7 @@ class SearchProbes:
         if self._limit_s is not None:
             self._ends = max(self._ends, time.monotonic() + _MIN_SHARE_LEFT * self._limit_s)
 
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Return whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
@@ -58,7 +58,7 @@ class SearchProbes:
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """Return the answer to ``job``, which runs at most once, and not after the time limit."""
-        return NotTried(reason=self.over) if job not in self._answers and self.late() else self.ask_late(job)
+        return NotTried(reason=self.over) if job not in self._answers and self.is_late() else self.ask_late(job)
 
     def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """Return the answer to ``job`` even after the time limit, but not once the search was ended."""
@@ -73,7 +73,7 @@ class SearchProbes:
         """Return how the module at ``path`` may run in chunks, or why it may not."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
-    def improved(self, original: Counted) -> bool:
+    def has_improved(self, original: Counted) -> bool:
         """Return whether a plan was tried that lowers the peak of the ``original``."""
         dry_runs = (answer for answer in self._answers.values() if isinstance(answer, Counted))
         return any(answer.allocated_peak_bytes < original.allocated_peak_bytes for answer in dry_runs)
@@ -118,7 +118,7 @@ def planner_probes(
         chunking=functools.partial(probes.chunking, allow_inexact=allow_inexact),
         report=reporter.report,
         trace=trace,
-        late=probes.late,
+        late=probes.is_late,
     )
 
 
@@ -139,10 +139,10 @@ class _Reporter:
         if not isinstance(answer, NotTried):
             self._tried += 1
             plan_in_words = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{plan_in_words}: {self._compared(answer)}")
+            self._progress.update(self._tried, None, f"{plan_in_words}: {self._describe(answer)}")
         return answer
 
-    def _compared(self, answer: Counted | Failure) -> str:
+    def _describe(self, answer: Counted | Failure) -> str:
         if not isinstance(answer, Counted):
             return f"cannot run; {self._least}"
         peak = format_bytes(answer.allocated_peak_bytes)

@@ -43,7 +43,7 @@ from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.prepared import prepared_here
+from tests.zoo.prepared import prepare_here
 
 ROWS = 8
 
@@ -95,7 +95,7 @@ def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) ->
 
 def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
-    return prepared_here(make, spec, ROWS, carried, **settings)
+    return prepare_here(make, spec, ROWS, carried, **settings)
 
 
 def verified(

@@ -46,7 +46,7 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.state import StartingState
 from tests.zoo import records
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.prepared import prepared_here
+from tests.zoo.prepared import prepare_here
 
 ORIGINAL = Plan()
 
@@ -72,7 +72,7 @@ SIZES = {"B": 64, "T": 20}
 
 def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
-    return prepared_here(model, spec, SIZES["B"], **settings)
+    return prepare_here(model, spec, SIZES["B"], **settings)
 
 
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:

@@ -61,7 +61,7 @@ def advise(
     ``details`` gains a sentence on the memory that peaks leave out.
     """
     assert measurement is not None, "it is applied"
-    advice = _advice(request, prepared, plan, measurement, earlier_search, notes)
+    advice = _find_advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice}.")
         return None
@@ -69,7 +69,7 @@ def advise(
     return advice
 
 
-def _advice(
+def _find_advice(
     request: OptimizeRequest,
     prepared: Prepared,
     plan: Plan,

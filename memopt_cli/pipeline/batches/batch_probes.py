@@ -122,13 +122,13 @@ class BatchProbes:
         A step that loops over its batch runs more operators the larger the batch.  Where a dry run would take too long,
         the peak is read off the line through the two largest batches that had one.
         """
-        return self.replicas * self._predicted_of_one(batch)
+        return self.replicas * self._predict_one_copy(batch)
 
-    def _predicted_of_one(self, batch: int) -> float:
+    def _predict_one_copy(self, batch: int) -> float:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            interpolated = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
+            interpolated = self._extrapolate(batch) if self._is_long(batch) else between(self.dry_runs, batch)
             if interpolated is not None:
                 return self.inferred.setdefault(batch, interpolated)
             self.count(batch)
@@ -164,7 +164,7 @@ class BatchProbes:
         largest = max(self.operators)
         return self.operators[largest] + self.operators_per_sample * (batch - largest) > _MAX_OPERATORS
 
-    def _beyond(self, batch: int) -> float:
+    def _extrapolate(self, batch: int) -> float:
         intercept, slope = fit_line([(size, self.dry_runs[size]) for size in sorted(self.operators)[-2:]])
         return intercept + slope * batch
 

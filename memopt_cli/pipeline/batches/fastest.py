@@ -144,7 +144,7 @@ class _FastestSearch:
         """Run the original at its best batches, then the plans that may train faster."""
         with contextlib.suppress(TimeIsUp):
             self._run_all()
-        if self.probes.late():
+        if self.probes.is_late():
             self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
 
     def _run_all(self) -> None:
@@ -152,8 +152,8 @@ class _FastestSearch:
 
         Raises :class:`TimeIsUp` if the time limit is reached in the runs of the original.
         """
-        case = self._original()
-        if not self.probes.late():
+        case = self._run_original_batches()
+        if not self.probes.is_late():
             first_batch = max(self.prepared.batch, _MIN_DRY_RUN_BATCH, self.limits.multiple_of)
             step = self.trials.step(first_batch)
             self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
@@ -162,7 +162,7 @@ class _FastestSearch:
             else:
                 self.untried = f"the step is not known at other batches ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
-        if not self.probes.late():
+        if not self.probes.is_late():
             self._run_finalists()
 
     def _price_and_run(self, step: ScaledStep, case: Case) -> None:
@@ -188,12 +188,12 @@ class _FastestSearch:
             of_use=self.runs.largest_usable,
             run=self.trials.run,
             runs_left=lambda: _MAX_RUNS - self.trials.count,
-            over=self.probes.late,
+            over=self.probes.is_late,
         )
         pairs = search.priced(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
-        if not self.runs.usable() and not self.probes.late():
+        if not self.runs.usable() and not self.probes.is_late():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
@@ -206,7 +206,7 @@ class _FastestSearch:
         for pair in pairs:
             self.trials.run_again(pair.plan, pair.batch)
 
-    def _original(self) -> Case:
+    def _run_original_batches(self) -> Case:
         """Run the original at its largest batch, and at smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
@@ -235,7 +235,7 @@ class _FastestSearch:
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
         """Run the original at ``batch``.  Raises :class:`TimeIsUp` after the time limit, if there is an answer."""
-        if self.probes.late() and self.runs.usable():
+        if self.probes.is_late() and self.runs.usable():
             raise TimeIsUp
         return self.trials.run(ORIGINAL, batch)
 
@@ -257,7 +257,7 @@ class _FastestSearch:
     def answer(self) -> FastestTraining:
         """Return the best pair whose plan passes verification.  Raises :class:`NothingFitsError` if no run fits."""
         pairs = self.runs.all()
-        chosen, verification = self._proven(pairs)
+        chosen, verification = self._choose_verified(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
             self.notes += accumulation_notes(accumulation, self.prepared.facts)
@@ -289,7 +289,7 @@ class _FastestSearch:
             dropped=tuple(self.dropped),
         )
 
-    def _proven(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
+    def _choose_verified(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
         for index in ranked(pairs):
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
@@ -313,7 +313,7 @@ class _FastestSearch:
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
         text = f"not even batch {unit} fits into {self.limits.text}"
-        if self.probes.late():
+        if self.probes.is_late():
             text += f" without a plan, and {self.probes.over}"
             return NothingFitsError(text, hint="Raise `--search-time` or `--memory`.")
         if self.pricing is None:

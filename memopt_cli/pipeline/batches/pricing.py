@@ -80,14 +80,14 @@ class Pricing:
 
     def _planner(self, batch: int) -> Planner:
         if batch not in self._planners:
-            original = self._counted(ORIGINAL, batch)
+            original = self._count(ORIGINAL, batch)
             assert isinstance(original, Counted), "its step is recorded"
             probes = Probes(
-                count=lambda plan: self._counted(plan, batch),
+                count=lambda plan: self._count(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
                 report=lambda text: None,  # too quick to need a display
                 trace=lambda plan: self._trace(plan, batch),
-                late=self.probes.late,
+                late=self.probes.is_late,
             )
             trace = self.models.known(ORIGINAL, batch).trace
             self._planners[batch] = Planner(trace, original, probes, self.options)
@@ -97,7 +97,7 @@ class Pricing:
         model = self.models.of(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
-    def _counted(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
+    def _count(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
         """Compute the peak of ``plan`` at ``batch``, in place of a dry run."""
         model = self.models.of(plan, batch)
         if not isinstance(model, CostModel):

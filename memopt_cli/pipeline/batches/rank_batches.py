@@ -104,11 +104,11 @@ class _RanksSearch:
         for candidate in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             suffix = " under the plan" if candidate is plan else ""
             self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{suffix}")
-            answer = self._largest(layout, candidate, self._start(planned=candidate is plan))
-            outcome = answer if isinstance(answer, RankBatch | NoBatchFits) else self._failed(answer)
+            answer = self._find_largest(layout, candidate, self._first_batch(planned=candidate is plan))
+            outcome = answer if isinstance(answer, RankBatch | NoBatchFits) else self._failed_outcome(answer)
             yield RanksRow(layout=layout, planned=candidate is plan, outcome=outcome)
 
-    def _failed(self, failure: Failure) -> NotPredicted:
+    def _failed_outcome(self, failure: Failure) -> NotPredicted:
         """Return ``failure`` as the outcome of a row.
 
         Raises :class:`MemoptError` if the number of ranks did not cause it, unless a batch was found already.
@@ -136,14 +136,14 @@ class _RanksSearch:
             hint=f"Give more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
         )
 
-    def _start(self, *, planned: bool) -> int:
+    def _first_batch(self, *, planned: bool) -> int:
         """Return the batch to predict first: the one found on fewer ranks, else the described one, rounded."""
         outcomes = [row.outcome for row in self.rows if row.planned is planned]
         batches = [outcome.batch for outcome in outcomes if isinstance(outcome, RankBatch | NoBatchFits)]
         unit = self.limits.multiple_of
         return batches[-1] if batches else max(unit, self.prepared.batch // unit * unit)
 
-    def _largest(self, layout: RankLayout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
+    def _find_largest(self, layout: RankLayout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
         """Return the largest batch that fits on both the first and the last rank of ``layout``.
 
         Each rank is searched up to the batch that the other allows, until both allow the same.
@@ -154,7 +154,9 @@ class _RanksSearch:
             rank for rank in ranks if rank not in largest_by_rank or largest_by_rank[rank][0] != batch
         ]:
             limits = replace(self.limits, most_samples=batch)
-            largest = self._of_rank(layout, ranks_to_search[0], plan, start if batch is None else batch, limits)
+            largest = self._find_largest_of_rank(
+                layout, ranks_to_search[0], plan, start if batch is None else batch, limits
+            )
             if not isinstance(largest, tuple):
                 return largest
             largest_by_rank[ranks_to_search[0]] = largest
@@ -171,7 +173,7 @@ class _RanksSearch:
             ranks=predictions,
         )
 
-    def _of_rank(
+    def _find_largest_of_rank(
         self, layout: RankLayout, rank: int, plan: Plan, start: int, limits: Limits
     ) -> tuple[int, Counted] | NoBatchFits | Failure:
         """Return the largest batch of ``rank`` within ``limits``, with its dry run."""

@@ -159,7 +159,7 @@ class _BatchSearch:
         self.search.find(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
-        main = self._main(cases)
+        main = self._main_case(cases)
         accumulation = self._accumulate(main)
         strategies = self._compare(lengths, main, session) if lengths else ()
         return self._answer(cases, main, accumulation, strategies)
@@ -179,7 +179,7 @@ class _BatchSearch:
         self.length_runs = 0
         self.search.notes.append("The search was interrupted: further runs might have given a better answer.")
         cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
-        main = self._main(cases)
+        main = self._main_case(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
 
     def _answer(
@@ -199,7 +199,7 @@ class _BatchSearch:
             limit=self.search.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
-            batch=self._chosen(main),
+            batch=self._chosen_batch(main),
             verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
@@ -216,7 +216,7 @@ class _BatchSearch:
             backend=self.request.backend or "",
         )
 
-    def _main(self, cases: Sequence[Case]) -> Case:
+    def _main_case(self, cases: Sequence[Case]) -> Case:
         """Return the recommended case, one at the largest size: see :attr:`BatchRecommendation.chosen`.
 
         Cases with a run come before those with an estimate; of two equally good cases, the one under the plan wins.
@@ -238,12 +238,12 @@ class _BatchSearch:
         """Return the rating of ``case``: samples a second for ``throughput``, else samples in a step."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
-        return self._chosen(case) * case.probes.replicas
+        return self._chosen_batch(case) * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
         is_max = self.request.aim == "max"
-        candidates = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
+        candidates = [self._main_case(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
         for cases_left, case in zip(range(len(candidates), 0, -1), candidates, strict=True):
             self.prepared.progress.stage(f"finding the fastest batch{case.text}")
@@ -263,7 +263,7 @@ class _BatchSearch:
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return how many passes make a step of the optimizer; ``None`` for one pass and no global batch."""
-        batch, global_batch = self._chosen(main), self.request.global_batch
+        batch, global_batch = self._chosen_batch(main), self.request.global_batch
         if global_batch is None:
             return accumulated(batch, self.request.settings.micro_batches)
         return accumulate(global_batch, batch, self.request.multiple_of)
@@ -284,7 +284,10 @@ class _BatchSearch:
                 run = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
             return required(run, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
 
-        batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
+        batch, runnable = (
+            self._chosen_batch(main),
+            main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1,
+        )
         return compare_lengths(
             lengths,
             batch=batch,
@@ -294,7 +297,7 @@ class _BatchSearch:
             probe=probe,
         )
 
-    def _chosen(self, main: Case) -> int:
+    def _chosen_batch(self, main: Case) -> int:
         outcome = main.search.outcome()
         assert not isinstance(outcome, NoBatchFits)
         if isinstance(outcome, BatchEstimate):

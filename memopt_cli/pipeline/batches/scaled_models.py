@@ -58,12 +58,12 @@ class ScaledModels:
         if (heads, batch) not in self._models:
             step = self._step(heads)
             if isinstance(step, ScaledStep):
-                self._models[heads, batch] = CostModel(self._scaled(step, batch))
+                self._models[heads, batch] = CostModel(self._scale(step, batch))
             else:
                 self._models[heads, batch] = step
         return self._models[heads, batch]
 
-    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
+    def _scale(self, step: ScaledStep, batch: int) -> StepTrace:
         """Scale ``step`` to ``batch``, so that the times of its operators add up to the measured time of a whole step.
 
         This spreads the time that Python takes between operators over the operators.
@@ -82,10 +82,10 @@ class ScaledModels:
         if not heads:
             return self.step
         if heads not in self._steps:
-            self._steps[heads] = self._recorded(Plan(segments=heads))
+            self._steps[heads] = self._record_at_both(Plan(segments=heads))
         return self._steps[heads]
 
-    def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
+    def _record_at_both(self, plan: Plan) -> ScaledStep | Failure | NotTried:
         """Record a step under ``plan`` at the two batches at which the original was recorded."""
         small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
         if not isinstance(small, Traced):

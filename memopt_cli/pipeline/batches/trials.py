@@ -58,12 +58,12 @@ class Trials:
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
         self.prepared.progress.update(self.count, None, f"running {text}")
-        outcome = self._measured(plan, batch)
+        outcome = self._measure(plan, batch)
         self.count += 1
         self.prepared.progress.update(self.count, None, f"{text} · {_in_words(outcome)}")
         return outcome
 
-    def _measured(self, plan: Plan, batch: int) -> BatchProbe | Failure:
+    def _measure(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         with self.prepared.at(batch).session() as session:
             answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
             if not isinstance(answer, Measured):

@@ -147,12 +147,12 @@ def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Cond
         mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
         missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
     if missing:
-        raise _unsafe(request, "code", missing)
+        raise _unsafe_error(request, "code", missing)
     if spec.data_file and not has_typed_inputs and not kept_below(spec.data_file, Path(request.baseline_path).parent):
-        raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
+        raise _unsafe_error(request, "a file that is not in its folder", {"--input-data": spec.data_file})
 
 
-def _unsafe(request: CheckRequest, named_thing: str, missing: dict[str, str]) -> UnsafeFileError:
+def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
         f"{request.baseline_path} names {named_thing}, which you must give yourself: "
@@ -291,7 +291,7 @@ class _CheckedStep:
         """Measure the step at each of ``lengths``, pairs of a dimension and its size."""
         steps = []
         for dim, size in lengths:
-            sized = replace(self, prepared=self.prepared.sized(dim, size))
+            sized = replace(self, prepared=self.prepared.with_size(dim, size))
             self.prepared.progress.stage(f"{dim}={size}")
             with sized.session() as (session, rank):
                 memory = sized.memory(session, rank)

@@ -69,7 +69,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
     job = _StrategySearch(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
-        plan = job.searched_plan()
+        plan = job.search_plan()
     with Sessions(prepared, "small batch", job.notes) as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
@@ -105,7 +105,7 @@ class _StrategySearch:
     limits: Limits
     notes: list[str]
 
-    def searched_plan(self) -> Plan | StepFailed:
+    def search_plan(self) -> Plan | StepFailed:
         """Search a plan at the smallest number of time steps; return it, or why there is none."""
         request = OptimizeRequest(
             source=self.request.source,
@@ -143,7 +143,7 @@ class _StrategySearch:
             name,
             name,
             lambda steps: session().ask(ProbeJob(plan=used_plan, batch=batch, dims={symbol: steps})),
-            functools.partial(_verified, session, used_plan, batch)
+            functools.partial(_verify, session, used_plan, batch)
             if name == "plan"
             else lambda: (True, "by definition"),
         )
@@ -156,7 +156,7 @@ class _StrategySearch:
         first_run = next(iter(runs.values()))
         if not isinstance(first_run, BatchProbe):
             return _cannot_run(name, label, first_run)
-        measured_runs = _measured(runs)
+        measured_runs = _successful_runs(runs)
         failed = (
             f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
         )
@@ -177,7 +177,7 @@ class _StrategySearch:
         sizes = self.steps.sizes()
         runs: dict[int, BatchProbe | Failure] = {}
         for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
-            steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
+            steps = next((s for s in candidates if not runs or self._can_run(s, _successful_runs(runs))), None)
             if steps is None:
                 return runs
             self.prepared.progress.update(0, None, f"running {self._where(steps)}")
@@ -209,7 +209,7 @@ def _cannot_run(name: StrategyName, label: str, failure: Failure) -> StrategyCur
     return StrategyCurve(strategy=name, label=label, points=(), slope_bytes=None, exact=None, remark=remark)
 
 
-def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
+def _successful_runs(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
     return {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
 
 
@@ -247,7 +247,7 @@ def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> 
     return False, f"{difference} to the gradient of bptt at {agreement.steps} steps"
 
 
-def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
+def _verify(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
     verification = session().ask(VerifyJob(plan=plan, batch=batch))
     if not isinstance(verification, Verification):
         return None, f"it could not be verified: {describe(verification)}"

@@ -14,7 +14,7 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction
-from memopt_cli.pipeline.live.model import called_here
+from memopt_cli.pipeline.live.model import unimportable_functions
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.records import LoadedModel, Plan
 from memopt_cli.records.progress import Progress
@@ -50,5 +50,5 @@ def prepared_factory(
     return replace(
         prepared,
         notes=(*prepared.notes, f"Predicted in this process, without a time limit: {obstacle}."),
-        open_session=functools.partial(LocalSession, build=model.function, functions=called_here(functions)),
+        open_session=functools.partial(LocalSession, build=model.function, functions=unimportable_functions(functions)),
     )

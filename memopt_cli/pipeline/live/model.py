@@ -106,17 +106,17 @@ def also_prepared_model(
         obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
         subject = Subject(source=source, spec=spec, settings=settings)
-        prepared = prepared_here(subject, FORMAT, build, obstacle, functions)
-        with gradients_kept(model) if obstacle and called_here(functions) else contextlib.nullcontext():
+        prepared = prepare_here(subject, FORMAT, build, obstacle, functions)
+        with gradients_kept(model) if obstacle and unimportable_functions(functions) else contextlib.nullcontext():
             yield prepared
 
 
-def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
+def unimportable_functions(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
     """Return reference -> function, for each of ``functions`` that cannot be found by its reference."""
     return {function.reference: function.function for function in functions if function.function is not None}
 
 
-def prepared_here(
+def prepare_here(
     subject: Subject,
     format: str,
     build: Callable[[], nn.Module],
@@ -125,7 +125,7 @@ def prepared_here(
 ) -> Prepared:
     """Prepare the model that ``build`` makes; if an ``obstacle`` keeps subprocesses from it, for this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
-    open_local = functools.partial(LocalSession, build=build, functions=called_here(functions))
+    open_local = functools.partial(LocalSession, build=build, functions=unimportable_functions(functions))
     return Prepared(
         subject=subject,
         facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
@@ -279,12 +279,12 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
     Raises as :func:`detached_copy`.
     """
     model_copy = place(detached_copy(model), settings)
-    input_copies = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
+    input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
-def _copied(leaf: Any, device: str) -> Any:
+def _copy_leaf(leaf: Any, device: str) -> Any:
     return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
@@ -316,7 +316,7 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(
+def find_and_verify(
     request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
 ) -> Findings:
     """Return the findings of ``find``, by default :func:`~memopt_cli.pipeline.plans.optimization.find`.

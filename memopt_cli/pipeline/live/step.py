@@ -15,7 +15,7 @@ from memopt_cli.loading.factory import step_made
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import undisturbed
 from memopt_cli.measure.reach import main_script, unreachable
-from memopt_cli.pipeline.live.model import Arguments, prepared_here, save_inputs
+from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
 from memopt_cli.training.user_step import Step, StepModels
@@ -39,7 +39,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():
             subject = Subject(source=source, spec=spec, settings=settings)
-            prepared = prepared_here(subject, STEP, lambda: StepModels(make_step(), make_step), obstacle)
+            prepared = prepare_here(subject, STEP, lambda: StepModels(make_step(), make_step), obstacle)
         yield prepared
 
 

@@ -80,22 +80,22 @@ class ChangeTrials:
             )
             return ()
         suggestions = [
-            *self._attempted("A plan", self._plan),
-            *self._attempted("A plan that sends tensors away", lambda: self._plan(sends=True)),
-            *self._attempted("Micro-batches", lambda: self._accumulated(ORIGINAL, "")),
-            *self._attempted("Autocast to bfloat16", self._autocast),
+            *self._attempt("A plan", self._try_plan),
+            *self._attempt("A plan that sends tensors away", lambda: self._try_plan(sends=True)),
+            *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),
+            *self._attempt("Autocast to bfloat16", self._try_autocast),
         ]
         if not suggestions and self._prepared.batch > 1:  # no single change fits
-            suggestions = [*self._attempted("A plan and micro-batches", self._both)]
+            suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
         return tuple(sorted(suggestions, key=lambda suggestion: (suggestion.change == "autocast", suggestion.seconds)))
 
-    def _attempted(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
+    def _attempt(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
         try:
             yield from attempt()
         except MemoptError as error:
             self.refused.append(f"{name}: {error.message}.")
 
-    def _plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
+    def _try_plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
         """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
 
         ``sends``: whether plans may send tensors to another place.  Then only a plan that sends some is yielded.
@@ -120,7 +120,7 @@ class ChangeTrials:
         yield Suggestion(
             change="offload" if sends else "optimizer in backward" if findings.plan.in_backward else "plan",
             text=text,
-            command=self._typed("optimize", *flags),
+            command=self._command("optimize", *flags),
             plan=findings.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measurement.allocated_peak_bytes,
@@ -158,19 +158,19 @@ class ChangeTrials:
             raise NothingFitsError(f"the plan that was found is not exact: {findings.verification.difference}")
         return findings
 
-    def _both(self) -> Iterator[Suggestion]:
+    def _try_plan_and_micro_batches(self) -> Iterator[Suggestion]:
         """Yield micro-batches under the plan with the lowest peak."""
         self._require_one_pass()
-        plan = self._search(self._accumulating(), SearchGoal(), max_slowdown=math.inf).plan
-        yield from self._accumulated(plan, f"{plan_in_words(plan)} and ")
+        plan = self._search(self._with_accumulation(), SearchGoal(), max_slowdown=math.inf).plan
+        yield from self._try_micro_batches(plan, f"{plan_in_words(plan)} and ")
 
-    def _accumulated(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
+    def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
         """Yield micro-batches that fit under ``plan``, and that together take the step of the whole batch.
 
         ``prefix``: words that name the plan, in front of the micro-batches.
         """
         self._require_one_pass()
-        prepared = self._accumulating()
+        prepared = self._with_accumulation()
         subject = prepared.subject
         request = BatchRequest(
             source=subject.source,
@@ -194,7 +194,7 @@ class ChangeTrials:
         yield Suggestion(
             change="micro-batches",
             text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}",
-            command=self._recommends(planned=row.planned),
+            command=self._recommend_command(planned=row.planned),
             plan=plan if row.planned else ORIGINAL,
             batch=run.batch,
             predicted_bytes=None,
@@ -202,7 +202,7 @@ class ChangeTrials:
             seconds=steps * run.step_s,
         )
 
-    def _autocast(self) -> Iterator[Suggestion]:
+    def _try_autocast(self) -> Iterator[Suggestion]:
         """Yield autocast to bfloat16."""
         settings = self._prepared.subject.settings
         self._require_step_of_ours()
@@ -232,7 +232,7 @@ class ChangeTrials:
         """Return the model with a step of other ``settings``."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
-    def _accumulating(self) -> Prepared:
+    def _with_accumulation(self) -> Prepared:
         """Return the model with a step that is one of several accumulated passes."""
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
@@ -249,17 +249,17 @@ class ChangeTrials:
         if self._prepared.facts.format == STEP:
             raise UsageError("change a step of your own in its code")
 
-    def _recommends(self, *, planned: bool) -> str:
+    def _recommend_command(self, *, planned: bool) -> str:
         """Return the command that finds the micro-batches, if ``planned`` after the command that writes the plan."""
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
-            return self._typed("recommend-batch", flags)
+            return self._command("recommend-batch", flags)
         plan_path = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
-        optimize_command = self._typed("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
-        recommend_command = self._typed("recommend-batch", f"{flags} --plan {quoted_path(str(plan_path))}")
+        optimize_command = self._command("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
+        recommend_command = self._command("recommend-batch", f"{flags} --plan {quoted_path(str(plan_path))}")
         return f"{optimize_command} && {recommend_command}"
 
-    def _typed(self, command: str, *flags: str) -> str:
+    def _command(self, command: str, *flags: str) -> str:
         """Return the line that runs a ``command`` of memopt on this step; empty ``flags`` are left out."""
         location = self._prepared.subject.source.location
         return command_line(command, location, (*self._request.flags, *flags))

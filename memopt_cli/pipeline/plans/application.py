@@ -15,11 +15,11 @@ from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE
 from memopt_cli.pipeline.prepare import (
     Prepared,
     inputs_of_file,
+    model_writer,
     open_model,
     opening_of,
     prepare,
     reader_notes,
-    saved_model,
 )
 from memopt_cli.pipeline.verification import verify
 from memopt_cli.records import CHANGES_NOTHING, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
@@ -47,7 +47,7 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
         for note in facts.notes:
             progress.note(note)
         result = ApplyResult(files=())
-    files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
+    files = write_all({target: model_writer(source, plan, request.timeout_s)}, force=request.force)
     for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
         progress.note(note)
     return replace(result, files=files)
@@ -80,7 +80,7 @@ def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
     """
     if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
         return [_require_verified(prepared, plan)]
-    sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]
+    sizes = [prepared.with_size(plan.by.dim, part.up_to) for part in plan.ranges]
     return [_require_verified(sized, plan) for sized in sizes]
 
 

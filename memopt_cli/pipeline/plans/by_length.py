@@ -116,7 +116,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(dimension)
     findings = search.find_longest()
-    if not _passes(findings):
+    if not _is_verified(findings):
         return findings
     assert findings.budget_bytes is not None, "it was asked for"
     ranges = search.all_ranges(_range_of(varied.high, findings), findings.budget_bytes)
@@ -188,7 +188,7 @@ def _range_of(up_to: int, findings: Findings) -> _Range:
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
 
-def _passes(findings: Findings) -> bool:
+def _is_verified(findings: Findings) -> bool:
     """Return whether the plan in ``findings`` passed verification."""
     return findings.verification is not None and findings.verification.passed
 
@@ -213,7 +213,7 @@ class _ByLength:
 
     def at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
-        return self.prepared.sized(self.varied.symbol, length)
+        return self.prepared.with_size(self.varied.symbol, length)
 
     def check_sizes(self, dimension: InputDimension) -> None:
         """Raise :class:`MemoptError` if the model fails at an end of the range, with a plan that reads the length."""
@@ -256,13 +256,13 @@ class _ByLength:
         try:
             if self.interrupted or max(longest.slowdowns) <= 1:
                 return ranges
-            ranges_without_plan.extend(self._plain(longest, budget_bytes))
+            ranges_without_plan.extend(self._range_without_plan(longest, budget_bytes))
             shortest_bound = ranges_without_plan[0].up_to if ranges_without_plan else 0
             inner_lengths = inner_bounds(
                 self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
             )
             for length in reversed(inner_lengths):
-                ranges[:0] = self._faster_than(ranges[0], length)
+                ranges[:0] = self._find_faster(ranges[0], length)
                 if self.interrupted:
                     break
         except KeyboardInterrupt as err:
@@ -272,7 +272,7 @@ class _ByLength:
             self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")
         return [*ranges_without_plan, *ranges]
 
-    def _faster_than(self, longer: _Range, length: int) -> Iterator[_Range]:
+    def _find_faster(self, longer: _Range, length: int) -> Iterator[_Range]:
         """Yield a range that ends at ``length``, if its plan is faster than the ``longer`` range's plan."""
         try:
             findings = self.find(length)
@@ -280,7 +280,7 @@ class _ByLength:
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return
         shorter = _range_of(length, findings)
-        if not _passes(findings):
+        if not _is_verified(findings):
             difference = findings.verification.difference if findings.verification else "it is not verified"
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
         elif shorter.plan != longer.plan and shorter.may_be_faster(longer):
@@ -288,7 +288,7 @@ class _ByLength:
 
     # ------------------------------------------------------------------------------------------ without a plan
 
-    def _plain(self, longest: _Range, budget_bytes: int) -> Iterator[_Range]:
+    def _range_without_plan(self, longest: _Range, budget_bytes: int) -> Iterator[_Range]:
         """Yield the range in which the original fits without a plan, if there is one.
 
         Dry runs propose its largest length, and a run confirms it.  Dry runs leave out the workspaces of kernels, which
@@ -310,15 +310,17 @@ class _ByLength:
             if self.request.card is not None:
                 length_that_fits = _largest_within(candidates, peak, budget_bytes)
                 if length_that_fits is not None:
-                    yield self._fits(longest.original, length_that_fits, None, int(peak(length_that_fits)))
+                    yield self._range_of_original(longest.original, length_that_fits, None, int(peak(length_that_fits)))
                 return
             for _ in range(_MAX_ORIGINAL_RUNS):
                 length_that_fits = _largest_within(candidates, peak, budget_bytes / share)
                 if length_that_fits is None:
                     return
-                measurement = self._measured(length_that_fits)
+                measurement = self._measure_original(length_that_fits)
                 if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
-                    yield self._fits(longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes)
+                    yield self._range_of_original(
+                        longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes
+                    )
                     return
                 candidates = [length for length in candidates if length < length_that_fits]
                 # The workspaces were a larger share than assumed: correct the share by this run.
@@ -326,7 +328,9 @@ class _ByLength:
                     1.0 if measurement is None else measurement.allocated_peak_bytes / (share * peak(length_that_fits))
                 )
 
-    def _fits(self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int) -> _Range:
+    def _range_of_original(
+        self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int
+    ) -> _Range:
         """Return the range up to ``length`` without a plan; ``measurement`` is ``None`` for an estimate."""
         verb = "it is estimated to take" if measurement is None else "it takes"
         self.prepared.progress.note(
@@ -340,7 +344,7 @@ class _ByLength:
         )
         return _Range(up_to=length, original=row, applied=row)
 
-    def _measured(self, length: int) -> Measurement | None:
+    def _measure_original(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
         job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
         answer = self.at(length).ask(job)

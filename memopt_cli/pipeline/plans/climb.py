@@ -43,7 +43,7 @@ class Climb:
     measure_all: bool
     applied: LevelRow | None = None
     """Row of the highest level whose plan is worth its time as measured; ``None`` until there are rows."""
-    _most_predicted: float = math.inf
+    _max_predicted_slowdown: float = math.inf
     """Highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
@@ -52,27 +52,27 @@ class Climb:
         Where its plan does not run, saves too little, or peaks well above the prediction, the level below is measured
         too.
         """
-        rows = [self.search.original, *self._predicted()]
+        rows = [self.search.original, *self._search_levels()]
         for index in range(len(rows) - 1, 0, -1):
-            rows[index] = self._applicable(rows[index])
+            rows[index] = self._measure_if_worthwhile(rows[index])
             if isinstance(rows[index].outcome, Measurement) and self._why_dropped(rows[index]) is None:
-                self.applied = self._lowest(rows, index)
+                self.applied = self._take_lowest(rows, index)
                 break
         else:
             rows = self._with_originals(rows)
         plausible_rows = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
         if not self.measure_all:
             return plausible_rows
-        return [row if row.outcome is not None else self.measured(row) for row in plausible_rows]
+        return [row if row.outcome is not None else self.measure_row(row) for row in plausible_rows]
 
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most_slowdown = min(1 + _PREDICTED_SHARE * (self._limit - 1), self._most_predicted)
+        most_slowdown = min(1 + _PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
         return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
 
-    def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
+    def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
 
         Lower levels are tried only while the measured peak misses its prediction.  A plan that takes over is copied
@@ -83,7 +83,7 @@ class Climb:
             below = next((i for i in range(index - 1, 0, -1) if rows[i].plan not in (ORIGINAL, rows[index].plan)), None)
             if below is None:
                 break
-            rows[below] = self._fast_enough(rows[below])
+            rows[below] = self._find_fast_enough(rows[below])
             if self._why_dropped(rows[below]) is not None or _peak_bytes(rows[below]) > _peak_bytes(rows[index]):
                 break
             for i in range(below + 1, highest + 1):
@@ -98,41 +98,41 @@ class Climb:
         Where the highest level keeps the original, so do the levels below it.
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
-            return self._unchanged(row)
-        if (row.predicted_slowdown or 1.0) <= self._most_predicted:
+            return self._with_original(row)
+        if (row.predicted_slowdown or 1.0) <= self._max_predicted_slowdown:
             return row
-        priced = self.search.planner.dry_runs.smallest(row.level, self._most_predicted)
+        priced = self.search.planner.dry_runs.smallest(row.level, self._max_predicted_slowdown)
         return replace(self.search.row(row.level, priced, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:
         """Return ``rows`` with the original in place of each measured plan, as none of them is worth its time."""
-        unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
+        unchanged = [self._with_original(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
         return [rows[0], *unchanged]
 
-    def _applicable(self, row: LevelRow) -> LevelRow:
+    def _measure_if_worthwhile(self, row: LevelRow) -> LevelRow:
         """Measure ``row`` if its plan is predicted to be worth its time.
 
         Return it measured, with a faster plan where its own is too slow, or with the original where none is left.
         """
-        dropped = self._unworthy(row)
+        dropped = self._drop_by_prediction(row)
         if dropped is None:
-            return self._fast_enough(row)
+            return self._find_fast_enough(row)
         self.search.findings.drop(dropped)
-        self._most_predicted = 1.0
-        return self._unchanged(row)
+        self._max_predicted_slowdown = 1.0
+        return self._with_original(row)
 
-    def _unchanged(self, row: LevelRow) -> LevelRow:
+    def _with_original(self, row: LevelRow) -> LevelRow:
         return replace(
             self.search.original, outcome=self._original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s
         )
 
-    def measured(self, row: LevelRow) -> LevelRow:
+    def measure_row(self, row: LevelRow) -> LevelRow:
         """Return ``row`` with the measurement of its plan."""
         self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
         return replace(row, outcome=self.measurements.measure(row.plan))
 
-    def _predicted(self) -> Iterator[LevelRow]:
+    def _search_levels(self) -> Iterator[LevelRow]:
         """Search the levels in turn, and yield their rows, not measured yet."""
         planner, options, plan_below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
@@ -153,7 +153,7 @@ class Climb:
 
     def _search_begins(self, stage: str) -> None:
         """Show the stage ``stage``, unless the time of the search is over and it will answer at once."""
-        time_left = self.search.probes.left()
+        time_left = self.search.probes.time_left()
         if time_left is None or time_left.seconds > 0:
             self.measurements.prepared.progress.stage(stage, time_left)
 
@@ -169,7 +169,7 @@ class Climb:
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
-    def _unworthy(self, row: LevelRow) -> Dropped | None:
+    def _drop_by_prediction(self, row: LevelRow) -> Dropped | None:
         """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
         priced = self.search.planner.dry_runs.known(row.plan)
         if priced is None or not isinstance(self._original, Measurement):
@@ -180,7 +180,7 @@ class Climb:
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
         return drop_by_measurement(row, self._original, self._limit)
 
-    def _fast_enough(self, row: LevelRow) -> LevelRow:
+    def _find_fast_enough(self, row: LevelRow) -> LevelRow:
         """Measure ``row``; while its step takes too long, replace its plan by one that is predicted to be faster.
 
         Return the first row that is fast enough, or the original's if no plan is.
@@ -191,7 +191,7 @@ class Climb:
         """
         planner = self.search.planner
         for share in (*_NEXT_SHARES, None):
-            row = self.measurements.confirm(self.measured(row), self._limit)
+            row = self.measurements.confirm(self.measure_row(row), self._limit)
             dropped = self._why_dropped(row)
             if dropped is not None:
                 self.search.findings.drop(dropped)
@@ -209,14 +209,14 @@ class Climb:
             if priced.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
                 most_predicted = math.nextafter(predicted, 0)
                 priced = planner.best(row.level, most_predicted)
-            self._most_predicted = most_predicted
+            self._max_predicted_slowdown = most_predicted
             if priced.slowdown >= predicted:
                 break
             dry_runs_before = row.dry_runs + len(planner.dry_runs) - dry_runs_before
             faster = self.search.row(row.level, priced, dry_runs_before, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
-        self._most_predicted = 1.0
-        return self._unchanged(row)
+        self._max_predicted_slowdown = 1.0
+        return self._with_original(row)
 
     def _expected(self, row: LevelRow) -> Span | None:
         """Return the time that measuring ``row`` should take; ``None`` if unknown, or if its plan is empty."""

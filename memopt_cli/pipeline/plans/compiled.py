@@ -100,7 +100,7 @@ class CompiledSearch(ABC):
         with self._folders:
             self._try_candidates()
             if eager is not None and isinstance(eager.outcome, Measurement):
-                dropped = self._beyond(eager.outcome)
+                dropped = self._excess_reason(eager.outcome)
                 self._rows.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome, dropped=dropped))
             best = self._best_in_turns()
         if best is None:
@@ -124,7 +124,7 @@ class CompiledSearch(ABC):
         """Measure each candidate, and add its row before the next one is chosen by it."""
         reference = self._with_cache()
         for plan in self._candidates():
-            self._rows.append(self._tried(plan, reference))
+            self._rows.append(self._try_plan(plan, reference))
 
     # ------------------------------------------------------------------------------------------ the aim
 
@@ -189,14 +189,14 @@ class CompiledSearch(ABC):
                     return
                 times[plan] += (answer.measurement.step_s,)
         for plan in times:
-            self.measurements.retimed(plan, step_times_s=times[plan])
+            self.measurements.update_times(plan, step_times_s=times[plan])
         retimed_rows = [(index, row, row.outcome) for index, row in enumerate(self._rows) if row.plan in times]
         for index, row, outcome in retimed_rows:
             if isinstance(outcome, Measurement):
                 self._rows[index] = replace(row, outcome=replace(outcome, step_times_s=times[row.plan]))
         for index, row, _ in retimed_rows:
             self._rows[index] = replace(
-                self._rows[index], dropped=row.dropped or self._beyond(self._rows[index].outcome)
+                self._rows[index], dropped=row.dropped or self._excess_reason(self._rows[index].outcome)
             )
 
     def failures(self) -> Iterator[str]:
@@ -214,18 +214,18 @@ class CompiledSearch(ABC):
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
-        regions, budgets, regions_in_budget = self._regions(), self._budgets(), self._both()
+        regions, budgets, regions_in_budget = self._regions(), self._budgets(), self._regions_in_budget()
         if self.backend not in BUDGETED:
             budgets = regions_in_budget = iter(())
         for source in (regions, budgets, regions, regions, regions_in_budget, budgets):
             if len(self._rows) < _MAX_COMPILED:
-                yield from self._untried(source)
+                yield from self._next_untried(source)
 
     def _ends_here(self, plain: CompiledRow) -> bool:
         """Return whether ``plain``, the model compiled without a plan, is the only candidate: it cannot be compiled."""
         return isinstance(plain.outcome, StepFailed | TimedOut)
 
-    def _untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
+    def _next_untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
         """Yield the next plan of ``source``, unless it was tried already or uses memory budgets that proved useless."""
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
@@ -258,7 +258,7 @@ class CompiledSearch(ABC):
         """Level of the search for segments."""
         return min(_MAX_LEVEL, self.search.options.level)
 
-    def _searching(self) -> None:
+    def _show_search(self) -> None:
         self.measurements.prepared.progress.stage("searching for segments")
 
     def _budgets(self) -> Iterator[Plan]:
@@ -266,7 +266,7 @@ class CompiledSearch(ABC):
         yield middle
         yield looser if self._may_loosen(self._outcome(middle)) else tighter
 
-    def _both(self) -> Iterator[Plan]:
+    def _regions_in_budget(self) -> Iterator[Plan]:
         """Yield checkpoint regions with a memory budget for the operators outside of them."""
         base = self._base()
         if base is not None:
@@ -279,7 +279,7 @@ class CompiledSearch(ABC):
 
     # ------------------------------------------------------------------------------------------ measured, verified
 
-    def _tried(self, plan: Plan, reference: Prepared) -> CompiledRow:
+    def _try_plan(self, plan: Plan, reference: Prepared) -> CompiledRow:
         """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
@@ -289,7 +289,7 @@ class CompiledSearch(ABC):
             self.search.findings.notes += self._notes(answer)
         if not isinstance(answer, Measured):
             return CompiledRow(plan=plan, outcome=answer, dropped=_why_dropped(answer))
-        dropped = self._beyond(answer.measurement) or self._fault(plan, prepared, reference)
+        dropped = self._excess_reason(answer.measurement) or self._verification_fault(plan, prepared, reference)
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
     def _notes(self, plain: Measured | Failure) -> Iterator[str]:
@@ -301,7 +301,7 @@ class CompiledSearch(ABC):
         if off := switches_off(self.measurements.prepared):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
-    def _beyond(self, outcome: Measurement | Failure) -> str:
+    def _excess_reason(self, outcome: Measurement | Failure) -> str:
         """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
         if slowdown <= self.most_slowdown:
@@ -313,7 +313,7 @@ class CompiledSearch(ABC):
         yardstick = self._outcome(self._yardstick)
         return outcome.slowdown(yardstick) if isinstance(outcome, Measurement) and yardstick is not None else 0.0
 
-    def _fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
+    def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
         """Verify ``plan`` and return why it fails; if it passes, keep its verification and return an empty text.
 
         Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.
@@ -351,11 +351,11 @@ class FastestCompiled(CompiledSearch):
         assert self.search.findings.budget_bytes is not None, "it was asked for"
         return self.search.findings.budget_bytes
 
-    def _beyond(self, outcome: Measurement | Failure) -> str:
+    def _excess_reason(self, outcome: Measurement | Failure) -> str:
         if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > self._budget_bytes:
             peak, budget = format_apart(outcome.allocated_peak_bytes, self._budget_bytes)
             return f"its peak of {peak} is above the budget of {budget}"
-        return CompiledSearch._beyond(self, outcome)
+        return CompiledSearch._excess_reason(self, outcome)
 
     def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
         return min(verified_rows, key=lambda pair: pair[1].step_s)[0]
@@ -372,7 +372,7 @@ class FastestCompiled(CompiledSearch):
     def _regions(self) -> Iterator[Plan]:
         target = self._budget_bytes
         while True:
-            self._searching()
+            self._show_search()
             planner = self.search.planner
             priced = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
@@ -424,7 +424,7 @@ class SmallestCompiled(CompiledSearch):
     def _regions(self) -> Iterator[Plan]:
         most_predicted = self.most_slowdown
         while True:
-            self._searching()
+            self._show_search()
             self.search.probes.prolong()
             priced = self.search.planner.best(self._level, most_predicted)
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
@@ -435,7 +435,7 @@ class SmallestCompiled(CompiledSearch):
             most_predicted = 1 + ((most_predicted if growth > 1 else min(priced.slowdown, most_predicted)) - 1) * growth
 
     def _may_loosen(self, last_measurement: Measurement | None) -> bool:
-        return last_measurement is None or bool(self._beyond(last_measurement))
+        return last_measurement is None or bool(self._excess_reason(last_measurement))
 
     def _base(self) -> Plan | None:
         """Return the verified regions of the lowest peak."""
@@ -458,7 +458,7 @@ class SpreadCompiled(SmallestCompiled):
         return ORIGINAL
 
     def _regions(self) -> Iterator[Plan]:
-        self._searching()
+        self._show_search()
         priced_plans = spread(self.search.planner.frontier(self._level, self.most_slowdown), _MAX_SHOWN)
         for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))

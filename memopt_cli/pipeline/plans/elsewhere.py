@@ -53,7 +53,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     _check_memory_here(request, prepared)
     card, layout = request.card, request.layout
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
-    findings = Findings.begun(request, prepared)
+    findings = Findings.begin(request, prepared)
     options, notes, rows = findings.resolved.options, findings.notes, findings.rows
     device_in_words = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
     with Sessions(searched, searched.dry_data, notes) as sessions:
@@ -65,7 +65,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         if request.goal.budget is not None:
             findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)
         if options.level:
-            prepared.progress.stage(f"searching for {device_in_words}", search.probes.left())
+            prepared.progress.stage(f"searching for {device_in_words}", search.probes.time_left())
             rows.append(_search_plan(request, search))
         plan = rows[-1].plan
         planned_trace = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))

@@ -80,7 +80,7 @@ class Findings:
     """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
     @classmethod
-    def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
+    def begin(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Return the findings of ``request`` on ``prepared`` before anything is searched."""
         inputs = inputs_note(prepared.subject.spec)
         return cls(
@@ -111,12 +111,12 @@ class Findings:
         return self.estimates is None and self.parallel is None
 
     @property
-    def measured(self) -> Measurement | None:
+    def measurement(self) -> Measurement | None:
         """Measurement of the plan that is applied.  ``None``: it was not measured."""
-        return measured_at(self.rows, self.applied_level)
+        return measurement_at(self.rows, self.applied_level)
 
 
-def measured_at(rows: list[LevelRow], level: int) -> Measurement | None:
+def measurement_at(rows: list[LevelRow], level: int) -> Measurement | None:
     """Return the measurement of ``level`` in ``rows``; ``None`` if there is none."""
     outcomes = (row.outcome for row in rows if row.level == level)
     return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)

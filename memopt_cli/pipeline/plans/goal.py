@@ -75,7 +75,7 @@ class GoalSearch:
         return self.search.options.level
 
     @property
-    def _most(self) -> float:
+    def _max_slowdown(self) -> float:
         """Highest slowdown within a budget."""
         return math.inf if self.most_slowdown is None else self.most_slowdown
 
@@ -97,19 +97,19 @@ class GoalSearch:
         for _ in range(_MAX_MEASURED):
             priced = self._fastest(target)
             if priced is not None:
-                require_fast(priced, self._most)
+                require_fast(priced, self._max_slowdown)
             elif smallest is None:
                 # No plan is predicted to fit: try the smallest once, whose peak dry runs may overestimate.
-                smallest = self._planner.least(self._level, self._most)
+                smallest = self._planner.least(self._level, self._max_slowdown)
                 limit = predicted_bytes[-1] - 1 if predicted_bytes else budget_bytes * (1 + _DOUBT_SHARE)
                 priced = smallest if not smallest.plan.is_empty and smallest.peak_bytes <= limit else None
             if priced is None:
                 break
-            self._measuring(priced)
+            self._show_measuring(priced)
             outcome = self.measurements.measure(priced.plan)
             if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes <= budget_bytes:
                 row = self._row(self._fastest_measured(priced, outcome, budget_bytes), started)
-                proven = self.in_backward.proven(row) if row.plan.in_backward else row
+                proven = self.in_backward.prove(row) if row.plan.in_backward else row
                 if isinstance(proven, LevelRow):
                     return proven
                 # It fits, but is too slow or fails verification: go on without the optimizer in backward.
@@ -165,11 +165,11 @@ class GoalSearch:
         Example: ``rival`` recomputes two layers to fit.  A plan that recomputes one layer is too large by 5 MiB, but
         fits once gradients of 8 MiB are freed early.
         """
-        smallest = self._planner.dry_runs.smallest(self._level, self._most)
+        smallest = self._planner.dry_runs.smallest(self._level, self._max_slowdown)
         most_saved = smallest.peak_bytes - self.in_backward.least_of(smallest)
         if (rival is not None and rival.plan.is_empty) or not most_saved:
             return None
-        limit = min(self._most, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
+        limit = min(self._max_slowdown, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
         larger = (p for p in self._explored(target_bytes + most_saved) if p.peak_bytes > target_bytes)
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
@@ -198,9 +198,9 @@ class GoalSearch:
         original_s = original.step_s if isinstance(original, Measurement) else math.inf
         while outcome.step_s > _RETRY_SLOWDOWN * priced.slowdown * original_s:
             smaller = self._planner.within(self._level, priced.peak_bytes - 1)
-            if smaller is None or smaller.slowdown > min(self._most, best[1].step_s / original_s):
+            if smaller is None or smaller.slowdown > min(self._max_slowdown, best[1].step_s / original_s):
                 break
-            self._measuring(smaller)
+            self._show_measuring(smaller)
             smaller_outcome = self.measurements.measure(smaller.plan)
             if not isinstance(smaller_outcome, Measurement) or smaller_outcome.allocated_peak_bytes > budget_bytes:
                 break
@@ -219,7 +219,7 @@ class GoalSearch:
         """Measure ``priced_plans`` and return their points in order; a note names the plans that are too slow."""
         points: list[ParetoPoint] = []
         for index, priced in enumerate(priced_plans):
-            self._measuring(priced, index, len(priced_plans))
+            self._show_measuring(priced, index, len(priced_plans))
             points.append(self._point(priced))
         timed_points = self._in_turns(points)
         slow = [point for before, point in zip(points, timed_points, strict=True) if self._is_too_slow(before, point)]
@@ -275,7 +275,7 @@ class GoalSearch:
             for point in points
         ]
 
-    def _measuring(self, priced: Priced, index: int = 0, total: int | None = None) -> None:
+    def _show_measuring(self, priced: Priced, index: int = 0, total: int | None = None) -> None:
         self.measurements.prepared.progress.update(
             index, total, f"measuring a plan of {format_bytes(priced.peak_bytes)}"
         )

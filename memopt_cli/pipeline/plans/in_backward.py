@@ -90,13 +90,13 @@ class InBackwardPlans:
         lower_priced = self.of(priced)
         if lower_priced is None:
             return None
-        proven_row = self._tried(row, priced, lower_priced)
+        proven_row = self._try_row(row, priced, lower_priced)
         if isinstance(proven_row, LevelRow):
             return proven_row
         self.refuse(lower_priced.plan, proven_row)
         return None
 
-    def _tried(self, row: LevelRow, priced: Priced, lower_priced: Priced) -> LevelRow | Reason:
+    def _try_row(self, row: LevelRow, priced: Priced, lower_priced: Priced) -> LevelRow | Reason:
         outcome_before, outcome = self.measurements.measure(priced.plan), self.measurements.measure(lower_priced.plan)
         if not isinstance(outcome, Measurement):
             return NotRun(failure=outcome)
@@ -104,13 +104,13 @@ class InBackwardPlans:
         dropped = drop_by_measurement(measured_row, outcome_before, math.inf)
         if dropped is not None:
             return dropped.why
-        return self.proven(
+        return self.prove(
             measured_row.predicted(lower_priced.counted)
             if row.predicted_allocated_peak_bytes is not None
             else measured_row
         )
 
-    def proven(self, row: LevelRow) -> LevelRow | Reason:
+    def prove(self, row: LevelRow) -> LevelRow | Reason:
         """Time the measured ``row`` again if in doubt, and verify it; return the row, or why it is not applied."""
         timed = self.measurements.confirm(row, self.most_slowdown)
         dropped = drop_by_measurement(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)

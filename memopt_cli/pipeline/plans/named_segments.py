@@ -26,7 +26,7 @@ def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Finding
     """
     prepared = without_own_checkpoints(prepared)
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
-    findings = Findings.begun(request, prepared)
+    findings = Findings.begin(request, prepared)
     options = findings.resolved.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
     started = time.monotonic()

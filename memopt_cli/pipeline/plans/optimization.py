@@ -102,7 +102,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify."""
     options = request.search.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
-    findings = Findings.begun(request, prepared)
+    findings = Findings.begin(request, prepared)
     job = _Job(request, measurements, findings, Prover(measurements=measurements, findings=findings))
     findings.rows = job.search()
     row = findings.rows[0]
@@ -143,7 +143,7 @@ class _Job:
                     return [original]
                 if self.request.shown is not None:
                     check_original(self.request, original.outcome)
-                    return self._picked(self.request.shown, original)
+                    return self._measure_picked(self.request.shown, original)
                 search = start_search(self.request, self.findings, sessions, original)
                 rows = [search.original, *self._search_plans(search)]
                 if search.traced.has_dry_runs:
@@ -157,14 +157,14 @@ class _Job:
         self.findings.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
 
-    def _picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
+    def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
         assert self.request.goal.pick is not None, "else nothing is read"
         point = frontier.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
         row = replace(point, outcome=self.measurements.measure(point.plan)).row(frontier.options.level)
         row = self.measurements.confirm(row)
-        self.findings.frontier = [self._as_timed(point, row) for point in frontier.points]
+        self.findings.frontier = [self._with_latest_times(point, row) for point in frontier.points]
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
     def _begin_advice(self, rows: list[LevelRow], sessions: Sessions) -> None:
@@ -206,11 +206,11 @@ class _Job:
             return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explained()]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explain_commands()]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
-    def _explained(self) -> Iterator[str]:
+    def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
             flags = (*self.request.flags, f"--memory {exact_bytes(self.findings.budget_bytes)}")
@@ -222,7 +222,7 @@ class _Job:
 
         Raises :class:`KeyboardInterrupt` if it had found no plan.
         """
-        if not search.probes.improved(search.first):
+        if not search.probes.has_improved(search.first):
             raise KeyboardInterrupt
         self.prepared.progress.interrupted(
             "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
@@ -265,17 +265,17 @@ class _Job:
             original_outcome = search.original.outcome
             original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.first
             self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
-            rows.append(self._within(goal_search, self.findings.budget_bytes))
+            rows.append(self._find_within(goal_search, self.findings.budget_bytes))
         if has_frontier:
             self.findings.frontier, beaten_sentence = without_beaten(
-                self._with_compiled(goal_search, goal_search.frontier(priced_plans))
+                self._add_compiled_points(goal_search, goal_search.frontier(priced_plans))
             )
             self.findings.details += filter(None, [beaten_sentence])
         if goal.pick is not None:
             check_pick(goal.pick, len(self.findings.frontier))
             rows.append(goal_search.row_of(self.findings.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
-        self.findings.frontier = [self._as_timed(point, *rows[-1:]) for point in self.findings.frontier]
+        self.findings.frontier = [self._with_latest_times(point, *rows[-1:]) for point in self.findings.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
         self._say_time_is_over(
             search, lambda: has_frontier or (rows[-1].predicted_slowdown or math.inf) > 1 + _FAST_ENOUGH_SHARE
@@ -293,7 +293,7 @@ class _Job:
         elif over:
             self.findings.details.append(f"{over}: a longer search would hardly find a better plan.")
 
-    def _within(self, goal_search: GoalSearch, budget_bytes: int) -> LevelRow:
+    def _find_within(self, goal_search: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with ``--compile`` among compiled ones too."""
         if self.request.backend is None or self.findings.interrupted:
             return goal_search.within(budget_bytes)
@@ -312,7 +312,7 @@ class _Job:
         assert row is not None, "else nothing fits"
         return row
 
-    def _with_compiled(self, goal_search: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
+    def _add_compiled_points(self, goal_search: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
         """Return the ``eager`` points, and with ``--compile`` points of verified compiled steps, fastest first."""
         if self.request.backend is None or self.findings.interrupted:
             return eager
@@ -335,12 +335,14 @@ class _Job:
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
         )
         rows = climb.rows()
-        self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
+        self.applied = self._add_compiled(search, rows, self._add_in_backward(search, rows, climb.applied))
         self._choose(search, row_to_apply([search.original, *rows], self.applied).plan)
         self._say_time_is_over(search, climb.may_go_lower)
         return rows
 
-    def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+    def _add_in_backward(
+        self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None
+    ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
         Where that was not asked for, a note says what it would save.
@@ -360,7 +362,7 @@ class _Job:
         rows[rows.index(applied)] = timed_row
         return timed_row
 
-    def _compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+    def _add_compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
         """Return the ``applied`` row, or with ``--compile`` a compiled step that peaks lower; update ``rows`` too."""
         if self.request.backend is None or self.findings.interrupted:
             return applied
@@ -385,7 +387,7 @@ class _Job:
 
     def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
-            count=search.counted_late,
+            count=search.count_late,
             measurements=self.measurements,
             fault=self.prover.fault,
             most_slowdown=most_slowdown,
@@ -393,7 +395,7 @@ class _Job:
             is_allowed=search.options.optimizer_in_backward,
         )
 
-    def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
+    def _with_latest_times(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
 
         Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.

@@ -104,13 +104,13 @@ class PlanMeasurements:
         if not isinstance(answer, TimedInTurns):
             return answer
         self._in_turns = plans
-        self.retimed(ORIGINAL, step_times_s=answer.original_times_s, waited=answer.waited)
+        self.update_times(ORIGINAL, step_times_s=answer.original_times_s, waited=answer.waited)
         for plan, times_s in zip(plans, answer.planned_times_s, strict=True):
             _, error = slowdown_in(tuple(zip(answer.original_times_s, times_s, strict=False)))
-            self.retimed(plan, step_times_s=times_s, waited=answer.waited, slowdown_error=error)
+            self.update_times(plan, step_times_s=times_s, waited=answer.waited, slowdown_error=error)
         return None
 
-    def retimed(self, plan: Plan, **changes: Any) -> None:
+    def update_times(self, plan: Plan, **changes: Any) -> None:
         """Update the measurement of ``plan`` with ``changes``: field -> value from a later timing."""
         answer = self._found[plan]
         if isinstance(answer, Measured):

@@ -83,7 +83,7 @@ class Prover:
         if verification.passed:
             return best, verification
         if not is_asked_for:
-            return self._narrowed(best, verification)
+            return self._narrow(best, verification)
         self._drop(best, Differs(verification=verification))
         return best, verification
 
@@ -98,12 +98,12 @@ class Prover:
         index = max(index for index, row in enumerate(rows) if not row.plan.has_chunks)
         rows[index] = replace(rows[index], outcome=self.measurements.measure(rows[index].plan))
         self.findings.faster = self.findings.smaller = None
-        return self._worth_its_time(index)
+        return self._row_if_worthwhile(index)
 
-    def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+    def _narrow(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """Return ``best`` without the segments that differ, verified again; if that fails, ``best`` and ``failed``."""
         self.measurements.prepared.progress.stage("finding what differs")
-        plan, left_out = self._agreeing(best.plan, failed)
+        plan, left_out = self._split(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
         self.findings.faster = self.findings.smaller = None
         rows = self.findings.rows
@@ -119,13 +119,13 @@ class Prover:
                 predicted_slowdown=None,
                 repeats=None,
             )
-            row = self._worth_its_time(index)
+            row = self._row_if_worthwhile(index)
         verification = self.verify(row.plan)
         if not isinstance(verification, Verification) or not verification.passed:
             return best, failed
         return row, verification
 
-    def _worth_its_time(self, index: int) -> LevelRow:
+    def _row_if_worthwhile(self, index: int) -> LevelRow:
         """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
         rows, most_slowdown = self.findings.rows, self.findings.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
@@ -150,7 +150,7 @@ class Prover:
             )
         )
 
-    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
+    def _split(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
         """Split ``plan`` by :func:`agreeing`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 

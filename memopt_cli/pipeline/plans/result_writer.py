@@ -20,7 +20,7 @@ from memopt_cli.pipeline.memory.profiling import record_step, scaled_to_measurem
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.shown import frontier_path, write_shown
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
+from memopt_cli.pipeline.prepare import Prepared, file_header, model_writer, reader_notes
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
@@ -99,7 +99,7 @@ class ResultWriter:
                 request,
                 self.prepared,
                 findings.plan,
-                findings.measured,
+                findings.measurement,
                 findings.advice,
                 findings.notes,
                 findings.details,
@@ -180,7 +180,7 @@ class ResultWriter:
             return
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
-        self._write(self.paths.model, saved_model(source, self.findings.plan, timeout_s))
+        self._write(self.paths.model, model_writer(source, self.findings.plan, timeout_s))
         self.findings.details += reader_notes(self.findings.model_format, self.paths.model)
 
     def _write_summary(self) -> None:

@@ -60,7 +60,7 @@ class StartedSearch:
         )
         return row.predicted(priced.counted) if self.traced.has_dry_runs else row
 
-    def counted_late(self, plan: Plan) -> Counted | Failure | NotTried:
+    def count_late(self, plan: Plan) -> Counted | Failure | NotTried:
         """Count ``plan`` by a dry run, even if the time of the search is over."""
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt_cli.pipeline.plans.findings import Findings, measured_at
+from memopt_cli.pipeline.plans.findings import Findings, measurement_at
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
@@ -34,7 +34,7 @@ def summarize(
     manual = [s for s in packed if s.path in findings.asked_codecs]
     outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
-    measurement = findings.measured
+    measurement = findings.measurement
     summary = MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
@@ -170,7 +170,7 @@ def _further_plans_sentence(findings: Findings) -> str:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    original, measurement = measured_at(rows, 0), findings.measured
+    original, measurement = measurement_at(rows, 0), findings.measurement
     if original is not None and measurement is not None and measurement.step_s >= _SLOW_STEP_RATIO * original.step_s:
         return "Other plans, from the fastest to the smallest: `--frontier`; the fastest within a limit: `--budget`."
     return ""
@@ -178,7 +178,7 @@ def _further_plans_sentence(findings: Findings) -> str:
 
 def _measured_sentence(findings: Findings) -> str:
     """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
-    original, measurement = measured_at(findings.rows, 0), findings.measured
+    original, measurement = measurement_at(findings.rows, 0), findings.measurement
     if original is None or measurement is None or findings.plan.is_empty:
         return ""
     peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measurement.allocated_peak_bytes)}"

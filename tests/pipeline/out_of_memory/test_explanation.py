@@ -316,7 +316,7 @@ def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", lambda *_, **__: found)
-    (said,) = trial._plan()
+    (said,) = trial._try_plan()
     assert said.text == "a plan of 1 segment" + ", equal within rounding" * (not exact)
 
 
@@ -333,7 +333,7 @@ def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: p
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", search)
-    found = list(trial._plan(sends=True))
+    found = list(trial._try_plan(sends=True))
     assert asked == ["disk"]
     assert [said.change for said in found] == ["offload"] * plan.sends
     for said in found:
@@ -349,7 +349,7 @@ def test_the_command_lets_the_optimizer_run_in_backward_where_the_plan_does(
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", lambda *_, **__: SimpleNamespace(plan=plan, rows=[row], verification=None))
-    (said,) = trial._plan()
+    (said,) = trial._try_plan()
     assert said.command.endswith(" --level 4 --budget 1MiB" + " --optimizer-in-backward" * plan.in_backward)
 
 
@@ -401,7 +401,7 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
     prepared = SimpleNamespace(subject=subject, notes=(), batch=1, facts=SimpleNamespace(format="pickle"))
     trial = ChangeTrials(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
-    for name in ("_plan", "_autocast"):
+    for name in ("_try_plan", "_try_autocast"):
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
     assert trial.suggestions(0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]

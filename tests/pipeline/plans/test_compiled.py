@@ -84,7 +84,7 @@ def answer(
         outcome = outcome_of(plan)
         if not isinstance(outcome, Measurement):
             return CompiledRow(plan=plan, outcome=outcome, dropped="it fails")
-        dropped = self._beyond(outcome) or ("verification failed: so" if wrong(plan) else "")
+        dropped = self._excess_reason(outcome) or ("verification failed: so" if wrong(plan) else "")
         return CompiledRow(plan=plan, outcome=outcome, dropped=dropped)
 
     def ask(job: Any) -> Any:
@@ -93,9 +93,9 @@ def answer(
         return answered(measured(1, again(job.plan)))
 
     search.measurements.prepared.ask = ask
-    search.measurements.retimed = lambda plan, **changes: None
+    search.measurements.update_times = lambda plan, **changes: None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledSearch, "_tried", try_)
+        patch.setattr(CompiledSearch, "_try_plan", try_)
         patch.setattr(CompiledSearch, "_with_cache", lambda self: None)
         found = search.answer(eager)
     planner: Any = search.search.planner

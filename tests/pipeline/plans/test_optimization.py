@@ -574,7 +574,7 @@ def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
 
     def timed_again(search: GoalSearch, *args: Any) -> Any:
         points = frontier(search, *args)
-        search.measurements.retimed(Plan(), step_times_s=(123.0,))
+        search.measurements.update_times(Plan(), step_times_s=(123.0,))
         return points
 
     monkeypatch.setattr(GoalSearch, "frontier", timed_again)

@@ -61,8 +61,8 @@ def test_the_plan_is_there_before_anything_follows(
     memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[set[str]] = []
-    save, advise = result_writer.saved_model, result_writer.advise
-    monkeypatch.setattr(result_writer, "saved_model", lambda *given: found.append({*os.listdir()}) or save(*given))
+    save, advise = result_writer.model_writer, result_writer.advise
+    monkeypatch.setattr(result_writer, "model_writer", lambda *given: found.append({*os.listdir()}) or save(*given))
     monkeypatch.setattr(result_writer, "advise", lambda *given: found.append({*os.listdir()}) or advise(*given))
     done = memopt("optimize", "net.pt", *STEP)
     assert done.code == 0, done.err
@@ -206,7 +206,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
     source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
     with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
-        write_all({Path("out.pt"): result_writer.saved_model(source, Plan(), 60.0)}, force=False)
+        write_all({Path("out.pt"): result_writer.model_writer(source, Plan(), 60.0)}, force=False)
     assert {path.name for path in Path().iterdir()} == {"net.pt", *(() if sandbox else ("out.pt",))}
 
 
