@@ -17,11 +17,11 @@ from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.fingerprints.causes import (
-    FROZEN,
-    RANDOM,
-    RANDOM_AGAIN,
-    RANDOM_COMPILED,
-    RANDOM_IN_BACKWARD,
+    DRAWS,
+    DRAWS_COMPILED,
+    DRAWS_IN_BACKWARD,
+    FREEZING,
+    REDRAWS,
     Pair,
     cause_of,
     cause_of_failure,
@@ -336,14 +336,14 @@ class _Judge:
         if not isinstance(runs, tuple) or not (runs[0].draws or runs[1].draws):
             return None
         if self._agree(runs, tolerance):
-            return Cause(text=RANDOM_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else RANDOM_COMPILED)
+            return Cause(text=DRAWS_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else DRAWS_COMPILED)
         difference = first_difference(*runs, self._allowed(runs, tolerance))
         assert difference is not None, "they do not agree"
         if not _is_backward_alone(difference.gaps):
             return None
         eval_runs = self.sides.run_both(replace(job, mode="eval"))
         is_drawn = isinstance(eval_runs, tuple) and self._agree(eval_runs, tolerance)
-        return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
+        return Cause(text=DRAWS_IN_BACKWARD) if is_drawn else None
 
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
         """Return whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
@@ -417,8 +417,8 @@ def _cause_by_drawing(gaps: Sequence[TensorGap]) -> Cause | None:
     If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
     """
     if any(gap.name.startswith("output") for gap in gaps):
-        return Cause(text=RANDOM)
-    return Cause(text=RANDOM_AGAIN) if _is_backward_alone(gaps) else None
+        return Cause(text=DRAWS)
+    return Cause(text=REDRAWS) if _is_backward_alone(gaps) else None
 
 
 def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
@@ -433,7 +433,7 @@ def _cause_by_freezing(reference: FollowedSteps, candidate: FollowedSteps, gaps:
         return None
     names = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}
     name = next((gap.name for gap in gaps if gap.name in names and gap.missing == "candidate"), "")
-    return Cause(module=name.removeprefix("gradient of "), text=FROZEN) if name else None
+    return Cause(module=name.removeprefix("gradient of "), text=FREEZING) if name else None
 
 
 def _cause_by_mode(reference: FollowedSteps, candidate: FollowedSteps) -> Cause:

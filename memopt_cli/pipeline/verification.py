@@ -15,7 +15,7 @@ from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.measure.jobs import RoundedJob, Sizes, SizesJob, VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.equivalence import StepCache, compare_prepared
-from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
+from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS, compare_fingerprints
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
@@ -82,7 +82,7 @@ def verify_compiled(
     check = FurtherCheck(name=f"compiled by {backend}", batch=comparison.batch, compared=comparison.compared)
     verification = replace(verification, further=(*verification.further, check))
     # Segments may break the model into other graphs, which draw other random numbers in forward: no fault of the plan.
-    draws_differ = comparison.cause is not None and comparison.cause.text == RANDOM_COMPILED
+    draws_differ = comparison.cause is not None and comparison.cause.text == DRAWS_COMPILED
     if comparison.passed or (draws_differ and plan.compile.activation_memory_budget is None):
         return verification
     gap = comparison.gaps[0] if comparison.gaps else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
-from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
+from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import (
@@ -479,7 +479,7 @@ def test_other_random_numbers_excuse_what_differs_without_a_memory_budget(
         precision="stored",
         worst=0.5,
         gaps=(TensorGap(name="output", apart=0.5),),
-        cause=Cause(text=RANDOM_COMPILED),
+        cause=Cause(text=DRAWS_COMPILED),
     )
     monkeypatch.setattr(verification, "compare_prepared", lambda *_: told)
     plan = replace(EXACT, compile=CompilePlan(backend="inductor", activation_memory_budget=budget))

@@ -34,38 +34,38 @@ REENTRANT_WITHIN = (
     "a reentrant checkpoint is given a tensor in a dict or a list, and does not detach such a tensor, so backward goes "
     "twice through the graph before the checkpoint: set use_reentrant=False, or pass the tensor as an argument"
 )
-KEPT_GRAPH = (
+STALE_GRAPH = (
     "the model keeps a tensor of the step before, and with it the graph of that step, through which backward has gone "
     "already: detach the tensor, or reset it, between steps"
 )
-RANDOM_AGAIN = (
+REDRAWS = (
     "the recomputation draws other random numbers than forward did: keep preserve_rng_state=True, and draw from "
     "PyTorch's global generators"
 )
-CUT_SHORT = (
+EARLY_STOP = (
     "the recomputation stops before this module draws its random numbers, which it writes into a tensor that was saved "
     "earlier: leave the module out of the checkpoint"
 )
-RANDOM = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
-RANDOM_ALIKE = (
+DRAWS = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
+OTHER_DRAWING = (
     "the module gives another output for the same input and the same random numbers: compare its settings, such as the "
     "rate of a dropout, and how it draws"
 )
-RANDOM_COMPILED = (
+DRAWS_COMPILED = (
     "torch.compile draws other random numbers than the uncompiled model; with the same ones "
     "(torch._inductor.config.fallback_random = True) the two agree"
 )
-RANDOM_IN_BACKWARD = (
+DRAWS_IN_BACKWARD = (
     "wrong gradients: with the same random numbers the outputs agree and the gradients do not, so backward recomputes "
     "with other random numbers (another dropout mask) than forward drew; try a memory budget of 1, "
     "torch._functorch.config.activation_memory_budget = 1"
 )
-EVAL = "the module is in eval mode only in the {}: call train() where the {} is made, or before it is saved"
-TWICE = (
+EVAL_MODE = "the module is in eval mode only in the {}: call train() where the {} is made, or before it is saved"
+REPEAT = (
     "the recomputation changes the state of this module a second time: leave the module out of the checkpoint, or let "
     "it skip recomputations"
 )
-OVERWRITTEN = (
+CHANGED_INPUT = (
     "the recomputation is given another input than forward was, since the input has changed in the meantime: look for "
     "a tensor that is written in place, or a cache that grows"
 )
@@ -77,7 +77,7 @@ OTHER_CALLS = (
     "the recomputation calls {}, which forward did not call, since the module chooses by something that forward has "
     "changed: make the choice once, outside of the checkpoint"
 )
-RAISES = (
+NEW_ERROR = (
     "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads something "
     "that forward has changed: leave the module out of the checkpoint, or let it skip recomputations"
 )
@@ -86,11 +86,11 @@ OTHER_TENSORS = (
     "something that forward has changed, such as a cache, a counter or a choice: keep that out of the checkpoint"
 )
 TIES = "values are equal, or nearly equal, and the tie is broken differently: make the choice stable"
-MISSING = "no gradient reaches this module"
-FROZEN = "the module is frozen only in the candidate: call requires_grad_() there"
-UPDATE = "the gradients agree and the updates do not: give both sides the same optimizer, with the same settings"
-ELSEWHERE = "the module gives another output for the same input: compare its code and its settings on both sides"
-KEEPS_OTHERWISE = (
+NO_GRADIENT = "no gradient reaches this module"
+FREEZING = "the module is frozen only in the candidate: call requires_grad_() there"
+OTHER_UPDATE = "the gradients agree and the updates do not: give both sides the same optimizer, with the same settings"
+OTHER_CODE = "the module gives another output for the same input: compare its code and its settings on both sides"
+OTHER_VALUES = (
     "the module gives the same output and keeps other values: compare its settings, such as the momentum of a batch "
     "norm"
 )
@@ -154,7 +154,7 @@ def _by_other_calls(pair: Pair) -> Cause | None:
         outer_call = next(reversed(_calls_around(repeated, [outer for _, outer in pairs])), None)
         if outer_call is not None:
             draws_differ = any(outer is outer_call and forward.begun != outer.begun for forward, outer in pairs)
-            return _cause_at(outer_call, RANDOM_AGAIN if draws_differ else OTHER_CALLS.format(repeated.path))
+            return _cause_at(outer_call, REDRAWS if draws_differ else OTHER_CALLS.format(repeated.path))
     return None
 
 
@@ -168,7 +168,7 @@ def _by_error(pair: Pair) -> Cause | None:
         if call.finished or not call.recomputed or not is_within:
             break
         ended_call = call
-    return _cause_at(ended_call, RAISES) if ended_call is not None else None
+    return _cause_at(ended_call, NEW_ERROR) if ended_call is not None else None
 
 
 def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
@@ -177,7 +177,7 @@ def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
         return None
     if pair.candidate.nested_backward:
         return Cause(text=REENTRANT_WITHIN)
-    return None if is_first else Cause(text=KEPT_GRAPH)
+    return None if is_first else Cause(text=STALE_GRAPH)
 
 
 def _by_checkpoint_error(pair: Pair) -> Cause | None:
@@ -189,8 +189,8 @@ def _by_checkpoint_error(pair: Pair) -> Cause | None:
 def cause_of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the cause that the names in ``gaps`` show: a gradient is missing, or only parameters differ."""
     if all(gap.name.startswith("parameter") for gap in gaps):
-        return Cause(text=UPDATE)
-    return _at_missing_gradient(gaps, MISSING)
+        return Cause(text=OTHER_UPDATE)
+    return _at_missing_gradient(gaps, NO_GRADIENT)
 
 
 def _at_missing_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
@@ -229,13 +229,16 @@ def _by_recomputation(pair: Pair) -> Cause | None:
     forward, repeated = first_other_pair
     draws_differ = forward.begun != repeated.begun
     if repeated in with_same_input:
-        return _cause_at(repeated, RANDOM_AGAIN if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT)
+        return _cause_at(
+            repeated,
+            REDRAWS if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT,
+        )
     innermost = next(reversed(_calls_around(repeated, with_same_input)), None)
     if draws_differ:
-        return _cause_at(innermost or repeated, RANDOM_AGAIN)
+        return _cause_at(innermost or repeated, REDRAWS)
     if innermost is not None:
         return _cause_at(innermost, OTHER_OUTPUT)
-    return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], OVERWRITTEN)
+    return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], CHANGED_INPUT)
 
 
 def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
@@ -256,7 +259,7 @@ def _by_early_stop(pair: Pair) -> Cause | None:
     calls = pair.candidate.calls
     for forward, repeated in _recomputations(calls):
         if forward.draws and not repeated.finished and not any(c.path.startswith(f"{repeated.path}.") for c in calls):
-            return _cause_at(repeated, CUT_SHORT)
+            return _cause_at(repeated, EARLY_STOP)
     return None
 
 
@@ -267,7 +270,7 @@ def _by_second_change(pair: Pair) -> Cause | None:
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
         owners = [call for call in recomputed if call.path != name and _is_below(name, call.path)]
         if owners:
-            return _cause_at(max(owners, key=lambda call: len(call.path)), TWICE)
+            return _cause_at(max(owners, key=lambda call: len(call.path)), REPEAT)
     return None
 
 
@@ -291,15 +294,15 @@ def _by_kept_values(pair: Pair) -> Cause | None:
     if kind not in ("buffer", "state"):
         return None
     owners = [call for call in pair.candidate.calls if not call.recomputed and _is_below(name, call.path)]
-    return _cause_at(max(owners, key=lambda call: len(call.path)), KEEPS_OTHERWISE) if owners else None
+    return _cause_at(max(owners, key=lambda call: len(call.path)), OTHER_VALUES) if owners else None
 
 
 def _difference_in_call(reference_call: CallPrint, candidate_call: CallPrint) -> str:
     if reference_call.training != candidate_call.training:
         return eval_text("candidate" if reference_call.training else "reference")
     if not reference_call.draws and not candidate_call.draws:
-        return ELSEWHERE
-    return RANDOM if reference_call.begun != candidate_call.begun else RANDOM_ALIKE
+        return OTHER_CODE
+    return DRAWS if reference_call.begun != candidate_call.begun else OTHER_DRAWING
 
 
 def _by_choice(pair: Pair) -> Cause | None:
@@ -349,8 +352,8 @@ def _with_call_numbers(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, 
 
 
 def eval_text(side: str) -> str:
-    """Return :data:`EVAL` for a module that only ``side``, the reference or the candidate, has in eval mode."""
-    return EVAL.format(side, side)
+    """Return :data:`EVAL_MODE` for a module that only ``side``, the reference or the candidate, has in eval mode."""
+    return EVAL_MODE.format(side, side)
 
 
 def _cause_at(call: CallPrint, text: str) -> Cause:

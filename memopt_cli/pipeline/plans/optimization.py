@@ -103,7 +103,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     options = request.search.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
     findings = Findings.begin(request, prepared)
-    job = _Job(request, measurements, findings, Prover(measurements=measurements, findings=findings))
+    job = _PlanSearch(request, measurements, findings, Prover(measurements=measurements, findings=findings))
     findings.rows = job.search()
     row = findings.rows[0]
     if request.goal.applies:
@@ -115,7 +115,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
 
 
 @dataclass(slots=True)
-class _Job:
+class _PlanSearch:
     """One run of :func:`find_here`, with the state that its stages share."""
 
     request: OptimizeRequest
