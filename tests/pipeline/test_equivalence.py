@@ -285,7 +285,7 @@ def frozen_weight() -> nn.Module:
     [
         pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.REDRAWS, id="generators not kept"),
         pytest.param(*pair(Noisy), "blocks.1.noise", causes.EARLY_STOP, id="noise at the end of a checkpoint"),
-        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.REPEAT, id="batch norm twice"),
+        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.REPEAT, id="norm twice"),
         pytest.param(*pair(Counting), "blocks.1", causes.OTHER_OUTPUT, id="a counter"),
         pytest.param(
             lambda: Overwriting(plainly), lambda: Overwriting(checked), "block", causes.CHANGED_INPUT, id="an input",
