@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.text.spelling import said_in_python
@@ -43,7 +43,6 @@ class TrainMemory:
         self.steps = 0
         """Number of steps that were counted."""
 
-    @said_in_python()
     def __call__(
         self,
         model: nn.Module,
@@ -59,30 +58,17 @@ class TrainMemory:
         backward starts from a random gradient of the output.  ``optimizer``: one whose state counts, named as for
         ``--optimizer``.  The model keeps its device, mode and state; its gradients are ``None`` afterwards.
         """
-        from memopt_cli.measure.local import undisturbed
-        from memopt_cli.runtime.state import StartingState
-        from memopt_cli.trace import count
-        from memopt_cli.training.optimizers import optimizer_maker
-        from memopt_cli.training.step import Step, begin
+        __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
+        from memopt_cli.training.module_calls import InputsRejected
 
-        settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
-        step = Step(
-            model=model,
-            args=args,
-            kwargs=dict(inputs or {}),
-            settings=settings,
-            loss=loss,
-            optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
-        )
-        start = StartingState(model)
-        with undisturbed():
-            begin(step, start)
-            # Adam and others make their state in their first update: a second step is counted, which has the state.
-            step.checked()
-            step.update()
-            begin(step, start)
-            counted = count(step)
-            start.enter()
+        try:
+            with said_in_python():
+                counted = _count(model, args, inputs or {}, loss, optimizer, seed)
+        except InputsRejected as error:
+            error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
+            raise error.with_traceback(None) from None
+        except MemoptError as error:
+            raise error.with_traceback(None) from None
         self.steps += 1
         self._properties.append((_COUNTED, f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}"))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
@@ -136,12 +122,48 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return result
 
 
+def _count(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    optimizer: str,
+    seed: int,
+) -> Counted:
+    """Count one step of ``model``, and leave its state as it was."""
+    from memopt_cli.measure.local import undisturbed
+    from memopt_cli.runtime.state import StartingState
+    from memopt_cli.trace import count
+    from memopt_cli.training.optimizers import optimizer_maker
+    from memopt_cli.training.step import Step, begin
+
+    settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
+    step = Step(
+        model=model,
+        args=args,
+        kwargs=dict(inputs),
+        settings=settings,
+        loss=loss,
+        optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
+    )
+    start = StartingState(model)
+    with undisturbed():
+        begin(step, start)
+        # Adam and others make their state in their first update: a second step is counted, which has the state.
+        step.checked()
+        step.update()
+        begin(step, start)
+        counted = count(step)
+        start.enter()
+    return counted
+
+
 def _limit(marker: pytest.Mark) -> int:
     """Return the bytes that ``marker`` allows; fails the test if it names none."""
     if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
         pytest.fail(f'write @pytest.mark.{_MARKER}("120 MiB")', pytrace=False)
     try:
-        return parse_bytes(marker.args[0])
+        return parse_bytes(marker.args[0], needs_unit=True)
     except UsageError as err:
         pytest.fail(f"@pytest.mark.{_MARKER}: {err}", pytrace=False)
 

@@ -149,7 +149,7 @@ BEFORE_A_STEP = [
     ("apply good.pt random.pt -o taken.pt", 2, ["random.pt is not valid YAML", "*.plan.yaml"]),
     ("optimize good.pt -i 2x3 -o a_folder", 2, ["a_folder is a folder"]),
     ("optimize good.pt -i 2x3 -o no/such/folder/out.pt", 3, ["no folder no/such/folder"]),
-    ("optimize good.pt --config config.yaml", 2, ["config.yaml", "unknown key 'lvl'"]),
+    ("optimize good.pt --config config.yaml", 2, ["config.yaml", "unknown key 'lvl'", "Did you mean level?"]),
     ("optimize good.pt --config missing.yaml", 2, ["missing.yaml"]),
     ("optimize good.pt --config random.pt", 2, ["random.pt is not valid YAML", "level: 4"]),
     ("optimize good.pt --input-script missing.py:make", 2, ["there is no file 'missing.py'"]),

@@ -171,7 +171,10 @@ def test_a_step_that_fails_says_where(run) -> None:  # type: ignore[no-untyped-d
             train_memory(net(), torch.ones(64, 255))
     """)
     done.assert_outcomes(failed=1)
-    done.stdout.fnmatch_lines(["*module '0' (Linear) rejected its input 64x255@float32*"])
+    done.stdout.fnmatch_lines(
+        ["*module '0' (Linear) rejected its input 64x255@float32*", "*Give one tensor for each argument of forward*"]
+    )
+    assert "memopt_cli/" not in done.stdout.str()  # no frame of memopt's
 
 
 def test_the_marker_is_listed(run) -> None:  # type: ignore[no-untyped-def]

@@ -134,7 +134,7 @@ def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
     hooked = next((path for path, parameter in model.named_parameters() if _hooks_of_others(parameter)), None)
     if hooked is not None:
         raise OptionError(
-            f"the {name}'s parameter {hooked} has a hook on its gradient, which no copy of it has",
+            f"the {name}'s parameter {hooked} has a hook on its gradient, which copies of the model lose",
             hint="Give functions that make steps (memopt_cli.Step), and set the hooks in them.",
         )
 

@@ -152,7 +152,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             )
         case ModuleNotFoundError(name=str(name)):
             hint = f"pip install {name.partition('.')[0]}, or the package that it comes with."
-            return MemoptError(f"{name}, which something here imports, is not installed", hint=hint)
+            return MemoptError(f"cannot import {name}: it is not installed", hint=hint)
         case _:
             text = " ".join(str(err).split())
             return MemoptError(

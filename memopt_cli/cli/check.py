@@ -64,7 +64,7 @@ def check(
         with shown.progress() as (progress, ask):
             found = pipeline.check(request, progress=progress, ask=ask)
     except MemoptError as err:
-        report.refused(err.message, sys.stdout)
+        report.refused(err, model, sys.stdout)
         raise
     report.show(found, sys.stdout)
     if found.exceeded:

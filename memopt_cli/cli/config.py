@@ -6,6 +6,7 @@ it must therefore not run code, vouch for code, or name files outside its folder
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None and not file.is_file():
         raise UsageError(f"{file} here is not a regular file", hint="Remove it, or name another with `--config`.")
     data = read_mapping(file, "Write flags and their values, as in level: 4.")
+    _refuse_unknown(context, file, data)
     if path is None:
         _refuse_code(context, file, data)
     context.obj = Config(
@@ -104,15 +106,20 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
             )
 
 
-def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Return parameter name -> text or texts for this command; keys of other commands are left out."""
-    known = {flag for command in _commands(context) for flag in _flags(command)}
+def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
+    """Raise :class:`UsageError` for a key that no command knows, or that belongs on the command line."""
+    known = {"trust", "dims", *(flag for command in _commands(context) for flag in _flags(command))}
     for key in data:
         if key in _COMMAND_LINE_ONLY:
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
-            keys = ", ".join(sorted(known | {"trust", "dims"}))
-            raise UsageError(f"{file}: unknown key {shortened(printable(key[:100]))}", hint=f"Known keys: {keys}.")
+            like = difflib.get_close_matches(key[:100], known, n=1)
+            hint = f"Did you mean {like[0]}?" if like else f"Known keys: {', '.join(sorted(known))}."
+            raise UsageError(f"{file}: unknown key {shortened(printable(key[:100]))}", hint=hint)
+
+
+def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Return parameter name -> text or texts for this command; keys of other commands are left out."""
     flags = _flags(context.command)
     return {
         flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)

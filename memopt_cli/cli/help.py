@@ -47,12 +47,15 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(rows, col_max=_NAMES_WIDTH)
 
     def _is_common(self, parameter: Any) -> bool:
-        has_few = not any(each.name == "help_all" for each in self.params)
-        if has_few or group_of(parameter) == ARGUMENTS or parameter.name == "help":
+        if len(self.params) <= _ONE_SCREEN:
+            return bool(parameter.name != "help_all")
+        if group_of(parameter) == ARGUMENTS or parameter.name == "help":
             return True
         return self.callback is not None and option_of(self.callback.__name__, parameter.name).common
 
 
+_ONE_SCREEN: Final = 9
+"""Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
 _ALL: Final = "memopt.help_all"
 """Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 

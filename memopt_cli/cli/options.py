@@ -295,9 +295,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(_described(command.__name__, parameter.replace(annotation=hint)))
 
-    if len(parameters) > _FEW:
-        shown = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-        parameters.append(_described(command.__name__, shown))
+    help_all = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    parameters.append(_described(command.__name__, help_all))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -331,8 +330,6 @@ def _fields(group: Any) -> Iterator[inspect.Parameter]:
             )
 
 
-_FEW: Final = 8
-"""Most parameters of a command whose help fits on one screen, so that it has no ``--help-all``."""
 _NO_DEFAULT: Final = inspect.Parameter.empty
 
 

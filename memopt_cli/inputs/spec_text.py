@@ -199,7 +199,9 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
         hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
-        raise UsageError(f"'{text}': '{amount}' is not a memory size", hint=hint) from err
+        negative = amount.startswith("-")
+        reason = "a metric may grow by 0 or more" if negative else f"'{amount}' is not a memory size"
+        raise UsageError(f"'{text}': {reason}", hint=hint) from err
 
 
 def parse_device(text: str) -> str:

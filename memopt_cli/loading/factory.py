@@ -80,7 +80,7 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
-        hint = "It is called without arguments."
+        hint = "" if isinstance(err, SystemExit) else "It is called without arguments."
         if is_out_of_memory(err):
             hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):

@@ -82,6 +82,8 @@ class Worker:
             spec, location = self._subject.spec, self._subject.source.location
             if spec.is_guess:
                 error.hint = f"The inputs were {spec.source}. {error.hint}"
+            elif spec.is_recorded:
+                error.hint = "The model took these inputs when the baseline was recorded: see what changed since."
             elif is_pretrained(location):
                 error.hint = f"Leave `-i` out: the inputs are then taken from the configuration in {location}."
             raise

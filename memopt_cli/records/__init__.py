@@ -73,6 +73,7 @@ from memopt_cli.records.fastest import PairRun as PairRun
 from memopt_cli.records.header import SCHEMA_VERSION as SCHEMA_VERSION
 from memopt_cli.records.header import FileHeader as FileHeader
 from memopt_cli.records.inputs import GUESS as GUESS
+from memopt_cli.records.inputs import RECORDED as RECORDED
 from memopt_cli.records.inputs import REMEMBERED as REMEMBERED
 from memopt_cli.records.inputs import TYPED as TYPED
 from memopt_cli.records.inputs import InputSpec as InputSpec

@@ -12,6 +12,8 @@ GUESS = "a guess from "
 TYPED = "--input"
 """Source of inputs that the command line describes."""
 
+RECORDED = "the baseline"
+"""Source of inputs that a baseline describes."""
 REMEMBERED = "as typed last, from "
 """Beginning of the source of inputs that were typed for an earlier command, and are kept in a file beside the model."""
 
@@ -61,6 +63,11 @@ class InputSpec:
     def has_inputs(self) -> bool:
         """Whether inputs are described, and not only sizes for them."""
         return bool(self.tensors or self.data_file or self.script)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a baseline described the inputs, so that the model accepted them once."""
+        return self.source == RECORDED
 
     @property
     def is_remembered(self) -> bool:

@@ -13,6 +13,8 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
 _MODULES = 10
 """Most rows in the table of modules."""
+_NOTABLE = 0.01
+"""Share by which the allocated peak must have changed to be mentioned beside the tensor peak: it does not repeat."""
 _NAMED = 3
 """Most modules, segments or tensors that a sentence names."""
 
@@ -25,9 +27,23 @@ def headline(found: Comparison) -> Iterator[str]:
     for verdict in found.exceeded:
         yield judged(verdict)
     if not found.exceeded:
-        no_regression = "no regression: " if found.verdicts else ""
-        for part in found.parts:
-            yield f"{no_regression}{_where(part.at)}{_change(part.changes[0])}"
+        yield from map(_unexceeded, found.parts)
+
+
+def _unexceeded(part: Comparison) -> str:
+    """Return how the tensor peak of ``part`` changed, which exceeds no limit, and the allocated peak if it did, too."""
+    change = {change.metric: change for change in part.changes}
+    said = _where(part.at) + _change(change["peak"])
+    allocated = change.get("allocated")
+    if allocated is not None and abs(allocated.after - allocated.before) > _NOTABLE * allocated.before:
+        said += f"; allocated peak {_difference(allocated)}"
+    if not part.verdicts:
+        return said
+    if change["peak"].after <= change["peak"].before:
+        return f"no regression: {said}"
+    limits = [verdict.limit for verdict in part.verdicts]
+    unlimited = "" if any(limit.metric == "peak" for limit in limits) else " (the tensor peak has no limit)"
+    return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {said}"
 
 
 def judged(verdict: Verdict) -> str:
@@ -75,12 +91,12 @@ def _causes(found: Comparison) -> Iterator[str]:
 
 
 def growth(found: Comparison) -> Iterator[str]:
-    """Yield up to two sentences on what grew most in ``found``: by category, and by module."""
+    """Yield up to two sentences on ``found``: the change of each category, and the modules that grew most."""
     categories = [change for change in found.changes if change.metric not in ("peak", "step", *_NAMES)]
-    grown = [change for change in categories if change.after > change.before]
-    grown.sort(key=lambda change: change.before - change.after)
-    if grown:
-        yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in grown)
+    changed = [change for change in categories if change.after != change.before]
+    changed.sort(key=lambda change: change.before - change.after)
+    if changed:
+        yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in changed)
     modules = [change for change in found.modules if change.after_bytes > change.before_bytes]
     if modules:
         named = [f"{_module(m)} ({m.class_name}) {_signed_bytes(m.after_bytes - m.before_bytes)}" for m in modules]

@@ -15,9 +15,9 @@ HEADINGS = ("tensor", "differs by")
 
 _ALIKE: dict[Likeness, str] = {
     "to the bit": "the same to the bit",
-    "within noise": "no further apart than two runs of the reference",
+    "within noise": "as close as two runs of the reference are",
     "up to rounding": "the same up to rounding: within 1e-9 in float64",
-    "as far as memopt can tell": "the same in half of the digits; float64 shows no more",
+    "as far as memopt can tell": "equal to half of the digits, which is as far as float64 can tell here",
 }
 _KINDS = {
     "outputs": "output",

@@ -33,7 +33,7 @@ def gain(found: FastestTraining) -> str:
     original = found.runs[found.original]
     if found.original == found.chosen:
         others = any(not run.plan.is_empty for run in found.runs)
-        verdict = "no plan that was run is faster" if others else "by the sums no plan is faster"
+        verdict = "no plan that was run is faster" if others else "no plan is predicted to be faster"
         if found.dropped:
             verdict = f"with a plan it is faster, but {found.dropped[0].why.because}"
         whole = found.accumulation is not None and found.accumulation.steps == 1
@@ -82,9 +82,9 @@ def _verdict(found: FastestTraining, index: int) -> str:
     if run.outcome.allocated_peak_bytes > found.budget_bytes:
         return "over the limit"
     if run.late:
-        return "over the time of a step"
+        return "the step takes too long"
     if not run.usable:
-        return "not of use for the global batch"
+        return "does not divide the global batch"
     if any(run.plan == dropped.plan for dropped in found.dropped):
         return "not exact"
     return "the original's best" if index == found.original else ""
@@ -105,7 +105,7 @@ def remarks(found: FastestTraining) -> Iterator[str]:
         yield verification(found.verification)
     yield (
         f"{counted(found.times_run, 'run')} of {counted(len(found.runs), 'pair')}, "
-        f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} priced by sums; "
+        f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} predicted; "
         f"total time {format_seconds(found.spent_s)}"
     )
     yield from busy(run.outcome.waited for run in found.runs if isinstance(run.outcome, BatchProbe))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 from typing import TextIO
 
-from memopt_cli.errors import WriteError, printable, printable_lines
+from memopt_cli.errors import MemoptError, WriteError, printable, printable_lines
 from memopt_cli.records import Comparison
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import circumstances, growth, headline, judged, reasons
 from memopt_cli.report.interface import Judged
 from memopt_cli.report.lines import guarded
 from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.text.spelling import on_command_line
 
 
 class GithubReport:
-    """Annotations: an ``::error`` for each exceeded limit or difference, or one ``::notice`` if there are none.
+    """Annotations: an ``::error`` for each length with exceeded limits, or one ``::notice`` if there are none.
 
     Tables go to the summary page.
     """
@@ -38,18 +41,19 @@ class GithubReport:
     def _compared(self, found: Comparison, stream: TextIO) -> None:
         lines = guarded(stream)
         for part in found.parts:
-            why = [*growth(part), *reasons(part)]
-            for verdict in part.verdicts:
-                if verdict.exceeded:
-                    lines.command(_annotation("error", f"memopt: {found.after.model}", [judged(verdict), *why]))
+            exceeded = [judged(verdict) for verdict in part.verdicts if verdict.exceeded]
+            if exceeded:
+                why = [*growth(part), *reasons(part)]
+                lines.command(_annotation("error", f"memopt: {found.after.model}", [*exceeded, *why]))
         if not found.exceeded:
             said = [*headline(found), *circumstances(found)]
             lines.command(_annotation("notice", f"memopt: {found.after.model}", said))
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        guarded(stream).command(_annotation("error", "memopt: not checked", [reason]))
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        lines = [on_command_line(text) for text in (error.message, error.hint) if text]
+        guarded(stream).command(_annotation("error", f"memopt: {model} was not checked", lines, _place(error.message)))
         page = io.StringIO()
-        MarkdownReport().refused(reason, page)
+        MarkdownReport().refused(error, model, page)
         self._append(page.getvalue())
 
     def _append(self, text: str) -> None:
@@ -65,9 +69,20 @@ class GithubReport:
             ) from err
 
 
-def _annotation(kind: str, title: str, lines: list[str]) -> str:
+def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] | None = None) -> str:
+    """Return the command for an annotation; ``place``: file and line that GitHub shows it beside, ``None`` for none."""
     message = printable_lines("\n".join(lines))
-    return f"{kind} title={_escaped(printable(title), ':,')}::{_escaped(message, '')}\n"
+    properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
+    spelled = ",".join(f"{name}={_escaped(printable(value), ':,')}" for name, value in properties.items())
+    return f"{kind} {spelled}::{_escaped(message, '')}\n"
+
+
+def _place(message: str) -> tuple[str, str] | None:
+    """Return the file, below this folder, and the line that ``message`` ends with; ``None`` if it names none."""
+    match = re.search(r"\(([^()]+\.py), line (\d+)\)", message)
+    if match is None or not Path(match[1]).is_relative_to(Path.cwd()):
+        return None
+    return Path(match[1]).relative_to(Path.cwd()).as_posix(), match[2]
 
 
 def _escaped(text: str, also: str) -> str:

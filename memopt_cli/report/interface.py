@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import (
     ApplyResult,
     BaselineResult,
@@ -58,5 +59,5 @@ class Judgement(Protocol):
     def show(self, found: Judged, stream: TextIO) -> None:
         """Write ``found`` to ``stream``."""
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        """Write the ``reason`` why ``memopt check`` ended without a comparison; stderr has it, too."""
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        """Write the ``error`` with which ``memopt check`` of ``model`` ended, as stderr does."""

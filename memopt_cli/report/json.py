@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import Comparison, Equivalence, OptimizeResult, SelftestReport, to_data
 from memopt_cli.report.interface import Answer
 from memopt_cli.text.documents import json_text
@@ -20,9 +21,9 @@ class JsonReport:
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Write nothing: output is one document, and whoever asked for ``files`` knows their paths."""
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        """Write a document with the ``reason`` alone, as the other formats do."""
-        stream.write(json_text({"error": on_command_line(reason)}))
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        """Write a document with the ``error`` and its hint alone, as the other formats do."""
+        stream.write(json_text({"error": on_command_line(error.message), "hint": on_command_line(error.hint)}))
 
 
 def _document(found: Answer) -> Any:

@@ -13,12 +13,13 @@ from datetime import UTC, datetime
 from typing import TextIO
 from xml.etree import ElementTree as ET
 
-from memopt_cli.errors import printable, printable_lines
+from memopt_cli.errors import MemoptError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import growth, judged, reasons
 from memopt_cli.report.interface import Judged
 from memopt_cli.text.documents import COMMAND
+from memopt_cli.text.spelling import on_command_line
 
 
 class JunitReport:
@@ -30,9 +31,10 @@ class JunitReport:
         else:
             _write(*_equivalence(found), stream, "memopt verify")
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        case = _case("memopt", "check")
-        _fault(case, "error", "not checked", reason, reason)
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        case = _case(model, "check")
+        reason = on_command_line(error.message)
+        _fault(case, "error", "not checked", reason, "\n".join(filter(None, (reason, on_command_line(error.hint)))))
         _write([case], "", stream, "memopt check")
 
 

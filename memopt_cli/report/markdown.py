@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import (
@@ -33,8 +34,9 @@ class MarkdownReport:
         lines = _comparison(found) if isinstance(found, Comparison) else _equivalence(found)
         guarded(stream).write("\n".join(lines) + "\n")
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        guarded(stream).write(f"### memopt: not checked\n\n{_sentence(reason)}\n")
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        lines = [f"memopt: {model} was not checked", error.message, error.hint]
+        guarded(stream).write("### " + "\n\n".join(_sentence(line) for line in lines if line) + "\n")
 
 
 def _comparison(found: Comparison) -> Iterator[str]:
@@ -81,8 +83,10 @@ def _sentence(text: str) -> str:
 
 def _word(word: str) -> str:
     opened = word.lstrip("(")
-    core = opened.rstrip("),:;%")
-    return word if _PLAIN.fullmatch(core) else word[: -len(opened)] + _code(core) + opened[len(core) :]
+    if _PLAIN.fullmatch(opened.rstrip("),.:;%")):
+        return word
+    core = opened.rstrip("),.:;")  # the % stays inside: `peak:5%`
+    return word[: len(word) - len(opened)] + _code(core) + opened[len(core) :]
 
 
 def _code(text: str) -> str:

@@ -73,7 +73,7 @@ def _cells(row: RanksRow) -> tuple[str, ...]:
 
 def remarks(found: RanksRecommendation) -> Iterator[str]:
     """Yield how the numbers of ``found`` were predicted, how long it took, and notes."""
-    yield "batches are the largest to 1 %; what is exchanged is given in bytes of the tensors as a whole"
+    yield "batches are within 1 % of the largest that fit; exchanged bytes count whole tensors"
     yield NOTE
     yield f"{counted(found.dry_runs, 'dry run')}, nothing was run; total time {format_seconds(found.spent_s)}"
     yield from found.notes

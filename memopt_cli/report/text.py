@@ -9,6 +9,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.table import Table
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import (
     ApplyResult,
     BaselineResult,
@@ -78,8 +79,8 @@ class TextReport:
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         _written(_console(stream), files)
 
-    def refused(self, reason: str, stream: TextIO) -> None:
-        """Write nothing: stderr has the reason."""
+    def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
+        """Write nothing: stderr has the ``error``."""
 
 
 def _in_parts(

@@ -463,7 +463,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, names="file"),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
-        "allocated peak), activations:0, parameters:0, step:20%, offloaded:5% (bytes that wait elsewhere). Repeatable.",
+        "allocated peak), step:20%, offloaded:5% (bytes that wait elsewhere), or a category of the tensor peak: "
+        "activations:0. Repeatable.",
         GATE,
         "METRIC:LIMIT",
         default="peak:0",

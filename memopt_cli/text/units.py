@@ -18,13 +18,16 @@ MAX_DIGITS = 80
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
     """Parse a size in bytes: ``"24GiB"``, ``"1.5 MB"``, ``"4096"``.
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
-    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.
+    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more; if a limit
+    ``needs_unit``, for a bare number other than 0 as well, which nobody meant as bytes.
     """
     match = _SIZE.fullmatch(text)
+    if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):
+        raise UsageError(f"{shortened(text)} has no unit", hint=f"Write {text}MiB, or {text}B if bytes are meant.")
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")

@@ -107,7 +107,7 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}"
+    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}{raised_at(error)}"
     return InputsRejected(f"{where} rejected its input {given}", hint=_accepted_hint(stack[0].inputs))
 
 

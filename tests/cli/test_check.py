@@ -94,11 +94,11 @@ def test_what_could_not_be_checked_is_red_in_every_format(
     assert "error: enough" in err
     starts = {
         "table": "",
-        "json": '{\n  "error": "enough"\n}',
+        "json": '{\n  "error": "enough",\n  "hint": ""\n}',
         "github": "::error title=",
         "junit": "<?xml",
     }
-    assert out.startswith(starts.get(form, "### memopt: not checked"))
+    assert out.startswith(starts.get(form, "### memopt: model.pt was not checked"))
     assert bool(out) is (form != "table")
     if form == "junit":
         suite = ET.fromstring(out.encode()).find("testsuite")
@@ -117,7 +117,7 @@ def test_a_ci_system_obeys_no_reason(
     out, err = capsys.readouterr()
     assert "##vso[" not in out + err
     commands = [line for line in (out + err).splitlines() if line.lstrip().startswith("::")]
-    assert [line.partition("::no")[0] for line in commands] == ["::error title=memopt%3A not checked"] * (
+    assert [line.partition("::no")[0] for line in commands] == ["::error title=memopt%3A model.pt was not checked"] * (
         form == "github"
     )
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 import markdown_it
 import pytest
 
-from memopt_cli.errors import WriteError
+from memopt_cli.errors import MemoptError, WriteError
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.records import (
     METRICS,
@@ -100,8 +100,20 @@ def test_the_verdict() -> None:
         "regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %), past the limit peak:5%",
         "regression: activations 4.0 MiB → 6.0 MiB (+2.0 MiB, +50.0 %), past the limit activations:0",
     ]
-    assert list(headline(a_comparison("buffers:0", peak=12))) == ["no regression: tensor peak 12.0 MiB, as before"]
-    assert list(headline(a_comparison(peak=9))) == ["tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %)"]
+    assert list(headline(a_comparison("buffers:0", peak=12))) == [
+        "no regression: tensor peak 12.0 MiB, as before; allocated peak +2.0 MiB, +10.0 %"
+    ]
+    assert list(headline(a_comparison(peak=9))) == [
+        "tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %); allocated peak +2.0 MiB, +10.0 %"
+    ]
+
+
+def test_a_peak_that_grew_within_the_limits_is_not_called_as_before() -> None:
+    grown = "tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB, +16.7 %); allocated peak +2.0 MiB, +10.0 %"
+    assert list(headline(a_comparison("buffers:0"))) == [f"within buffers:0 (the tensor peak has no limit): {grown}"]
+    within = a_comparison("peak:20%")
+    verdicts = tuple(replace(verdict, exceeded=False) for verdict in within.verdicts)
+    assert list(headline(replace(within, verdicts=verdicts))) == [f"within peak:20%: {grown}"]
 
 
 def test_the_reasons() -> None:
@@ -178,7 +190,7 @@ def test_markdown_makes_nothing_of_a_name(name: str) -> None:
     module = ModuleChange(path=name, was="", class_name=name, before_bytes=1, after_bytes=2, growth_bytes={})
     found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),), modules=(module,))
     stream = io.StringIO()
-    MarkdownReport().refused(f"no {name} here", stream)
+    MarkdownReport().refused(MemoptError(f"no {name} here"), "net.pt", stream)
     page = shown(MarkdownReport(), replace(found, after=replace(found.after, model=name))) + stream.getvalue()
     parsed = markdown_it.MarkdownIt("commonmark").enable("table").parse(page)
     inlines = [token.children or [] for token in parsed if token.type == "inline"]
@@ -200,7 +212,7 @@ def test_a_ci_system_obeys_no_name(report: Any) -> None:
     found = a_comparison("peak:0", renames=(Rename(before=evil, after="b", modules=1),))
     stream = io.StringIO(newline="")
     report.show(replace(found, after=replace(found.after, model=evil)), stream)
-    report.refused(evil, stream)
+    report.refused(MemoptError(evil, hint=evil), evil, stream)
     obeyed = [line for line in re.split("[\r\n]", stream.getvalue()) if line.lstrip().startswith("::")]
     assert len(obeyed) == (2 if isinstance(report, GithubReport) else 0)
     assert not re.search(r"##\w*\[", stream.getvalue())
@@ -208,14 +220,29 @@ def test_a_ci_system_obeys_no_name(report: Any) -> None:
 
 def test_github_annotations_are_one_line_each() -> None:
     lines = shown(GithubReport(None), a_comparison("peak:5%", "activations:0", "buffers:0")).splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 1  # with the explanation once
     assert lines[0].startswith(
         "::error title=memopt%3A net_a.pt::regression: tensor peak 12.0 MiB → 14.0 MiB (+2.0 MiB"
     )
-    assert "+16.7 %25), past the limit peak:5%25%0Aby category: activations +2.0 MiB%0A" in lines[0]
+    assert "+16.7 %25), past the limit peak:5%25%0A" in lines[0]
+    assert "past the limit activations:0%0Aby category: activations +2.0 MiB%0A" in lines[0]
     notice = shown(GithubReport(None), a_comparison("buffers:0"))
-    assert re.fullmatch(r"::notice title=[^:,]*::no regression: .*\n", notice)
+    assert re.fullmatch(r"::notice title=[^:,]*::within buffers:0 .*\n", notice)
     assert "%0Ameasured elsewhere than before: torch 2.6 → 2.13" in notice
+
+
+def test_an_error_in_the_models_code_is_shown_beside_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stream = io.StringIO()
+    error = MemoptError(f"forward of Net raised ValueError: oops ({tmp_path}/nets/net.py, line 8)")
+    GithubReport(None).refused(error, "nets/net.py:build", stream)
+    assert stream.getvalue().startswith(
+        "::error title=memopt%3A nets/net.py%3Abuild was not checked,file=nets/net.py,line=8::"
+    )
+
+
+def test_a_limit_in_per_cent_is_one_code_span() -> None:
+    assert "past the limit `peak:5%`**" in shown(MarkdownReport(), a_comparison("peak:5%"))
 
 
 def test_a_summary_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -228,10 +255,9 @@ def test_a_summary_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_the_summary_page_is_appended_to(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     shown(GithubReport(str(page)), a_comparison("peak:0"))
-    GithubReport(str(page)).refused("no baseline", io.StringIO())
-    assert (
-        page.read_text() == shown(MarkdownReport(), a_comparison("peak:0")) + "### memopt: not checked\n\nno baseline\n"
-    )
+    GithubReport(str(page)).refused(MemoptError("no baseline", hint="Record one."), "net.pt", io.StringIO())
+    refused = "### memopt: net.pt was not checked\n\nno baseline\n\nRecord one.\n"
+    assert page.read_text() == shown(MarkdownReport(), a_comparison("peak:0")) + refused
 
 
 # ---------------------------------------------------------------------------------------------- by length
@@ -274,8 +300,8 @@ def test_a_regression_of_shorter_inputs_names_their_length() -> None:
 def test_without_a_regression_every_length_is_told() -> None:
     found = replace(by_length(9), shorter=(at("S=16", "peak:5%", peak=12),))
     assert list(headline(found)) == [
-        "no regression: tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %)",
-        "no regression: at S=16 tensor peak 12.0 MiB, as before",
+        "no regression: tensor peak 12.0 MiB → 9.0 MiB (−3.0 MiB, −25.0 %); allocated peak +2.0 MiB, +10.0 %",
+        "no regression: at S=16 tensor peak 12.0 MiB, as before; allocated peak +2.0 MiB, +10.0 %",
     ]
 
 
@@ -358,7 +384,7 @@ def test_junit_holds_any_name(name: str) -> None:
 
 def test_junit_without_a_comparison_is_an_error() -> None:
     stream = io.StringIO()
-    JunitReport().refused("there is no baseline", stream)
+    JunitReport().refused(MemoptError("there is no baseline"), "net.pt", stream)
     root = ET.fromstring(stream.getvalue().encode())
     check_schema(root)
     assert root.find("testsuite/testcase/error") is not None

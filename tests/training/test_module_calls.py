@@ -60,7 +60,11 @@ def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:
 def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -> None:
     error = error_of(Complains(TypeError(complaint)), ones(2, 3))
     assert isinstance(error, InputsRejected)
-    assert error.message == f"the model itself (Complains) rejected its input 2x3@float32: TypeError: {complaint}"
+    line = Complains.forward.__code__.co_firstlineno + 1
+    where = f"({__file__}, line {line})"
+    assert (
+        error.message == f"the model itself (Complains) rejected its input 2x3@float32: TypeError: {complaint} {where}"
+    )
 
 
 def test_the_inputs_that_were_rejected_are_not_the_example() -> None:

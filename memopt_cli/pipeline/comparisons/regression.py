@@ -26,6 +26,7 @@ from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.terms import differences
 from memopt_cli.records import (
+    RECORDED,
     Baseline,
     BaselineRequest,
     BaselineResult,
@@ -193,12 +194,10 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
     """Return the inputs ``typed`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
     if typed and typed.has_inputs:
         return typed
-    inputs = InputSpec(
-        tensors=recorded.tensors, dims=recorded.dims, data_file=recorded.data_file, source="the baseline"
-    )
-    return (
-        inputs if typed is None else replace(inputs, dims=recorded.dims | typed.dims, optional_dims=typed.optional_dims)
-    )
+    inputs = InputSpec(tensors=recorded.tensors, dims=recorded.dims, data_file=recorded.data_file, source=RECORDED)
+    if typed is None:
+        return inputs
+    return replace(inputs, dims=recorded.dims | typed.dims, optional_dims=typed.optional_dims)
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:

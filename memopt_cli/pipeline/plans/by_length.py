@@ -162,14 +162,11 @@ class _Range:
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """Measured and the predicted slowdown; where one is unknown, the other is used for both."""
+        """Measured and predicted slowdown; where one is unknown, the other is used for both."""
         if self.plan.is_empty:
             return 1.0, 1.0
-        original_outcome, applied_outcome, predicted = (
-            self.original.outcome,
-            self.applied.outcome,
-            self.applied.predicted_slowdown,
-        )
+        original_outcome, applied_outcome = self.original.outcome, self.applied.outcome
+        predicted = self.applied.predicted_slowdown
         if isinstance(original_outcome, Measurement) and isinstance(applied_outcome, Measurement):
             measured_slowdown = applied_outcome.slowdown(original_outcome)
             return measured_slowdown, predicted or measured_slowdown

@@ -133,7 +133,10 @@ def test_the_largest_batch_of_a_compiled_step_is_found_by_runs_alone(tmp_path: P
     ("asked", "refusal"),
     [
         ({"backend": "nope"}, "torch.compile has no backend 'nope' here"),
-        ({"backend": "eager", "plan": "compiled"}, "the plan compiles the model .*, and `--compile` compiles it, too"),
+        (
+            {"backend": "eager", "plan": "compiled"},
+            "the plan compiles the model .*, and `--compile` compiles it as well",
+        ),
         ({"fake": True, "plan": "compiled"}, "the plan compiles the model .*, and `--fake` measures or predicts"),
     ],
 )
