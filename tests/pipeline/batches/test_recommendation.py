@@ -424,7 +424,7 @@ def test_a_run_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
     advice = only(found)
     assert 64 <= advice.recommended_batch <= 100
     assert advice.limited_by.endswith("out of memory (killed)")
-    assert any("restarted" in note for note in found.notes)
+    assert any("another was started" in note for note in found.notes)
     assert issubclass(Dying, Session)
 
 
