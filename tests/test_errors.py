@@ -18,7 +18,7 @@ def test_a_message_of_a_file_is_one_line(kind: type[FileFormatError]) -> None:
 def test_the_key_of_a_file_is_quoted_in_one_line() -> None:
     with pytest.raises(UsageError) as error:
         from_data(RankLayout, {"ranks": 2, "parallel": "fsdp", "mesh": {"a\n::error::": "many"}})
-    assert error.value.message == "Layout.mesh.'a\\n::error::' must be int, not 'many'"
+    assert error.value.message == "RankLayout.mesh.'a\\n::error::' must be int, not 'many'"
 
 
 @pytest.mark.parametrize(
