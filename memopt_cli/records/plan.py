@@ -270,7 +270,7 @@ class Plan(_ShortRepr):
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 
         ``force``: replace a file that is there.  Raises :class:`UsageError` for a file that may not be replaced, and
-        :class:`WriteError` for a folder or a disk that cannot be written to.
+        for a plan too large to be read again, and :class:`WriteError` for a folder or a disk that cannot be written to.
         """
         from memopt_cli.records.plan_file import save_plan  # which imports this file
 

@@ -13,7 +13,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
 from memopt_cli.records.progress import Progress
-from memopt_cli.search.batch_size.lines import between, fit_line
+from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
@@ -42,7 +42,7 @@ def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
     if not largest_indices:
         return ""
     name = max(largest_indices, key=lambda name: largest_indices[name])
-    refusal = search.refusal_of_fewer(largest_indices[name])
+    refusal = search.smaller_refusal(largest_indices[name])
     if not refusal:
         return ""
     return (
@@ -128,7 +128,7 @@ class BatchProbes:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            interpolated = self._extrapolate(batch) if self._is_long(batch) else between(self.dry_runs, batch)
+            interpolated = self._extrapolate(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
             if interpolated is not None:
                 return self.inferred.setdefault(batch, interpolated)
             self.count(batch)

@@ -53,7 +53,7 @@ from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.plan.questions import TimeIsUp
+from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
@@ -87,7 +87,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
-    limits = replace(limits, most_samples=request.global_batch)
+    limits = replace(limits, max_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *checkpoint_notes, *optimizer_state_notes(prepared)]
     # Dry runs, and trials of modules in chunks, need a few samples.
     prepared_for_dry_runs = prepared.at(max(prepared.batch, _MIN_DRY_RUN_BATCH))
@@ -180,17 +180,17 @@ class _FastestSearch:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
-            room=_usable_share(case.search.model, self.limits.budget_bytes),
+            room_share=_usable_share(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
             update_s=pricing.models.update_s,
             samples_per_s=self.runs.samples_per_s,
-            growth_known=lambda: pricing.growth_known,
-            of_use=self.runs.largest_usable,
+            is_growth_known=lambda: pricing.growth_known,
+            usable_batch=self.runs.largest_usable,
             run=self.trials.run,
             runs_left=lambda: _MAX_RUNS - self.trials.count,
-            over=self.probes.is_late,
+            is_over=self.probes.is_late,
         )
-        pairs = search.priced(self.runs.largest_usable(case.search.runs.best))
+        pairs = search.price(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self.probes.is_late():
@@ -230,7 +230,7 @@ class _FastestSearch:
             if best not in case.search.runs:
                 search.most_runs = max(search.most_runs, search.runs + 1)
             search.run_more(case, lambda batch_search: batch_search.also_run([best]))
-            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, most_runs=search.left))
+            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, max_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:

@@ -153,7 +153,7 @@ class _RanksSearch:
         while ranks_to_search := [
             rank for rank in ranks if rank not in largest_by_rank or largest_by_rank[rank][0] != batch
         ]:
-            limits = replace(self.limits, most_samples=batch)
+            limits = replace(self.limits, max_samples=batch)
             largest = self._find_largest_of_rank(
                 layout, ranks_to_search[0], plan, start if batch is None else batch, limits
             )

@@ -7,7 +7,7 @@ from typing import Final
 
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.records import Counted, OpTrace
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
@@ -94,7 +94,7 @@ def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[str]:
         yield f"{format_bytes(nbytes)} of {name}"
 
 
-def require_fast(priced: Priced, most_slowdown: float, verb: str = "makes") -> None:
+def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:
     """Raise :class:`NothingFitsError` if ``priced``, the fastest plan that fits, slows the step down too much.
 
     ``verb``: the verb of the message, ``is estimated to make`` where the step was not measured.

@@ -34,7 +34,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.estimation import estimate
-from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.search.plan.targets import describe_selection, refusal_notes
 from memopt_cli.text.units import format_bytes
 
 _UNVERIFIED_NOTE = "The plan was not verified (`--unverified`). `memopt apply --verify` does so where the model fits."
@@ -79,8 +79,8 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
             original=estimate(traced.trace, card), planned=estimate(planned_trace.trace, card)
         )
     if options.level:
-        findings.selection = selected(traced.trace.modules, plan, options, by_goal=findings.by_goal)
-        notes += left_out(findings.selection.refused)
+        findings.selection = describe_selection(traced.trace.modules, plan, options, by_goal=findings.by_goal)
+        notes += refusal_notes(findings.selection.refusals)
     if request.unverified:
         notes.append(_UNVERIFIED_NOTE)
     else:

@@ -7,7 +7,7 @@ from typing import Final
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records import Measurement, ParetoPoint
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.units import counted, format_bytes
 
 _MIN_STEP_SHARE: Final = 0.02
@@ -61,16 +61,16 @@ def check_pick(number: int, plans: int) -> None:
         )
 
 
-def clearly_smaller(priced_plans: Sequence[Priced]) -> list[Priced]:
+def clearly_smaller(priced_plans: Sequence[PricedPlan]) -> list[PricedPlan]:
     """Return ``priced_plans``, fastest first, without plans hardly smaller than the plan chosen before them."""
-    chosen: list[Priced] = []
+    chosen: list[PricedPlan] = []
     for priced in priced_plans:
         if not chosen or priced.peak_bytes <= (1 - _MIN_STEP_SHARE) * chosen[-1].peak_bytes:
             chosen.append(priced)
     return chosen
 
 
-def spread(priced_plans: Sequence[Priced], most_plans: int) -> list[Priced]:
+def spread(priced_plans: Sequence[PricedPlan], most_plans: int) -> list[PricedPlan]:
     """Return at most ``most_plans`` plans, evenly spread over ``priced_plans``, with the first and the last."""
     if len(priced_plans) <= most_plans:
         return list(priced_plans)

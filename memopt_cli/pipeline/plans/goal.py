@@ -29,9 +29,9 @@ from memopt_cli.records import (
     ParetoPoint,
     describe,
 )
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.levels import KEPT
 from memopt_cli.search.plan.planner import Planner, nondominated
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _MAX_MEASURED = 6
@@ -91,7 +91,7 @@ class GoalSearch:
         :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
-        smallest: Priced | None = None
+        smallest: PricedPlan | None = None
         predicted_bytes: list[int] = []
         measured_bytes: list[int] = []
         for _ in range(_MAX_MEASURED):
@@ -144,7 +144,7 @@ class GoalSearch:
             can_shrink=trace.batch > 1,
         )
 
-    def _fastest(self, target_bytes: int) -> Priced | None:
+    def _fastest(self, target_bytes: int) -> PricedPlan | None:
         """Return the fastest plan predicted to fit into ``target_bytes``; ``None`` if no plan does.
 
         If allowed, the optimizer in backward is tried on the original first, as it costs no time, and then on plans
@@ -159,7 +159,7 @@ class GoalSearch:
         priced = self._planner.within(self._level, target_bytes)
         return self._faster_in_backward(priced, target_bytes) or priced
 
-    def _faster_in_backward(self, rival: Priced | None, target_bytes: int) -> Priced | None:
+    def _faster_in_backward(self, rival: PricedPlan | None, target_bytes: int) -> PricedPlan | None:
         """Return the fastest plan that fits only with the optimizer in backward, if it is faster than ``rival``.
 
         Example: ``rival`` recomputes two layers to fit.  A plan that recomputes one layer is too large by 5 MiB, but
@@ -179,16 +179,18 @@ class GoalSearch:
                 return lower_priced
         return None
 
-    def _explored(self, target_bytes: int) -> list[Priced]:
+    def _explored(self, target_bytes: int) -> list[PricedPlan]:
         """Search for plans within ``target_bytes``; return all plans that have a dry run by then."""
         self._planner.within(self._level, target_bytes)
         return list(self._planner.dry_runs.up_to(self._level))
 
-    def _lower(self, priced: Priced) -> Priced:
+    def _lower(self, priced: PricedPlan) -> PricedPlan:
         """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
         return self.in_backward.of(priced) or priced
 
-    def _fastest_measured(self, priced: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
+    def _fastest_measured(
+        self, priced: PricedPlan, outcome: Measurement, budget_bytes: int
+    ) -> tuple[PricedPlan, Measurement]:
         """Return ``priced`` and its ``outcome``; if the step takes far longer than predicted, perhaps a faster plan.
 
         Plans that peak lower may then be faster.  They are measured one after another, each smaller than the plan
@@ -208,14 +210,14 @@ class GoalSearch:
             best = min(best, (priced, outcome), key=lambda measured: measured[1].step_s)
         return best
 
-    def worth_showing(self) -> list[Priced]:
+    def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         priced_plans = clearly_smaller(self._planner.frontier(self._level, self.most_shown))
         in_backward = [priced for priced in map(self.in_backward.of, priced_plans) if priced is not None]
         candidates = nondominated([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
 
-    def frontier(self, priced_plans: Sequence[Priced]) -> list[ParetoPoint]:
+    def frontier(self, priced_plans: Sequence[PricedPlan]) -> list[ParetoPoint]:
         """Measure ``priced_plans`` and return their points in order; a note names the plans that are too slow."""
         points: list[ParetoPoint] = []
         for index, priced in enumerate(priced_plans):
@@ -238,7 +240,7 @@ class GoalSearch:
         slowdowns = [timed.upper] if self.most_slowdown is not None else [first.slowdown, timed.slowdown]
         return all(slowdown is not None and slowdown > self.most_shown for slowdown in slowdowns)
 
-    def _point(self, priced: Priced) -> ParetoPoint:
+    def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome
         assert original is not None, "it was measured"
         return ParetoPoint(
@@ -275,7 +277,7 @@ class GoalSearch:
             for point in points
         ]
 
-    def _show_measuring(self, priced: Priced, index: int = 0, total: int | None = None) -> None:
+    def _show_measuring(self, priced: PricedPlan, index: int = 0, total: int | None = None) -> None:
         self.measurements.prepared.progress.update(
             index, total, f"measuring a plan of {format_bytes(priced.peak_bytes)}"
         )
@@ -285,7 +287,7 @@ class GoalSearch:
         spent_s = time.monotonic() - started
         return point.row(self._level, dry_runs=len(self._planner.dry_runs), search_s=spent_s)
 
-    def _row(self, measured_plan: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
+    def _row(self, measured_plan: tuple[PricedPlan, Measurement | Failure], started: float) -> LevelRow:
         priced, outcome = measured_plan
         row = self.search.row(self._level, priced, len(self._planner.dry_runs), started)
         return replace(row, outcome=outcome)

@@ -25,9 +25,9 @@ from memopt_cli.records import (
     Reason,
     TooSlow,
 )
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.levels import level_of
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _MIN_SAVED_SHARE = 0.02
@@ -57,7 +57,7 @@ class InBackwardPlans:
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
-    def of(self, priced: Priced) -> Priced | None:
+    def of(self, priced: PricedPlan) -> PricedPlan | None:
         """Return ``priced`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
         if not self.is_allowed or _gradient_bytes(priced.counted) < _MIN_SAVED_SHARE * priced.peak_bytes:
             return None
@@ -70,7 +70,7 @@ class InBackwardPlans:
             self.refuse(plan, NotRun(failure=answer))
         return None
 
-    def offer(self, priced: Priced) -> str:
+    def offer(self, priced: PricedPlan) -> str:
         """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
         allowed_plans = replace(self, is_allowed=True, drop=lambda dropped: None)
         lower_priced = allowed_plans.of(priced)
@@ -81,11 +81,11 @@ class InBackwardPlans:
             "script must then not clip, accumulate or scale gradients."
         )
 
-    def least_of(self, priced: Priced) -> int:
+    def least_of(self, priced: PricedPlan) -> int:
         """Return a lower bound, in bytes, of the allocated peak of ``priced`` with the optimizer in backward."""
         return priced.peak_bytes - (_gradient_bytes(priced.counted) if self.is_allowed else 0)
 
-    def of_level(self, row: LevelRow, priced: Priced) -> LevelRow | None:
+    def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
         """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
         lower_priced = self.of(priced)
         if lower_priced is None:
@@ -96,7 +96,7 @@ class InBackwardPlans:
         self.refuse(lower_priced.plan, proven_row)
         return None
 
-    def _try_row(self, row: LevelRow, priced: Priced, lower_priced: Priced) -> LevelRow | Reason:
+    def _try_row(self, row: LevelRow, priced: PricedPlan, lower_priced: PricedPlan) -> LevelRow | Reason:
         outcome_before, outcome = self.measurements.measure(priced.plan), self.measurements.measure(lower_priced.plan)
         if not isinstance(outcome, Measurement):
             return NotRun(failure=outcome)

@@ -15,7 +15,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Dropped, LevelRow, Measurement, NotRun, OptimizeRequest
 from memopt_cli.search.plan.policy import select, skipped_step
-from memopt_cli.search.plan.targets import asked_for, left_out, refused, segments_plan
+from memopt_cli.search.plan.targets import find_refusals, named_modules, refusal_notes, segments_plan
 from memopt_cli.text.units import format_bytes
 
 
@@ -35,8 +35,10 @@ def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Finding
         original = measurements.original_in(sessions, started)
         traced = record_step(sessions(), ORIGINAL, original.outcome, findings.notes, sessions=sessions)
     modules = traced.trace.modules
-    findings.selection = replace(select(asked_for(modules, options) or (), options), refused=refused(modules, options))
-    findings.notes += left_out(findings.selection.refused)
+    findings.selection = replace(
+        select(named_modules(modules, options) or (), options), refusals=find_refusals(modules, options)
+    )
+    findings.notes += refusal_notes(findings.selection.refusals)
     findings.rows, findings.applied_level = [original], 1
     plan = segments_plan(findings.selection, options)
     if plan.is_empty:

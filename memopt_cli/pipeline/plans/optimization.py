@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_advice import advise_by_dry_runs, begin_advice
+from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise_by_dry_runs, begin_advice
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
@@ -41,9 +41,10 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     ShownFrontier,
+    Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.search.plan.targets import describe_selection, refusal_notes
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
@@ -107,7 +108,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     findings.rows = job.search()
     row = findings.rows[0]
     if request.goal.applies:
-        row, findings.verification = job.prover.prove(job.applied)
+        row, findings.verification = job.prove()
     findings.plan, findings.applied_level = row.plan, row.level
     findings.notes += [IN_BACKWARD_NOTE] * row.plan.in_backward
     findings.notes += offload_folder_notes(row.plan, prepared.subject.offload_folder)
@@ -149,13 +150,32 @@ class _PlanSearch:
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
         except KeyboardInterrupt as err:  # leaving the sessions has ended their subprocess
-            is_second = self.findings.interrupted
-            if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
+            if search is None or self._is_the_end(err):
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
         self.findings.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
+
+    def prove(self) -> tuple[LevelRow, Verification]:
+        """Return the result of :meth:`Prover.prove`; after Ctrl-C, begin again, so that the plan found is not lost.
+
+        A second Ctrl-C ends the command.  So does the first if the plan has failed, since none of its parts is proven
+        yet.
+        """
+        try:
+            return self.prover.prove(self.applied)
+        except KeyboardInterrupt as err:
+            has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.findings.rows)
+            if not has_searched or self.prover.has_failed or self._is_the_end(err):
+                raise
+            self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
+            self.findings.interrupted = True
+            return self.prover.prove(self.applied)
+
+    def _is_the_end(self, interruption: KeyboardInterrupt) -> bool:
+        """Return whether ``interruption`` ends the command: the second Ctrl-C, or the first where none is expected."""
+        return self.findings.interrupted or not self.request.interruptible or isinstance(interruption, Terminated)
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
@@ -191,11 +211,9 @@ class _PlanSearch:
         except UsageError:  # the advice says so
             return
         except KeyboardInterrupt as err:
-            if not request.interruptible or isinstance(err, Terminated):
+            if self._is_the_end(err):
                 raise
-            prepared.progress.interrupted(
-                "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
-            )
+            prepared.progress.interrupted(NO_BATCH)
             self.findings.interrupted = True
 
     def _search_plans(self, search: StartedSearch) -> list[LevelRow]:
@@ -350,7 +368,7 @@ class _PlanSearch:
         if applied is None:
             return applied
         row = replace(applied, plan=row_to_apply([search.original, *rows], applied).plan)
-        priced, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
+        priced, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
         assert priced is not None, "the planner has found it"
         plans = self._plans_in_backward(search, most_slowdown)
         timed_row = plans.of_level(row, priced)
@@ -409,8 +427,8 @@ class _PlanSearch:
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Record which modules are segments of ``plan``, why requested ones are not, and the neighbouring plans."""
         modules, by_goal = search.traced.trace.modules, self.findings.by_goal
-        self.findings.selection = selected(modules, plan, search.options, by_goal=by_goal)
-        self.findings.notes += left_out(self.findings.selection.refused)
+        self.findings.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
+        self.findings.notes += refusal_notes(self.findings.selection.refusals)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))

@@ -63,6 +63,8 @@ class Prover:
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Outcome of each verification so far."""
+    has_failed: bool = False
+    """Whether the plan that was found has failed its verification, so that parts of it are tried."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
         """Return the row to apply and its verification.  ``chosen``: the best row of a search by levels.
@@ -82,6 +84,7 @@ class Prover:
         verification = required(verification, "verification could not be run: ")
         if verification.passed:
             return best, verification
+        self.has_failed = True
         if not is_asked_for:
             return self._narrow(best, verification)
         self._drop(best, Differs(verification=verification))

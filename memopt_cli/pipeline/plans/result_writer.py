@@ -92,9 +92,7 @@ class ResultWriter:
         if writes:
             self._write_plan()
             self._write_model()
-        is_to_advise = request.recommend_batch and not findings.interrupted
-        # A compiled step is not predicted.
-        if is_verified and findings.is_run and is_to_advise and findings.plan.compile is None:
+        if is_verified and findings.is_to_advise(request):
             self.advice = advise(
                 request,
                 self.prepared,

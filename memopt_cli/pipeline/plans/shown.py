@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.files.contents import frontier_json, read_frontier
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick
+from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
 from memopt_cli.pipeline.terms import (
     differences,
@@ -34,6 +36,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, write_all
 
@@ -89,6 +92,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         )
     settings, shown_settings = request.settings, frontier.settings
     _check_code(settings, shown_settings)
+    _check_inputs(request, frontier)
     options = replace(request.search.options, level=frontier.options.level)
     filled_names = missing_settings(settings, shown_settings)
     notes = (
@@ -114,6 +118,18 @@ def _check_code(settings: StepSettings, shown_settings: StepSettings) -> None:
         )
 
 
+def _check_inputs(request: OptimizeRequest, frontier: ShownFrontier) -> None:
+    """Raise :class:`UsageError` if ``request`` leaves out the file or script with the inputs of ``frontier``."""
+    spec = frontier.header.spec
+    files = {"--input-data": spec.data_file, "--input-script": spec.script}
+    flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
+    if flag and not (request.spec is not None and request.spec.has_inputs):
+        raise UsageError(
+            f"the plans were shown for a step with `{flag}`, and a file beside the model names no other file",
+            hint=f"If those are your inputs, add `{flag}`.",
+        )
+
+
 def _check_options(options: SearchOptions, shown_options: SearchOptions) -> None:
     """Raise :class:`UsageError` where ``options`` sets an option to another value than the shown plans have."""
     defaults = resolve({}).options
@@ -121,9 +137,17 @@ def _check_options(options: SearchOptions, shown_options: SearchOptions) -> None
         value, shown_value = getattr(options, name), getattr(shown_options, name)
         if value not in (getattr(defaults, name), shown_value):
             raise UsageError(
-                f"`--pick` takes a plan that was shown; its {name.replace('_', ' ')} was {shown_value}, not {value}",
+                f"`--pick` takes a plan that was shown; its {name.removesuffix('s').replace('_', ' ')} was "
+                f"{_option_text(shown_value)}, not {_option_text(value)}",
                 hint=f"Leave the option out. {_SHOW_AGAIN_HINT}",
             )
+
+
+def _option_text(value: Any) -> str:
+    """Return the ``value`` of an option about as it is typed."""
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
@@ -191,11 +215,14 @@ def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings
 
 
 def _empty_frontier(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+    options = request.search.options
+    if request.search.asked_slowdown is None:
+        options = replace(options, max_slowdown=FRONTIER_SLOWDOWN)
     return ShownFrontier(
         header=file_header(prepared),
         weights_sha256=prepared.facts.weights_sha256,
         key=prepared.subject.source.key,
         settings=prepared.subject.settings,
-        options=request.search.options,
+        options=options,
         points=(),
     )

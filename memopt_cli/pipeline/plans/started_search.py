@@ -14,9 +14,9 @@ from memopt_cli.pipeline.plans.offload_place import room_notes
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
@@ -48,7 +48,7 @@ class StartedSearch:
         """Limits of the search, as the user's options resolve."""
         return self.findings.resolved.options
 
-    def row(self, level: int, priced: Priced, dry_runs: int, started: float) -> LevelRow:
+    def row(self, level: int, priced: PricedPlan, dry_runs: int, started: float) -> LevelRow:
         """Return the unmeasured row of the plan ``priced``, with its predicted peaks if dry runs work."""
         row = LevelRow(
             level=level,
