@@ -23,9 +23,9 @@ _PRODUCTS = (
 def jacobian_row(
     gate: Gate, q: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell; ``None`` without a path.
+    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell.  ``None``: there is no path.
 
-    Without a ``cotangent``, ones are taken, which gives the diagonal of an elementwise Jacobian.
+    Without a ``cotangent``, all its entries are 1, which gives the diagonal of an elementwise Jacobian.
     """
     if not q.requires_grad or not inputs:
         return [None] * len(inputs)
@@ -45,13 +45,13 @@ class Reads:
     """Parts on paths that enter no weight."""
     weighted: set[Source] = field(default_factory=set)
     """Parts on paths that enter a weight without a tag."""
-    parameters: bool = False
+    has_parameters: bool = False
     """Whether the tensor reads trainable parameters, or inputs of the model that require a gradient."""
     tagged: set[str] = field(default_factory=set)
-    """Paths of modules whose tagged weights the tensor reads without a call of the module: ``x @ fc.weight``, say."""
+    """Paths of modules whose tagged weights the tensor reads without a call of the module, as in ``x @ fc.weight``."""
     mixed: set[Source] = field(default_factory=set)
-    """Parts in ``direct`` that are not read neuron by neuron (by a sum over neurons, say), or that are in ``weighted``,
-    too."""
+    """Parts in ``direct`` that are not read neuron by neuron (but by a sum over neurons, for example), or that are also
+    in ``weighted``."""
 
     @property
     def sources(self) -> set[Source]:
@@ -67,7 +67,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
 
 
 class Graph:
-    """A walker of autograd's graph, from a tensor to the leaves that it was computed from."""
+    """Autograd's graph of a step, walked from a tensor to the leaves behind it."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
@@ -83,7 +83,7 @@ class Graph:
             if (source := names.get(id(leaf))) is not None:
                 (reads.weighted if weighted else reads.direct).add(source)
             elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
-                reads.parameters = True
+                reads.has_parameters = True
                 if (path := self._tagged.get(id(leaf))) is not None:
                     reads.tagged.add(path)
         return reads
@@ -104,12 +104,12 @@ class Graph:
                 yield leaf, weighted
                 continue
             weighted = weighted or self._is_weight(node)
-            pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
+            pending += [(input_node, weighted) for input_node, _ in node.next_functions if input_node is not None]
 
-    def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
-        """Return the ``sources`` from which a path leads to ``tensor`` without a weight or another source on it."""
+    def find_direct_sources(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
+        """Return the ``sources`` from which a path without a weight or another source leads to ``tensor``."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
-        pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        pending, seen, direct = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
         while pending:
             edge = pending.pop()
             if edge in seen:
@@ -117,10 +117,12 @@ class Graph:
             seen.add(edge)
             node = edge[0]
             if edge in ends:
-                found.add(ends[edge])
+                direct.add(ends[edge])
             elif not hasattr(node, "variable") and not self._is_weight(node):
-                pending += [(before, number) for before, number in node.next_functions if before is not None]
-        return found
+                pending += [
+                    (input_node, number) for input_node, number in node.next_functions if input_node is not None
+                ]
+        return direct
 
     def _is_weight(self, node: Node) -> bool:
         """Return whether ``node`` is a product, one factor of which comes from parameters alone."""
@@ -132,14 +134,14 @@ class Graph:
             if node is not None
         ]
         # A frozen parameter is not in autograd's graph, so a missing edge may be a frozen weight.
-        is_fixed = self._has_frozen and any(before is None for before, _ in node.next_functions)
+        is_fixed = self._has_frozen and any(input_node is None for input_node, _ in node.next_functions)
         return is_fixed or any(factor and factor <= self._parameters for factor in factors)
 
 
-def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
-    """Return the numbers of the ``ends`` that ``tensor`` depends on; empty if it depends on anything else.
+def find_sole_ends(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
+    """Return the numbers of the ``ends`` that ``tensor`` depends on.
 
-    The set is also empty if one of these ends depends on another.
+    The set is empty if ``tensor`` depends on anything else, or if one of these ends depends on another.
     """
     reached: set[int] = set()
     if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:
@@ -147,9 +149,9 @@ def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
     inner: set[int] = set()
     for node, number in ends.items():
         if number in reached:
-            for before, _ in node.next_functions:
-                if before is not None:
-                    list(_leaves_of_node(before, ends, inner))
+            for input_node, _ in node.next_functions:
+                if input_node is not None:
+                    list(_leaves_of_node(input_node, ends, inner))
     return frozenset() if inner & reached else frozenset(reached)
 
 
@@ -180,4 +182,4 @@ def _leaves_of_node(
         elif hasattr(node, "variable"):
             yield node.variable
         else:
-            pending += [following for following, _ in node.next_functions if following is not None]
+            pending += [input_node for input_node, _ in node.next_functions if input_node is not None]

@@ -37,8 +37,8 @@ def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
 
     The derivative is a triangle, ``max(0, 0.3 (1 - |u|))`` with ``u = v - threshold``.  Works under vmap.
     """
-    fire = functools.partial(_spike, threshold=threshold)
-    spikes: Tensor = with_batch_axis(fire, v)[0] if is_of_vmap(v) else fire(v)[0]
+    apply = functools.partial(_spike, threshold=threshold)
+    spikes: Tensor = with_batch_axis(apply, v)[0] if is_of_vmap(v) else apply(v)[0]
     return spikes
 
 
@@ -59,15 +59,15 @@ Reset = Literal["soft", "hard"]
 class Neuron(nn.Module):
     """Neurons that take one step per call, with the sum of the inputs that they received since their last step."""
 
-    _projected: Tensor | None = None
+    _received: Tensor | None = None
 
     def receive(self, y: Tensor) -> None:
         """Add ``y``, ``[B, *size]``, to the input of the next step."""
-        self._projected = y if self._projected is None else self._projected + y
+        self._received = y if self._received is None else self._received + y
 
-    def take_projected(self, like: Tensor) -> Tensor:
-        """Return the sum of the inputs received since the last step, or zeros of the shape of ``like`` if none was."""
-        projected, self._projected = self._projected, None
+    def take_input(self, like: Tensor) -> Tensor:
+        """Return the sum of the inputs received since the last step: without any, zeros of the shape of ``like``."""
+        projected, self._received = self._received, None
         return torch.zeros_like(like) if projected is None else projected
 
 
@@ -123,7 +123,7 @@ class LIF(Neuron):
             self.receive(y)
         spikes = self.get_spike()
         drop = self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset
-        self.v = self._leaked(self.v - drop * spikes) + self.take_projected(self.v)
+        self.v = self._leaked(self.v - drop * spikes) + self.take_input(self.v)
         return self.get_spike()
 
     def _leaked(self, v: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class DeltaProj(nn.Module):
         """Project by ``comm``, usually a tagged linear layer, to the neurons ``post``, which the model calls itself."""
         super().__init__()
         if not isinstance(post, Neuron):
-            raise UsageError(f"post is a {type(post).__name__}", hint="Give neurons: LIF or another Neuron.")
+            raise UsageError(f"post has the type {type(post).__name__}", hint="Give neurons: LIF or another Neuron.")
         self.comm = comm
         self.post = post
 
@@ -178,7 +178,7 @@ class LeakyRateReadout(nn.Module):
         return self.r
 
 
-_FITTING = (
+_STATES_HINT = (
     "name every state that the cell takes and returns, in that order; for one named tuple of states, give a tuple of "
     "that type that holds their shapes"
 )
@@ -205,10 +205,10 @@ class ExplicitState(nn.Module):
         shapes, of the type that the cell takes and returns.
         """
         super().__init__()
-        self.together = None if isinstance(states, Mapping) else type(states)
-        shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
+        self.tuple_type = None if isinstance(states, Mapping) else type(states)
+        shapes = states if isinstance(states, Mapping) else _named_shapes(states)
         if not isinstance(cell, nn.Module):
-            raise UsageError(f"cell is a {type(cell).__name__}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"cell has the type {type(cell).__name__}", hint="Give a torch.nn.Module.")
         if not shapes:
             raise UsageError("no states are given", hint="Give the states that the cell takes: {name: shape}.")
         self.cell = cell
@@ -219,46 +219,46 @@ class ExplicitState(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Call the cell with ``inputs`` and its states, keep the new states, and return its first output."""
         values = [getattr(self, name) for name in self.names]
-        held, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
+        attributes, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
         try:
-            returned = self.cell(*inputs, *(values if self.together is None else [self.together(*values)]))
+            returned = self.cell(*inputs, *(values if self.tuple_type is None else [self.tuple_type(*values)]))
         except MemoptError:
             raise
         except Exception as err:  # the cell's own code may raise anything
             raise MemoptError(
-                f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._wanted}: "
+                f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._state_words}: "
                 f"{first_line(err)}",
-                hint=BY_HAND if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _FITTING,
+                hint=BY_HAND if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _STATES_HINT,
             ) from err
         finally:
             vars(self.cell).clear()
-            vars(self.cell).update(held)
+            vars(self.cell).update(attributes)
             buffers_of(self.cell).update(buffers)
-        output, states = self._taken_apart(returned)
+        output, states = self._split_result(returned)
         for name, state in zip(self.names, states, strict=True):
             setattr(self, name, state)
         return output
 
-    def _taken_apart(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    def _split_result(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
         parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-        if self.together is not None:
+        if self.tuple_type is not None:
             states = parts[1] if len(parts) == 2 else ()
         else:
             states = parts if len(parts) == len(self.names) else parts[1:]
         if len(states) != len(self.names) or not all(isinstance(t, Tensor) for t in (parts[0], *states)):
             raise MemoptError(
-                f"{type(self.cell).__name__} returned {_types_of(returned)}, not an output and {self._wanted}",
-                hint=_FITTING,
+                f"{type(self.cell).__name__} returned {_type_names(returned)}, not an output and {self._state_words}",
+                hint=_STATES_HINT,
             )
         return parts[0], states
 
     @property
-    def _wanted(self) -> str:
+    def _state_words(self) -> str:
         names = ", ".join(self.names)
-        return f"the states {names}" if self.together is None else f"one {self.together.__name__} of {names}"
+        return f"the states {names}" if self.tuple_type is None else f"one {self.tuple_type.__name__} of {names}"
 
 
-def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
+def _named_shapes(states: object) -> dict[str, int | Sequence[int]]:
     if not isinstance(states, tuple) or not hasattr(states, "_fields"):
         raise UsageError(
             f"states of type {type(states).__name__}", hint="Give {name: shape}, or a named tuple of shapes."
@@ -266,7 +266,7 @@ def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
     return dict(zip(states._fields, states, strict=True))
 
 
-def _types_of(returned: object) -> str:
+def _type_names(returned: object) -> str:
     if isinstance(returned, tuple | list):
         return f"({', '.join(type(part).__name__ for part in returned)})"
     return type(returned).__name__
@@ -275,7 +275,7 @@ def _types_of(returned: object) -> str:
 def kaiming_normal_(weight: Tensor) -> Tensor:
     """Fill ``weight``, ``[O, I]``, with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
 
-    The cut reduces the standard deviation to 0.8796 of it, which is compensated, as in JAX's and BrainState's
+    The cut multiplies the standard deviation by 0.8796, which is compensated, as in JAX's and BrainState's
     initializers.
     """
     std = math.sqrt(2 / weight.shape[1]) / 0.87962566

@@ -21,23 +21,24 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     A detached tensor that a module keeps connects nothing.  The states advance by both steps.
     Raises :class:`MemoptError`, which names the attribute.
     """
-    first = _step(model, inputs)
-    kept = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
-    made = set(nodes_behind([*first, *(tensor for _, tensor in _undeclared(model))]))
+    first_results = _take_step(model, inputs)
+    paths = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
+    first_nodes = set(nodes_behind([*first_results, *(tensor for _, tensor in _undeclared(model))]))
     for state in states_of(model).values():
         state.value = state.value.detach()
-    second = _step(model, inputs)  # a variable, since in PyTorch 2.8 the nodes of a user's Function die with its result
-    for node in nodes_behind(second):
-        if node in made and not hasattr(node, "variable"):
+    # A variable, since in PyTorch 2.8 the nodes of a user's Function die with its result.
+    second_results = _take_step(model, inputs)
+    for node in nodes_behind(second_results):
+        if node in first_nodes and not hasattr(node, "variable"):
             raise MemoptError(
-                f"{kept.get(node, 'something that the model keeps')} is carried from one time step to the next, and is "
+                f"{paths.get(node, 'a tensor that the model keeps')} is carried from one time step to the next, and is "
                 "not a declared state",
-                hint="Declare it with declare_state(module, name, shape), so that its past is followed; or detach() "
-                "what is kept, which makes a constant of it",
+                hint="Declare it with declare_state(module, name, shape), so that its past is followed; or keep a "
+                "detach()ed tensor, which is a constant.",
             )
 
 
-def _step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Take one step, and return its results and the declared states after it."""
     output: Any = model(*inputs)
     returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -841,7 +841,7 @@ def registered() -> None:
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     from memopt_cli.model_batching import extension
 
-    monkeypatch.setattr(extension, "_registered", {})
+    monkeypatch.setattr(extension, "_batch_classes", {})
 
 
 @pytest.mark.usefixtures("registered")

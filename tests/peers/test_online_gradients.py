@@ -170,7 +170,7 @@ class Skipping(
 def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
     net = Skipping().double()
     with pytest.raises(
-        MemoptError, match=r"what first returns reaches second\.v through a weight without a tag"
+        MemoptError, match=r"a tensor that first returns reaches second\.v through a weight without a tag"
     ) as raised:
         online(net)
     assert "Tag that weight with traced()" in str(raised.value.hint)
@@ -304,7 +304,7 @@ class Reparametrized(Network):
         (lambda: OfCell(mixed_where_large), r"cell\.g \(7,\) does not reach cell\.g, \(7,\) per sample, neuron by"),
         (Sharing, r"the weight of w reaches second\.v without a call of w"),
         (WrittenLater, r"syn\.g is written after its cell has been called"),
-        (lambda: Reparametrized(spectral_norm), "the weight of w is computed anew each time it is read, and differs"),
+        (lambda: Reparametrized(spectral_norm), "the weight of w is computed again at each read, and differs"),
         (lambda: Reparametrized(nn.utils.weight_norm), "a hook computes the weight of w anew before each call"),
     ],
 )
