@@ -429,10 +429,10 @@ def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettin
 def _make_unmeasured(
     net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str
 ) -> Findings:
-    """Return findings whose plan makes segments of the candidates that the limits allow; empty at level 0."""
+    """Return findings with a plan that makes segments of the candidates within the limits, or none at level 0."""
     options = resolved.options
-    wanted = [m for m in modules if m.path in (options.modules or ())]
-    selection = select(find_outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    instances = [m for m in modules if m.path in (options.modules or ())]
+    selection = select(find_outermost([m for m in instances if not m.refusal]), options) if options.level else None
     if selection is not None:
         selection = replace(selection, refusals=find_refusals(modules, options))
     plan = segments_plan(selection, options) if selection else Plan()
@@ -477,7 +477,7 @@ def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[
 
 
 def _missing_segment_notes(net: nn.Module, instance: type | tuple[type, ...], findings: Findings) -> list[str]:
-    """Return a note for each class of which no module became a segment.
+    """Return a note for each class without a module that became a segment.
 
     Empty if the plan has segments, or at level 0.
     """
@@ -505,7 +505,7 @@ def _part_paths(
                     f"split_fn of '{path or '(root)'}' returned {name_of(part)}, which does not lie in it",
                     hint="Return submodules of the module that split_fn is called with, or an empty list.",
                 )
-            if any(part is not other and part in other.modules() for other in split):
+            if any(part is not whole and part in whole.modules() for whole in split):
                 raise OptionError(
                     f"split_fn of '{path or '(root)'}' returned '{paths[part]}' and a module that contains it",
                     hint="Return only modules that do not contain each other; memopt splits each of them in turn.",

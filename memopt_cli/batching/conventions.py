@@ -74,7 +74,7 @@ class StatefulAdapter(nn.Module):
     The layer takes ``(batch * seq, dim)``, a row for each sequence position of each sample, and returns as many rows
     with its own ``dim``.  Its state may be
 
-    - kept inside the layer (snnTorch with ``init_hidden=True``, SpikingJelly), which is called with the input alone;
+    - kept inside the layer (snnTorch with ``init_hidden=True``, SpikingJelly), which takes only the input;
     - returned, ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), and passed in again at the next step if
       ``forward`` takes it;
     - the state of PyTorch's cells (``LSTMCell``, ``GRUCell``, ``RNNCell``);

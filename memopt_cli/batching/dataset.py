@@ -1,4 +1,4 @@
-"""Running a model over a dataset for inference, in batches whose size follows memory: every sample once, in order."""
+"""Running a model over a dataset for inference: every sample once, in order, in batches that follow memory."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def prefetch(
 ) -> Iterator[Any]:
     """Yield batches of the samples of ``dataset`` in order, at most ``max_resident`` alive, made ahead by one thread.
 
-    ``size()`` is called before each batch.  The caller must drop a batch before it asks for the next one.
+    ``size()`` is called before each batch.  The caller must drop a batch before asking for the next batch.
     """
     samples = iter(_samples(dataset))
     futures: deque[Future[Any]] = deque()

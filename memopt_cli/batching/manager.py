@@ -60,8 +60,8 @@ class BatchShapeManager:
     no more than one batch of rows ever waits.
 
     ``memory_target`` (share of capacity) replaces the target in ``config``.  In ``inference_mode`` trials have no
-    backward.  ``memory`` reads capacity and peaks.  ``None``: those of ``device``.  Inputs are laid out in memory for
-    ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
+    backward.  ``memory`` reads capacity and peaks.  ``None``: the meter of ``device``.  Inputs are laid out in memory
+    for ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
     :class:`AdaptiveBatchSizer`.
     """
 
@@ -226,7 +226,7 @@ class BatchShapeManager:
     ) -> Any:
         """Return the model's outputs for every sample of ``dataset``, in order, in evaluation mode.
 
-        The outputs equal those of a plain loop over the samples, concatenated along the first dimension, on the CPU.
+        The outputs equal the outputs of a plain loop over the samples, concatenated along dimension 0, on the CPU.
         Samples are inputs or pairs ``(input, target)``; ``collate`` may take others.  A batch that runs out of memory
         is halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
         ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  A thread makes

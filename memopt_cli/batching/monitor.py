@@ -154,7 +154,7 @@ class PerformanceMonitor:
         return alerts
 
     def _throughput_drop(self) -> float:
-        """Return the relative drop of the median throughput from the older to the newer half; 0 with few records."""
+        """Return the relative drop of the median throughput from the older to the newer half, or 0 with few records."""
         if len(self._records) < _MIN_TREND_RECORDS:
             return 0.0
         older, newer = _halves([r.throughput for r in self._records])

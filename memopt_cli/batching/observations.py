@@ -22,7 +22,7 @@ class Usages:
         self._shares: dict[int, tuple[int, float]] = {}  # batch -> (call, share)
 
     def add(self, batch: int, call: int, share: float) -> None:
-        """Record that ``batch`` samples used ``share`` of the memory; 0 samples means the time between steps."""
+        """Record that ``batch`` samples used ``share`` of the memory.  0 samples: the time between two steps."""
         self._shares[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:

@@ -28,7 +28,7 @@ class ShapeRequirements:
     """Conditions on the shape of a batch; axes may be negative, counted from the last."""
 
     ndim: tuple[int, ...] = ()
-    """Allowed numbers of dimensions, batch included; empty for any."""
+    """Allowed numbers of dimensions, batch included.  Empty: any number."""
     fixed: dict[int, int] = field(default_factory=dict)
     """Axis -> its only allowed size."""
     minimum: dict[int, int] = field(default_factory=dict)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,8 +35,12 @@ def try_step(
     The trial makes the input itself, so that the memory of the input counts.  Optimizer state that does not exist yet
     does not count.  Gradients, buffers, hidden state, mode and random generators are restored.
     """
-    with restored(model, device):
-        return catch_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
+    start = StartingState(model)
+    try:
+        with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+            return catch_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
+    finally:
+        start.enter()
 
 
 def catch_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
@@ -52,17 +55,6 @@ def catch_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     return OutOfMemory(detail=message.splitlines()[0])
-
-
-@contextlib.contextmanager
-def restored(model: nn.Module, device: str) -> Iterator[None]:
-    """Restore ``model`` and the random generators after the block."""
-    start = StartingState(model)
-    try:
-        with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
-            yield
-    finally:
-        start.enter()
 
 
 def _step(

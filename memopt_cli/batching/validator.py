@@ -104,7 +104,7 @@ class BatchShapeValidator:
     ) -> tuple[bool, list[str]]:
         """Return whether a batch of ``tensor_shape`` (batch first) can be used, and sentences on problems.
 
-        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; those of a model are
+        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; a model's are
         inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 in 3 dimensions, 2 in 4).
         Sentences that begin with ``performance:`` do not make a shape invalid.  In strict mode an invalid shape raises
         :class:`BatchShapeError`; an unknown key always raises :class:`~memopt_cli.errors.UsageError`.

@@ -43,11 +43,11 @@ _COMPARED_MODELS = 2
 _COMPARED_SAMPLES = 3
 """Number of compared samples of each model; it differs from the number of models, so that mixed-up axes show."""
 _COMPARISON_SHARE = 0.1
-"""Share of the time of a step on all samples for which other routes are compared once a route can be used."""
+"""Once a route can be used, other routes are compared for at most this share of the time of a step on all samples."""
 _MIN_COMPARISON_S = 0.25
-"""Smallest limit, in seconds, of that time."""
+"""Smallest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
 _MAX_COMPARISON_S = 1.0
-"""Largest limit, in seconds, of that time."""
+"""Largest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Reference:
     def _compare(self, name: RouteName) -> tuple[str, float]:
         """Return a reason why the route ``name`` cannot be used, or empty, and its largest relative difference."""
         if self._effects is None:
-            return f"it cannot be compared with the loop, whose step fails: {self._failure}", 0.0
+            return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._effects_of(name))
         if worst.relative <= (TOLERANCE if self._is_double else STORED_TOLERANCE):
             return "", worst.relative

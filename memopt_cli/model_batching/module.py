@@ -29,7 +29,7 @@ class BatchModule(nn.Module):
     own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
 
     Three routes can run the copies: ``fused`` kernels over a traced graph, ``vmap``, and the per-model ``loop``.  The
-    fastest route whose outputs, gradients and buffers equal the loop's is used.  Routes are compared and timed on few
+    fastest route is used that gives the loop's outputs, gradients and buffers.  Routes are compared and timed on few
     models and samples: with ``example_inputs`` (models, images, …) at construction, or else with the first inputs, and
     again for each new combination of training modes.  :attr:`trials` has the results.  ``route`` names a route to use
     without timing; it is still compared with the loop.  With ``check=False`` nothing is compared or timed: the first
@@ -79,7 +79,7 @@ class BatchModule(nn.Module):
 
     @property
     def trials(self) -> tuple[RouteTrial, ...]:
-        """The latest trial of each route; empty before the first."""
+        """The latest trial of each route.  Before the first trial: empty."""
         return tuple(self._trials)
 
     def forward(
@@ -157,7 +157,7 @@ class BatchModule(nn.Module):
 
 
 def refuse_batched(model: nn.Module) -> None:
-    """Raise :class:`UsageError` if ``model`` is, or has, a :class:`BatchModule`, whose step cannot be recorded."""
+    """Raise :class:`UsageError` if ``model`` is or has a :class:`BatchModule`: its step cannot be recorded."""
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(

@@ -71,7 +71,7 @@ def batch_topk(
     count: bool = False,
     data_order: DataOrder = "g b",
 ) -> Tensor:
-    """Return top-k accuracies, (len(k), models): fractions of images whose target is among the ``k`` highest scores.
+    """Return top-k accuracies, (len(k), models): shares of images with their target among the ``k`` highest scores.
 
     Parameters
     ----------

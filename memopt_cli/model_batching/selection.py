@@ -103,7 +103,7 @@ class _FirstRunnable:
         self._name = route
         self._route: Route | None = None
         self.trials: list[RouteTrial] = []
-        """One trial for each candidate; empty before the first call."""
+        """One trial for each candidate.  Before the first call: empty."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._first_call(args, kwargs) if self._route is None else self._route(args, kwargs)

@@ -1,4 +1,4 @@
-"""Stack many copies of a model into one, whose parameters and buffers are (models, …), and take them apart again."""
+"""Stack many copies of a model into one, with parameters and buffers (models, …), and take them apart again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def share_first(tree: nn.Module, model: nn.Module) -> None:
 
 
 def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
-    """Replace the modules of ``tree`` whose class has a registered batch class, and return the tree."""
+    """Replace the modules of ``tree`` that have a registered batch class, and return the tree."""
     for path, original in list(model.named_modules()):
         batch_class = batch_class_of(original)
         if batch_class is None:
@@ -191,7 +191,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         raise UsageError(
             f"{type(model).__name__} cannot be copied: {error}",
             hint="A module may hold a tensor with a graph from an earlier step: detach it, or reset its state. "
-            "torch.nn.utils.weight_norm keeps one: use torch.nn.utils.parametrizations.weight_norm.",
+            "torch.nn.utils.weight_norm keeps such a tensor: use torch.nn.utils.parametrizations.weight_norm.",
         ) from error
 
 

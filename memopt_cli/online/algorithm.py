@@ -101,7 +101,7 @@ class OnlineAlgorithm(nn.Module):
         self._sizes = Sizes(self._step.all_states, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
-        """Begin a new sequence: start states and traces anew, for one sample or for ``batch_size``."""
+        """Begin a new sequence: reset states and traces, for one sample or for ``batch_size`` samples."""
         init_all_states(self, batch_size)
         self._past = Past()
         self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
@@ -271,7 +271,7 @@ class HybridTrace(ES_D_RTRL):
 
 
 def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
-    """Return decay ``a`` and rank ``n``, of which ``decay_or_rank`` is one: ``a = (n - 1) / (n + 1)``."""
+    """Return decay ``a`` and rank ``n``, with ``a = (n - 1) / (n + 1)``; ``decay_or_rank`` is either of them."""
     if isinstance(decay_or_rank, int) and not isinstance(decay_or_rank, bool) and decay_or_rank > 0:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from memopt_cli.online.structure import Source
 from memopt_cli.online.traces import Gate
+from memopt_cli.runtime.graph import nodes_from
 from memopt_cli.runtime.private_torch import vector_jacobian
 
 _PRODUCTS = (
@@ -125,13 +126,13 @@ class Graph:
         return direct
 
     def _is_weight(self, node: Node) -> bool:
-        """Return whether ``node`` is a product, one factor of which comes from parameters alone."""
+        """Return whether ``node`` is a product with a factor that comes only from parameters."""
         if not node.name().startswith(_PRODUCTS):
             return False
         factors = [
-            {id(node.variable)} if hasattr(node, "variable") else {id(leaf) for leaf in _leaves_of_node(node)}
-            for node, _ in node.next_functions
-            if node is not None
+            {id(leaf.variable) for leaf in nodes_from([factor]) if hasattr(leaf, "variable")}
+            for factor, _ in node.next_functions
+            if factor is not None
         ]
         # A frozen parameter is not in autograd's graph, so a missing edge may be a frozen weight.
         is_fixed = self._has_frozen and any(input_node is None for input_node, _ in node.next_functions)
@@ -143,43 +144,20 @@ def find_sole_ends(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
 
     The set is empty if ``tensor`` depends on anything else, or if one of these ends depends on another.
     """
+    reached, has_leaf = ends_behind([tensor.grad_fn], ends)
+    inputs = (node for end, number in ends.items() if number in reached for node, _ in end.next_functions)
+    inner, _ = ends_behind(inputs, ends)
+    return frozenset() if has_leaf or inner & reached else frozenset(reached)
+
+
+def ends_behind(starts: Iterable[Node | None], ends: Mapping[Node, int]) -> tuple[set[int], bool]:
+    """Return the numbers of the first ``ends`` behind ``starts``, and whether another path leads to a leaf."""
     reached: set[int] = set()
-    if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:
-        return frozenset()
-    inner: set[int] = set()
-    for node, number in ends.items():
-        if number in reached:
-            for input_node, _ in node.next_functions:
-                if input_node is not None:
-                    list(_leaves_of_node(input_node, ends, inner))
-    return frozenset() if inner & reached else frozenset(reached)
 
-
-def leaves_behind(
-    tensor: Tensor, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
-) -> Iterator[Tensor]:
-    """Yield the leaves that ``tensor`` was computed from.
-
-    Paths end at ``ends``, whose numbers are added to ``reached``.
-    """
-    if tensor.grad_fn is None:
-        yield tensor
-    else:
-        yield from _leaves_of_node(tensor.grad_fn, ends, reached)
-
-
-def _leaves_of_node(
-    start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
-) -> Iterator[Tensor]:
-    pending, seen = [start], set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if ends is not None and reached is not None and node in ends:
+    def is_end(node: Node) -> bool:
+        if node in ends:
             reached.add(ends[node])
-        elif hasattr(node, "variable"):
-            yield node.variable
-        else:
-            pending += [input_node for input_node, _ in node.next_functions if input_node is not None]
+        return node in ends
+
+    leaves = [node for node in nodes_from(starts, is_end) if hasattr(node, "variable")]
+    return reached, bool(leaves)

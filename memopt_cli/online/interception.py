@@ -56,7 +56,7 @@ class WholeBatch:
 
 
 class Interception:
-    """A time step of a model whose weights and cells are controlled by a subclass's methods.
+    """A time step of a model in which methods of a subclass control weights and cells.
 
     For a cell ``lif`` that calls a weight ``rec`` inside, and a weight ``fc`` before it, :meth:`run` calls::
 
@@ -76,7 +76,7 @@ class Interception:
         self._calls: dict[str, int] = {}
         self.states = {path: cell_states(cell) for path, cell in cells.items()}
         self.watched: dict[str, nn.Module] = {}
-        """Further modules whose calls are counted."""
+        """Further modules with counted calls."""
         self.max_calls: Mapping[str, int] | None = None
         """Dotted path -> largest number of calls of the module in a step.  ``None``: any number."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
-from memopt_cli.online.states import is_size, recording_new_states, states_of
+from memopt_cli.online.states import is_size, recording_new_states, states_of, tensors_in
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     in_lanes,
@@ -30,7 +30,6 @@ Act = Callable[..., tuple[Tensor, ...]]
 """Function of tensors with a leading batch axis that returns such tensors."""
 
 BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
-_STRUCTURE = frozenset(vars(nn.Module()))
 
 
 def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
@@ -239,18 +238,8 @@ def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
     return whole.movedim(axis, 0) if axis else whole  # no view if the axis is in front: each is a node of the graph
 
 
-def _tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and tensor for each attribute and buffer that is a tensor, or a container of tensors."""
-    for path, module in model.named_modules():
-        for name, value in (*buffers_of(module).items(), *vars(module).items()):
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}" if path else name, value
-            elif isinstance(value, list | tuple | dict) and name not in _STRUCTURE:
-                yield from ((f"{path}.{name}", leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
-    for path, tensor in _tensors_in(model):
+    for path, tensor in tensors_in(model):
         if path not in mapped and is_of_vmap(tensor):
             raise MemoptError(
                 f"{path} was written with a different value for each sample, but is not a mapped state",

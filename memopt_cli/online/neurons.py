@@ -157,7 +157,7 @@ class DeltaProj(nn.Module):
 class LeakyRateReadout(nn.Module):
     """A readout that leaks like a neuron and never spikes: ``r^t = decay r^(t-1) + s W``.
 
-    ``decay`` is ``exp(-dt / tau)``.  The weight is a plain parameter with the gradient of each step alone, as in the
+    ``decay`` is ``exp(-dt / tau)``.  The weight is a plain parameter with only the gradient of each step, as in the
     network of the reference; ``traced(readout.linear)`` gives it a trace.
     """
 
@@ -188,7 +188,7 @@ class ExplicitState(nn.Module):
     """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
 
     The cell returns ``(output, *new states)``, as snnTorch's do: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
-    A cell whose states are one named tuple, as Norse's, needs a tuple of their shapes:
+    For a cell that takes its states as one named tuple, as Norse's cells do, give a tuple of their shapes:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  If a cell returns only its new states,
     the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem": 200})``.
     Attributes that the cell writes are restored after each call.

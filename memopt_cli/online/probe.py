@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.graph import Graph, Reads, find_sole_ends, jacobian_row, leaves_behind
+from memopt_cli.online.graph import Graph, Reads, ends_behind, find_sole_ends, jacobian_row
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.structure import Source
@@ -124,9 +124,7 @@ class Probe(Interception):
         return shown
 
     def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
-        reached: set[int] = set()
-        for tensor in tensors:
-            list(leaves_behind(tensor, self._shown_nodes, reached))
+        reached, _ = ends_behind((tensor.grad_fn for tensor in tensors), self._shown_nodes)
         self.read_outside |= {
             past_state for number in reached if (past_state := self._states_shown[number]).cell == cell
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.runtime.private_torch import buffers_of
+from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
 
 Initializer = Callable[..., Tensor]
 """Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
 
 _DECLARED = "_declared_states"
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,17 @@ def states_of(model: nn.Module) -> dict[str, State]:
         for path, module in model.named_modules()
         for name in _declarations(module)
     }
+
+
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield dotted path and tensor for each tensor in an attribute or buffer of ``model``, or in a container there."""
+    for path, module in model.named_modules():
+        for name, value in (*buffers_of(module).items(), *vars(module).items()):
+            place = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor):
+                yield place, value
+            elif isinstance(value, list | tuple | dict | deque) and name not in _MODULE_ATTRIBUTES:
+                yield from ((place, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:

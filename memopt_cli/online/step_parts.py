@@ -56,11 +56,11 @@ class StepParts:
             }
             if through:
                 return Row(through=through)
-        edges, known = self.structure.edges[out], self.structure.known_sources[out]
+        edges = self.structure.edges[out]
         past_values = {key: self.past_values[key] for key in edges.past_states if key in self.past_values}
         use_outputs = {key: self.use_outputs[key] for key in edges.uses if key in self.use_outputs}
         cell_outputs = {key: self.cell_outputs[key] for key in edges.outputs if key in self.cell_outputs}
-        unknown_parts = self._unknown_parts(known)
+        unknown_parts = self._unknown_parts(self.structure.known_sources[out])
         tensors = (*past_values.values(), *use_outputs.values(), *cell_outputs.values(), *unknown_parts.values())
         entries = iter(jacobian_row(self.gate, q, tensors))
         row = Row(_entries(past_values, entries), _entries(use_outputs, entries), _entries(cell_outputs, entries))
@@ -92,10 +92,10 @@ class StepParts:
                 raise changed_step(name_of(past_state), "is read outside its cell")
         return ()
 
-    def _unknown_parts(self, known: frozenset[Source]) -> dict[Source, Tensor]:
-        """Return the parts of this step so far that are not ``known``."""
+    def _unknown_parts(self, known_sources: frozenset[Source]) -> dict[Source, Tensor]:
+        """Return the parts of this step so far that are not in ``known_sources``."""
         parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.use_outputs, self.cell_outputs)
-        return {key: tensor for part in parts for key, tensor in part.items() if key not in known}
+        return {key: tensor for part in parts for key, tensor in part.items() if key not in known_sources}
 
 
 def _refuse_new_reads(cell: str, row: Mapping[Any, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 Take a weight ``W`` with ``y = W z`` and a neuron with the state ``h^t = 0.9 h^(t-1) + y``.  The derivative of the
 present state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
-``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step need be kept.
+``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step stays in memory.
 
 In general the weight reaches a group ``h`` of k states per neuron, of one cell or of several that are connected neuron
 by neuron.  The factors are ``D = dh^t/dh^(t-1)`` (0.9 above) and ``F = dh^t/dy`` (1 above), both diagonal over neurons.
@@ -32,7 +32,7 @@ class Use(NamedTuple):
 
     path: str
     call: int
-    """Number of the call in the step; 0 for the module's first."""
+    """Number of the call in the step, from 0."""
 
 
 class PastState(NamedTuple):
@@ -48,7 +48,7 @@ class CellOutput(NamedTuple):
 
     cell: str
     call: int
-    """Number of the call in the step; 0 for the cell's first."""
+    """Number of the call in the step, from 0."""
     number: int
     """Number of the tensor in the call: new states come first, in the order of declaration, then returned tensors."""
 
@@ -311,13 +311,13 @@ class FullTrace(Trace):
         }
 
     def _advance_part(self, past_state: PastState, row: Row, part: str, patches: Tensor | None) -> Tensor:
-        """Return ``sum_j D_j e_j + F (x) z`` for ``part``, the weight or the bias, for which ``z`` is 1."""
+        """Return ``sum_j D_j e_j + F (x) z`` for ``part``, the weight or the bias (with ``z = 1``)."""
 
         def spread(jacobian: Tensor) -> Tensor:
             return jacobian.unsqueeze(-1) if part == "weight" else jacobian
 
         old_values = self.live.values
-        terms = [spread(entry) * old_values[_key(other, part)] for other, entry in self._followed(row)]
+        terms = [spread(entry) * old_values[_key(state, part)] for state, entry in self._followed(row)]
         total = terms[0] if terms else torch.zeros_like(old_values[_key(past_state, part)])
         for term in terms[1:]:
             total += term

@@ -98,7 +98,7 @@ class CompiledStep:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, x: Tensor, target: Tensor, *, backend: str = "inductor") -> None:
-        """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, whose states are initialized for ``x``."""
+        """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, with states initialized for ``x``."""
         self._model, self._loss = model, loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}

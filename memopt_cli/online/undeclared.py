@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.states import states_of
+from memopt_cli.online.states import states_of, tensors_in
 from memopt_cli.runtime.graph import nodes_behind
-from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
-
-_STRUCTURE = frozenset(vars(nn.Module()))
+from memopt_cli.runtime.private_torch import tree_leaves
 
 
 def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
@@ -22,9 +20,11 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     Raises :class:`MemoptError`, which names the attribute.
     """
     first_results = _take_step(model, inputs)
-    paths = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
-    first_nodes = set(nodes_behind([*first_results, *(tensor for _, tensor in _undeclared(model))]))
-    for state in states_of(model).values():
+    states = states_of(model)
+    undeclared = [(path, tensor) for path, tensor in tensors_in(model) if path not in states]
+    paths = {tensor.grad_fn: path for path, tensor in undeclared if tensor.grad_fn is not None}
+    first_nodes = set(nodes_behind([*first_results, *(tensor for _, tensor in undeclared)]))
+    for state in states.values():
         state.value = state.value.detach()
     # A variable, since in PyTorch 2.8 the nodes of a user's Function die with its result.
     second_results = _take_step(model, inputs)
@@ -43,14 +43,3 @@ def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     output: Any = model(*inputs)
     returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return [*returned, *(state.value for state in states_of(model).values())]
-
-
-def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and value of every tensor in an attribute or a buffer that is not a declared state."""
-    declared = {(id(state.module), state.name) for state in states_of(model).values()}
-    for path, module in model.named_modules():
-        attributes = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
-        for name, value in (attributes | buffers_of(module)).items():
-            if (id(module), name) not in declared:
-                leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-                yield from ((f"{path}.{name}".removeprefix("."), leaf) for leaf in leaves)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Kernels = dict[type[nn.Module], Callable[..., Any]]
-"""Type of a module -> a function of the stacked module, whose parameters are (models, …), and of inputs (models, …)."""
+"""Type of a module -> a function of the stacked module, with parameters (models, …), and of inputs (models, …)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
