@@ -79,11 +79,7 @@ def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module
         if batch_class is None:
             continue
         replacement = batch_class.from_module(original, models)
-        if not path:
-            tree = replacement
-        else:
-            parent, _, name = path.rpartition(".")
-            setattr(tree.get_submodule(parent), name, replacement)
+        tree = _put_module(tree, path, replacement)
         replacement.adopt(original, path)
     return tree
 
@@ -103,12 +99,19 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
     model = _copy(tree, empty)
     for path, module in list(model.named_modules()):
         if isinstance(module, AbstractBatchModule):
-            original = module.original.train(module.training)
+            model = _put_module(model, path, module.original.train(module.training))
             if not path:
-                return original
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, original)
+                break
     return model
+
+
+def _put_module(tree: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Put ``module`` into ``tree`` at ``path``, and return the tree: ``module`` itself at the empty path."""
+    if not path:
+        return module
+    parent, _, name = path.rpartition(".")
+    setattr(tree.get_submodule(parent), name, module)
+    return tree
 
 
 def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = None) -> nn.Module:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ TraceKind = Literal["full", "approx", "adaptive"]
 _TAG = "_eligibility_trace"
 
 M = TypeVar("M", bound=nn.Module)
+L = TypeVar("L", bound=nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 class ElementWise(nn.Module):
@@ -72,11 +74,11 @@ class Operation(Protocol):
         """Return ``sum cotangent`` over all outputs that share a bias, in the bias's shape."""
 
 
-class LinearOperation:
-    """A linear layer: ``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
+@dataclass(frozen=True, slots=True)
+class _Layer(Generic[L]):
+    """A layer with a weight and a bias."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
+    module: L
 
     @property
     def weight(self) -> Tensor | None:
@@ -85,6 +87,10 @@ class LinearOperation:
     @property
     def bias(self) -> Tensor | None:
         return self.module.bias
+
+
+class LinearOperation(_Layer[nn.Linear]):
+    """A linear layer: ``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
@@ -104,19 +110,8 @@ class LinearOperation:
         return cotangent.flatten(0, -2).sum(0)
 
 
-class ConvOperation:
+class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
     """A convolution: ``z [B, I, *size]``, ``weight [O, I / groups, *kernel]`` -> ``y [B, O, *positions]``."""
-
-    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
-        self.module = module
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self.module.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.module.bias
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
