@@ -46,6 +46,8 @@ from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.version import __version__
 
 TAKEN_OFF = "The file carries a plan already; it was taken off first."
+LEFT_OUT = "The model carries a plan already; it is left out here."
+"""Note on an answer that changes no model: it is given without the plan that the model carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +61,14 @@ class Prepared:
     open_session: Callable[[Subject, float], Session] | None = None
     """A function that opens a session in this process, for a model in memory; `None`: sessions are subprocesses."""
     carried: Plan = ORIGINAL
-    """The plan that the file carries; the loaded model is without it."""
+    """The plan that the model carries; what is run here is without it."""
     timeout_s: float = 600.0
     """The longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
     """The display of the stages that the model goes through."""
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the file carries one."""
+        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)

@@ -217,6 +217,8 @@ class StepFailed:
     exit_code: int = 3
     wanted: tuple[WantedGlobal, ...] = ()
     """Imports of the model's file that the user could allow; empty if that would not help."""
+    in_loss: bool = False
+    """Whether the user's loss raised, and not the model."""
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed

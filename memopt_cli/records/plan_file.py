@@ -35,7 +35,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
         sha256=None,
         spec=InputSpec(source="Plan.save"),
         seed=0,
-        device="",
+        device="(not recorded)",
     )
     text = plan_yaml(header, plan)
     if reason := why_unreadable(text):

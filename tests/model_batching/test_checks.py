@@ -139,7 +139,7 @@ def test_a_module_of_ones_own_may_use_them(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda: inner_batch_size(X.flatten(0, 1), 5), "does not hold 5 models"),
         (lambda: inner_batch_size(X.flatten(0, 1), 0), "batch=0: there must be"),
         (lambda: BatchModule(net(), 2.5), "batch=2.5: there must be"),  # type: ignore[arg-type]
-        (lambda: BatchModule(net().forward, 2), "model has the type method"),  # type: ignore[arg-type]
+        (lambda: BatchModule(net().forward, 2), "model is a method"),  # type: ignore[arg-type]
         (lambda: BatchModule(net(), 2, route="fast"), "unknown route 'fast'"),  # type: ignore[arg-type]
         (lambda: split_batch(X.flatten(0, 1), 3, "gb"), "unknown data order 'gb'"),
         (lambda: test_model_batching(net(), (IMAGES, 5)), "input_shapes"),

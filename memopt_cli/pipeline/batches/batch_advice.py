@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batches.batch_probes import (
+    BatchProbes,
+    check_varied,
+    memory_left_out,
+    one_batch_error,
+    why_fixed,
+)
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -60,7 +66,7 @@ def advise(
     assert measured is not None, "it is applied"
     advice = _advice(request, prepared, plan, measured, begun, notes)
     if isinstance(advice, str):
-        notes.append(f"No batch recommendation: {advice}.")
+        notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
     details.extend(memory_left_out(prepared))
     return advice
@@ -95,7 +101,7 @@ def predicted(search: BatchSearch) -> BatchEstimate | str:
     if search.model.predict is None:
         return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
+        return one_batch_error(search.batch, refusal).message
     budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
@@ -115,7 +121,7 @@ def _confirmed(search: BatchSearch) -> BatchAdvice | str:
         if len(search.runs.measured) < _PROBES:
             search.also_run([size])
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
+        return one_batch_error(search.batch, refusal).message
     match search.outcome():
         case BatchEstimate(batch=batch):
             return f"none could be run; about {batch} would fit (an estimate)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over, why_fixed
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over, one_batch_error, why_fixed
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
@@ -171,10 +171,7 @@ class CaseSearch:
                 hint=hint,
             )
         if refusal := case.search.refusal():
-            raise StepError(
-                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
-                hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
-            )
+            raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
             why = "The step cannot run on tensors without data"
             why = why if case.plan.compile is None else "Dry runs do not know compiled steps"

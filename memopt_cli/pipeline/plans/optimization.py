@@ -157,12 +157,15 @@ class _Job:
         return rows
 
     def proven(self) -> tuple[LevelRow, Verification]:
-        """Return what :meth:`Prover.prove` does; begin that anew if Ctrl-C ends it, so that no search is lost."""
+        """Return what :meth:`Prover.prove` does; begin that anew after Ctrl-C, so that the plan found is not lost.
+
+        A second Ctrl-C ends it, and so does the first if that plan has failed, since none of its parts is proven yet.
+        """
         try:
             return self.prover.prove(self.applied)
         except KeyboardInterrupt as err:
             has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.found.rows)
-            if not has_searched or self._is_the_end(err):
+            if not has_searched or self.prover.has_failed or self._is_the_end(err):
                 raise
             self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
             self.found.interrupted = True

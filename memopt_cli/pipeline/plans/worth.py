@@ -34,7 +34,7 @@ def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float)
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error)
+    slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
     if slow.upper > most_slowdown:
         return _dropped(row.plan, slow, *peaks)
     return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
