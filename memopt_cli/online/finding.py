@@ -75,7 +75,7 @@ def _structure(reach: Reach) -> Structure:
     unread = _unread_parts(reach, constant, connected, read_by_attached)
     reason = "its output enters no cell (a module that declares states), or only past another traced weight"
     return Structure(
-        groups={use: reach.groups(past_state) for use, past_state in reach.reached.items()},
+        groups={use: reach.groups(states) for use, states in reach.reached.items()},
         z_shapes={use: reach.probe.z_shapes[use] for use in reach.reached},
         cells=tuple(path for path in reach.probe.cells if path in reach.cells),
         edges=edges,
@@ -108,7 +108,7 @@ def _unfollowed_sources(reach: Reach) -> dict[PastState, frozenset[Source]]:
 def _unread_parts(
     reach: Reach, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
 ) -> frozenset[PastState | Use]:
-    """Return the states and the uses of traced weights that only cells which are tied to them read."""
+    """Return the states and the uses of traced weights that only the cells tied to them read."""
     inputs = [reach.reads[use] for use in reach.uses if use not in constant]
     unfollowed = [reach.reads[out] for out in reach.outs if out not in reach.followed]
     read = set[Source](reach.probe.overwritten | reach.probe.read_outside).union(

@@ -49,7 +49,7 @@ def check_tagged(reach: Reach) -> None:
 
 
 def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[Use]) -> None:
-    """Raise :class:`MemoptError` if ``past_state``, read outside its cell, is read both by a weight and around it."""
+    """Raise :class:`MemoptError` if ``past_state``, read outside its cell, is read with and without a weight."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
     weighted = [
         reads for out in reach.followed if past_state not in (reads := reach.reads[out]).direct - reads.weighted

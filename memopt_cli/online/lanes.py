@@ -29,7 +29,7 @@ from memopt_cli.runtime.private_torch import (
 Act = Callable[..., tuple[Tensor, ...]]
 """Function of tensors with a leading batch axis that returns such tensors."""
 
-BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
+BATCHING_HINT = "Batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm."
 
 
 def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
@@ -119,7 +119,7 @@ class Vmap(nn.Module):
             _restore(snapshot)
             if isinstance(err, RuntimeError) and "Batching rule not implemented" in str(err):
                 raise MemoptError(
-                    f"{type(self.model).__name__} cannot run in lanes: {first_line(err)}", hint=BY_HAND
+                    f"{type(self.model).__name__} cannot run in lanes: {first_line(err)}", hint=BATCHING_HINT
                 ) from err
             raise
         for state, value in zip(mapped.values(), values, strict=True):
@@ -211,7 +211,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
             ):
                 raise MemoptError(
                     f"{function.__name__}, an autograd.Function, does not treat a batch as it treats each sample",
-                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True; or {BY_HAND}.",
+                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True. Or: {BATCHING_HINT}",
                 )
     _separating_functions.add(function)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError, first_line, type_in_words
-from memopt_cli.online.lanes import BY_HAND, with_batch_axis
+from memopt_cli.online.lanes import BATCHING_HINT, with_batch_axis
 from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
@@ -179,8 +179,8 @@ class LeakyRateReadout(nn.Module):
 
 
 _STATES_HINT = (
-    "name every state that the cell takes and returns, in that order; for one named tuple of states, give a tuple of "
-    "that type that holds their shapes"
+    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
+    "that type with their shapes."
 )
 
 
@@ -228,7 +228,7 @@ class ExplicitState(nn.Module):
             raise MemoptError(
                 f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._state_words}: "
                 f"{first_line(err)}",
-                hint=BY_HAND if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _STATES_HINT,
+                hint=BATCHING_HINT if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _STATES_HINT,
             ) from err
         finally:
             vars(self.cell).clear()

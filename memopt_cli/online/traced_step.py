@@ -121,12 +121,12 @@ class TracedStep(Interception):
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         z = tuple(tensor.view_as(tensor) for tensor in z)  # a new node of the graph, at which later walks end
         self._parts.end_walks_at(z)
-        if use not in self.traces.by_use:  # a call without a trace, whose output reaches cells only through later calls
+        # A call without a trace: its output reaches cells only through later calls.
+        if use not in self.traces.by_use:
             operation = operation_of(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias),)
-        if (
-            use in self.structure.constant_uses and not self._window
-        ):  # no parameter is behind the input: no gradient needed
+        # No parameter is behind the input of a constant use, so it needs no gradient.
+        if use in self.structure.constant_uses and not self._window:
             z = tuple(tensor.detach() for tensor in z)
         trace, weight_input = self.traces.by_use[use], z[0] if z else None
         y = trace.use_weight(weight_input, self.batch.size, attached=self._window)
