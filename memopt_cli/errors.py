@@ -30,7 +30,7 @@ A message says what failed and the values seen; ``hint`` says what to do next.  
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 
@@ -147,6 +147,22 @@ class Interrupted(MemoptError):
     """The user interrupted the run; subprocesses were ended and partial files removed."""
 
     exit_code = 130
+
+
+def _tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
+    """Yield ``base`` and all classes below it."""
+    yield base
+    for kind in base.__subclasses__():
+        yield from _tree(kind)
+
+
+ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind in _tree(MemoptError)}
+"""Name -> class, for each class of the tree: a subprocess sends the name, and the parent raises the class again."""
+
+
+def sent_class(error: MemoptError) -> type[MemoptError]:
+    """Return the nearest class of ``error`` that is in :data:`ERRORS`, since a class made elsewhere is not."""
+    return next(kind for kind in type(error).__mro__ if ERRORS.get(kind.__name__) is kind)
 
 
 class Terminated(KeyboardInterrupt):

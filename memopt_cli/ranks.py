@@ -38,7 +38,7 @@ from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
-from memopt_cli.pipeline.live.model import described, found_and_proven, once
+from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, refuse_recursion
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
@@ -117,7 +117,7 @@ def predict_rank(
     ranks_asked(layout, accepted("rank", rank))
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(rank_step.subject, layout=layout, rank=rank)
-    with logged(verbose), once(), processes.kept(), _session(subject, limit_s, rank_step) as session:
+    with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, rank_step) as session:
         return predict(session, layout, rank, chosen)
 
 
@@ -164,7 +164,7 @@ def recommend_ranks(
         card=card,
         layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
-    with logged(verbose) as progress, once(), processes.kept():
+    with logged(verbose) as progress, refuse_recursion(), processes.kept():
         prepared = prepared_factory(
             rank_step.subject, chosen or ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
         )
@@ -223,11 +223,11 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    with logged(verbose) as progress, once(), processes.kept():
+    with logged(verbose) as progress, refuse_recursion(), processes.kept():
         prepared = prepared_factory(
             rank_step.subject, ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
         )
-        findings = found_and_proven(request, prepared)
+        findings = find_and_verify(request, prepared)
         summary = summarize(findings, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
@@ -262,7 +262,7 @@ def _rank_step(
     spec_or_inputs = given_inputs(inputs, dims)
     subject = Subject(
         source=ModelSource(location=model.reference),
-        spec=spec_or_inputs if isinstance(spec_or_inputs, InputSpec) else described(spec_or_inputs),
+        spec=spec_or_inputs if isinstance(spec_or_inputs, InputSpec) else describe_inputs(spec_or_inputs),
         settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
         data="none",
     )

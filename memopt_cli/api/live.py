@@ -48,11 +48,11 @@ from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
-from memopt_cli.pipeline.live.model import described, found_and_proven, prepared_model, taken_off_note
+from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, prepared_model, taken_off_note
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import LEFT_OUT, Prepared, file_header
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -290,7 +290,7 @@ def profile(
     )
     chosen = Plan() if plan is None else the_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT), chosen))
+        return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
 @said_in_python()
@@ -356,7 +356,7 @@ def recommend_batch(
     chosen = None if plan is None else the_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
-            return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT)))
+            return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
@@ -469,12 +469,12 @@ def _searched(
 ) -> Optimized:
     started = time.monotonic()
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
-        found = found_and_proven(request, prepared)
+        found = find_and_verify(request, prepared)
         advice = _advised(request, prepared, found)
         if found.verification is not None:
             _replace_plan(model, found)
         elif not prepared.carried.is_empty:
-            found.notes[:0] = [LEFT_OUT]
+            found.notes[:0] = [LEFT_OUT_NOTE]
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
@@ -485,7 +485,7 @@ def _advised(request: OptimizeRequest, prepared: Prepared, found: Findings) -> B
     if not found.is_to_advise(request):
         return None
     try:
-        return advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
+        return advise(request, prepared, found.plan, found.measurement, found.advice, found.notes, found.details)
     except KeyboardInterrupt:
         if not request.interruptible:
             raise
@@ -508,9 +508,7 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
 def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
     prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
     with logged(verbose) as progress, processes.kept(), prepare as prepared:
-        for note in prepared.notes:
-            progress.note(note)
-        yield replace(prepared, timeout_s=timeout_s, progress=progress)
+        yield prepared.with_progress(progress, timeout_s)
 
 
 def _source(model: nn.Module) -> ModelSource:
@@ -519,4 +517,4 @@ def _source(model: nn.Module) -> ModelSource:
 
 def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
     given = given_inputs(inputs, dims)
-    return given if isinstance(given, InputSpec) else described(given)
+    return given if isinstance(given, InputSpec) else describe_inputs(given)

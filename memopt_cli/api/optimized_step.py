@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live.model import found_and_proven, once
+from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import (
@@ -72,12 +71,10 @@ def optimize_step(
     with (
         processes.kept(),
         logged(verbose) as progress,
-        once(),
+        refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):
-        for note in prepared.notes:
-            progress.note(note)
-        found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
+        found = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     summary = summarize(found, spent_s=time.monotonic() - started)

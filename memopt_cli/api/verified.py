@@ -25,7 +25,7 @@ from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
-from memopt_cli.pipeline.live.model import also_prepared_model, once
+from memopt_cli.pipeline.live.model import also_prepared_model, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
@@ -93,7 +93,7 @@ def verify(
     with (
         logged(verbose) as progress,
         processes.kept(),
-        once(),
+        refuse_recursion(),
         _prepared("reference", reference, given, settings, functions) as one,
         _prepared("candidate", candidate, given, settings, functions) as other,
     ):

@@ -169,6 +169,5 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, Unvouched) else ()
-        code, in_loss = error.exit_code, isinstance(error, LossError)
-        return StepFailed(message=error.message, hint=hint, exit_code=code, wanted=requests, in_loss=in_loss)
+        return StepFailed.of(error, hint, wanted=requests, in_loss=isinstance(error, LossError))
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

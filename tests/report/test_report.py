@@ -542,17 +542,17 @@ REASONS: list[tuple[Reason, str]] = [
     (
         SavesTooLittle(saved=0.004, slowdown=1.14),
         "found 147.0 MiB of 200.0 MiB, but it was measured to save 0.4% of the peak for a step 1.14 times as long. The "
-        "model stays as it is. Activations may be a larger share of the peak with a larger batch.",
+        "model stays as it is. With a larger batch, activations are a larger share of the peak: try one.",
     ),
     (
         SavesTooLittle(saved=0.0, slowdown=1.14, is_predicted=True),
         "found 147.0 MiB of 200.0 MiB, but it is predicted to save nothing for a step 1.14 times as long. The model "
-        "stays as it is. Activations may be a larger share of the peak with a larger batch.",
+        "stays as it is. With a larger batch, activations are a larger share of the peak: try one.",
     ),
     (
         NotRun(failure=OutOfMemory(detail="")),
-        "found 147.0 MiB of 200.0 MiB, but its step cannot be run: out of memory. The model stays as it is. A lower "
-        "--level may pass, or other modules with --target.",
+        "found 147.0 MiB of 200.0 MiB, but its step cannot be run: out of memory. The model stays as it is. Try a "
+        "lower --level, or name other modules with --target.",
     ),
     (
         Differs(
@@ -563,8 +563,8 @@ REASONS: list[tuple[Reason, str]] = [
             ),
         ),
         "found 147.0 MiB of 200.0 MiB, but verification failed: fc.weight differs by 0.5, at batch 4. The model stays "
-        "as it is. If 'features.1' reads or changes something that is not an attribute of a module (a file, a C "
-        "extension), keep it in one, or name other modules with --target; otherwise please report it.",
+        "as it is. If 'features.1' reads or changes state outside of modules (a file, a C extension), keep the state "
+        "in an attribute of a module, or name other modules with --target. Otherwise please report the difference.",
     ),
 ]
 
@@ -583,8 +583,8 @@ def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
     assert not any("is not applied" in line for line in lines)
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(unchanged)))) == unchanged
     if isinstance(why, Differs):
-        assert "'features.1' is not a segment: with it fc.weight differs by 0.5." in lines
-        assert "What is saved outside of segments is not packed: with that fc.weight differs by 0.25." in lines
+        assert "'features.1' is not a segment: as a segment, fc.weight differs by 0.5." in lines
+        assert "Tensors saved outside of segments are not packed: with packing, fc.weight differs by 0.25." in lines
 
 
 def test_beside_a_plan_that_is_applied_it_is_a_remark(summary: MemOptSummary) -> None:
