@@ -791,7 +791,7 @@ def test_inputs_may_come_from_an_example_of_a_call() -> None:
         ({"example_forward": lambda net: net[0](X)}, "did not call the model"),
         ({"example_forward": lambda net: net(X, X, x=X)}, "with 2 positional arguments and others by name"),
         ({"dummy_input": (X,), "split_fn": lambda module: [nn.Tanh()]}, "returned Tanh, which does not lie in it"),
-        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is not a list of modules"),
+        ({"dummy_input": (X,), "split_fn": lambda module: None}, "a value of type NoneType, not a list of modules"),
         ({"dummy_input": (X,), "split_fn": lambda module: [module]}, "returned Block, which does not lie in it"),
     ],
 )

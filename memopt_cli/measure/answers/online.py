@@ -57,7 +57,7 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
         # it did not see allocated, so the states are allocated anew while it records.
         for state in sequence.states:
             state.value = state.value.clone()
-        sequence.algorithm.keep()
+        sequence.algorithm.accept_states()
         sequence.run(steps)
         sequence.step.update()
 
