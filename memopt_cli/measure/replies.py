@@ -6,6 +6,7 @@ no index of an operator that does not exist.  Everything else is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -46,8 +47,13 @@ _EXIT_CODES = frozenset(
 """Exit codes that an error can have."""
 
 
-def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
-    """Return the answer to ``job`` in a line of JSON.  Raises any exception if it cannot be one."""
+def read(
+    line: bytes, job: Job[Answer], hear: Callable[[str], object] = lambda sentence: None
+) -> Answer | Failure | FileChanged:
+    """Return the answer to ``job`` in a line of JSON.  Raises any exception if it cannot be one.
+
+    ``hear`` is called with each sentence for the user that comes with it.
+    """
     reply = reply_in(line, job.most_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
@@ -55,6 +61,9 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
         if isinstance(failure, StepFailed) and failure.exit_code not in _EXIT_CODES:
             raise ValueError(failure.exit_code)
         return failure
+    for sentence in reply.get("heard", []):
+        _require(isinstance(sentence, str))
+        hear(sentence)
     answer = from_data(answer_of(type(job)), reply["answer"])
     _check_amounts(answer)
     match answer:

@@ -93,7 +93,7 @@ def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, known
         compared=0,
         precision=reference.subject.settings.precision,
         worst=0.0,
-        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
+        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.heard, *candidate.heard))),
     )
     if other.failed:
         cause = sides.cause_of_failure(job, other)

@@ -64,6 +64,8 @@ class Prepared:
     """The longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
     """The display of the stages that the model goes through."""
+    heard: dict[str, None] = field(default_factory=dict)
+    """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
 
     def without_carried(self, note: str) -> Prepared:
         """Return the model with no carried plan; ``note`` tells the user, if the file carries one."""
@@ -85,7 +87,9 @@ class Prepared:
 
     def session(self, data: Data = "full size") -> Session:
         """Open a fresh profiling subprocess; ``data`` bounds the steps that it may run."""
-        return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
+        session = (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
+        session.hear = self.heard.setdefault
+        return session
 
     def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:
         """Return the answer to ``job`` from a profiling subprocess that is opened for it alone."""

@@ -102,6 +102,8 @@ class Bench:
         self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
+        self.heard: dict[str, None] = {}
+        """Sentences that the user should read on steps that were run, each once."""
         self._known: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
         self.held = Holder()
@@ -201,6 +203,7 @@ class Bench:
             optimizer=self.optimizer,
             make_optimizer=self._make_optimizer,
             scaler=self._scaler,
+            hear=lambda sentence: self.heard.setdefault(sentence),
         )
 
     def resized(self, batch: int, dims: Mapping[str, int]) -> Step:

@@ -275,7 +275,7 @@ class _Job:
             priced=0 if self.pricing is None else self.pricing.priced,
             dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
             times_run=self.trials.count,
-            notes=tuple(dict.fromkeys(self.notes)),
+            notes=tuple(dict.fromkeys((*self.notes, *self.prepared.heard))),
             files=(),
             spent_s=0.0,
             step=self.prepared.subject.settings,

@@ -71,7 +71,7 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     spec = prepared.subject.spec
     measured = replace(measured, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
     (file,) = write_all({Path(request.output): content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(step.plan, spec)))
+    return BaselineResult(baseline=measured, file=file, notes=(*_left_out(step.plan, spec), *prepared.heard))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:

@@ -249,7 +249,7 @@ def _explained(request: ExplainRequest, prepared: Prepared, limit_bytes: int, li
         lines=_held_by(made, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=(*prepared.notes, *notes, *trial.notes),
+        notes=(*prepared.notes, *notes, *trial.notes, *prepared.heard),
     )
 
 

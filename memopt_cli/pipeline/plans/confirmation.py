@@ -56,7 +56,7 @@ def confirmed(
         device=device,
         measurement=measured,
         predicted=None,
-        notes=(*answered.not_as_planned, *memory_left_out(prepared)),
+        notes=(*answered.not_as_planned, *memory_left_out(prepared), *prepared.heard),
         unlike=differs,
     )
     if predicted is None:

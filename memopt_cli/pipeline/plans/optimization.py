@@ -93,8 +93,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     find_plan = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        return find_plan(request, prepared)
-    return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+        found = find_plan(request, prepared)
+    else:
+        found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+    found.notes += prepared.heard
+    return found
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
