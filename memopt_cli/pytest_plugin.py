@@ -56,7 +56,8 @@ class TrainMemory:
 
         ``loss`` is called with the output.  Without it, the loss is a scalar output, an entry ``loss`` or the only
         scalar among the outputs; failing that, backward starts from random gradients of the outputs.  ``optimizer``:
-        one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients are ``None`` afterwards.
+        one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients
+        are ``None`` afterwards.
         """
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
         from memopt_cli.training.module_calls import InputsRejected

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Plan, describe
+from memopt_cli.records import Failure, Measurement, Plan, describe
 from memopt_cli.text.units import counted, format_bytes, format_seconds, format_some
 
 
@@ -25,24 +25,30 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     traced = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), "small batch")
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
+    own = _measured(prepared) if measures else None
     note = (
-        f"The model checkpoints by itself ({_in_words(switches)}){_taken(prepared) if measures else ''}. Plans are "
+        f"The model checkpoints by itself ({_in_words(switches)}){_taken(own) if own is not None else ''}. Plans are "
         "searched with that off, and compared with the step without it. A plan that is applied turns it off, in a "
         "training script as well: leave out what turns it on again there."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
-    return replace(prepared, subject=subject, notes=(*prepared.notes, note))
+    measured = own if isinstance(own, Measurement) else None
+    return replace(prepared, subject=subject, notes=(*prepared.notes, note), own_checkpoints=measured)
 
 
-def _taken(prepared: Prepared) -> str:
-    """Say what the step takes with the model's own checkpointing on."""
+def _measured(prepared: Prepared) -> Measurement | Failure:
+    """Measure the step with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     found = prepared.ask(MeasureJob(plan=ORIGINAL))
-    if not isinstance(found, Measured):
-        return f", which does not run: {describe(found)}"
-    took = found.measurement
-    return f", and takes {format_bytes(took.allocated_peak_bytes)} and {format_seconds(took.step_s)} so"
+    return found.measurement if isinstance(found, Measured) else found
+
+
+def _taken(own: Measurement | Failure) -> str:
+    """Say what the step takes with the model's own checkpointing on."""
+    if not isinstance(own, Measurement):
+        return f", which does not run: {describe(own)}"
+    return f", and takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} so"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:

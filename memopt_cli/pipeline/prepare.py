@@ -34,6 +34,7 @@ from memopt_cli.records import (
     FileHeader,
     InputSpec,
     Layout,
+    Measurement,
     ModelFacts,
     ModelSource,
     Plan,
@@ -64,6 +65,8 @@ class Prepared:
     """The longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
     """The display of the stages that the model goes through."""
+    own_checkpoints: Measurement | None = None
+    """The step with the model's own checkpoints, where these are off; `None` if it has none, or was not run so."""
     heard: dict[str, None] = field(default_factory=dict)
     """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
 
@@ -102,8 +105,7 @@ class Prepared:
         Raises :class:`UsageError` where the batch of the inputs is fixed.
         """
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
-        facts = replace(self.facts, batch=batch, spec=spec)
-        return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
+        return self._with(spec, batch)
 
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
@@ -117,7 +119,13 @@ class Prepared:
     def sized(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
-        return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
+        return self._with(spec, self.batch)
+
+    def _with(self, spec: InputSpec, batch: int) -> Prepared:
+        """Return the model with the inputs of ``spec``, at other sizes of which the step was not measured."""
+        subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
+        own = self.own_checkpoints if spec == self.subject.spec else None
+        return replace(self, subject=subject, facts=facts, own_checkpoints=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

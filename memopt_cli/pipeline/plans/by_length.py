@@ -115,7 +115,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(by)
     found = search.find_longest()
-    if not _passes(found):
+    if not _passes(found) or found.decisive is not None:
         return found
     assert found.budget_bytes is not None, "it was asked for"
     parts = search.all_ranges(_part(varied.high, found), found.budget_bytes)

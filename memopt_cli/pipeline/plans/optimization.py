@@ -267,7 +267,7 @@ class _Job:
             measured = search.original.outcome
             whole = measured if isinstance(measured, Measurement) else search.first
             self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
-            rows.append(self._within(planned, self.found.budget_bytes))
+            rows.append(self._within_or_own(planned, self.found.budget_bytes))
         if shows:
             self.found.frontier, beaten = without_beaten(self._with_compiled(planned, planned.frontier(found)))
             self.found.details += filter(None, [beaten])
@@ -290,6 +290,16 @@ class _Job:
             self.found.notes.append(f"{over}: a longer one may find a better plan")
         elif over:
             self.found.details.append(f"{over}: a longer one would hardly find a better plan")
+
+    def _within_or_own(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
+        """Return the row of the fastest plan within ``budget_bytes``, or the original's if only its checkpoints are."""
+        try:
+            return self._within(planned, budget_bytes)
+        except NothingFitsError:
+            own, row = self.found.own_checkpoints, planned.search.original
+            if own is None or own.allocated_peak_bytes > budget_bytes or not isinstance(row.outcome, Measurement):
+                raise
+            return replace(row, level=planned.search.options.level)
 
     def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with ``--compile`` among compiled ones too."""

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.pipeline.plans.worth import beaten_by_own, judged
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
 from memopt_cli.records import (
@@ -70,7 +70,7 @@ class Prover:
         Chunks are verified in float64.  Where the model cannot run in it, the best row without chunks is applied.
         """
         rows, is_asked_for = self.found.rows, self.found.by_goal
-        best = rows[-1] if is_asked_for else applied_row(rows, chosen)
+        best = self._unless_own_is_better(rows[-1] if is_asked_for else applied_row(rows, chosen))
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
@@ -136,7 +136,19 @@ class Prover:
         dropped = judged(rows[at], original, most)
         if dropped is not None:
             self.found.drop(dropped)
-        return applied_row(rows, rows[at] if dropped is None else None)
+        return self._unless_own_is_better(applied_row(rows, rows[at] if dropped is None else None))
+
+    def _unless_own_is_better(self, row: LevelRow) -> LevelRow:
+        """Return ``row``, or the original's if the model's own checkpoints do better and the user did not pick it."""
+        found = self.found
+        if self.takes_chosen or (found.by_goal and found.budget_bytes is None):
+            return row
+        original = self.measurements.measure(ORIGINAL)
+        dropped = beaten_by_own(row, original, found.own_checkpoints, found.budget_bytes)
+        if dropped is None:
+            return row
+        found.drop(dropped)
+        return found.rows[0]
 
     def _drop(self, row: LevelRow, why: Reason) -> None:
         peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]

@@ -83,6 +83,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
         dropped=found.dropped,
         details=found.details,
         compiled=found.compiled,
+        own_checkpoints=found.own_checkpoints,
     )
     summary.recommendation = summary.recommendation or summary.unchanged
     return summary
