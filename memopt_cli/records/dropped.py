@@ -151,7 +151,7 @@ class OwnIsBetter:
     def remedy(self) -> str:
         if self.budget_bytes is not None:
             return "A lower `--budget` looks for a plan that takes less than they do."
-        budget = f"`--budget {self.own_bytes / 2**20:.1f}MiB`"
+        budget = f"`--budget {format_bytes(self.own_bytes).replace(' ', '')}`"
         return f"A higher `--level` may find a smaller plan, and {budget} looks for the fastest one that takes no more."
 
 

@@ -201,6 +201,7 @@ def models(memopt: Any) -> None:
 
 
 FLAGS = ("-i", "512x16", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
+OWN = "the model's own checkpoints"
 BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), and takes "
 
 
@@ -246,6 +247,32 @@ class TestCommands:
         written: Any = torch.load("models.memopt.pt", weights_only=False)
         assert written.use_checkpoint is True
         assert not Path("models.memopt.plan.yaml").exists()
+
+    OF_ONE = ("-i", "512x16", "--target", "blocks.0", "--max-slowdown", "none", "--no-recommend-batch")
+
+    def test_a_plan_that_needs_more_is_not_applied(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--level", "1")
+        assert done.code == 0, done.err
+        assert "but the model's own checkpoints take " in done.out
+        assert "A higher --level may find a smaller plan, and --budget " in done.out
+        assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
+        assert not list(Path().glob("models.memopt.p*"))
+        summary = json.loads(Path("models.memopt.summary.json").read_text())["summary"]
+        found, own = summary["levels"][1]["outcome"], summary["own_checkpoints"]
+        assert own["allocated_peak_bytes"] < found["allocated_peak_bytes"]
+        assert (summary["applied_level"], summary["plan"]["segments"]) == (0, [])
+
+    def test_a_budget_that_only_its_checkpoints_meet_needs_no_plan(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "640KiB", "--plan-only")
+        assert done.code == 0, done.err
+        assert "with its own checkpoints is within the budget of 640.0 KiB" in done.out
+        assert not Path("models.memopt.plan.yaml").exists()
+        assert memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "300KiB", "--plan-only").code != 0
+
+    def test_it_is_a_row_of_the_frontier(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--frontier", "--plan-only")
+        assert done.code == 0, done.err
+        assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
 
     def test_an_attribute_that_no_checkpoint_asks_is_left_alone(self, memopt: Any) -> None:
         done = memopt("optimize", "models.py:Never", *FLAGS)
