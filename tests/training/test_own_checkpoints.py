@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,57 @@ def test_a_saved_plan_knows_what_it_turned_off(tmp_path: Path) -> None:
     loaded: Any = memopt_cli.load(tmp_path / "net.pt")
     assert loaded.use_checkpoint is False
     assert memopt_cli.remove_plan(loaded).use_checkpoint is True
+
+
+def turned_on(net: nn.Module) -> nn.Module:
+    vars(net)["use_checkpoint"] = True
+    for block in net.blocks:  # type: ignore[union-attr]
+        vars(block)["with_cp"] = True
+    return net
+
+
+def take_steps(net: nn.Module) -> None:
+    for _ in range(3):
+        net(X).sum().backward()
+
+
+def written_and_loaded(net: nn.Module, folder: Path) -> nn.Module:
+    torch.save(net, folder / "net.pt")
+    return memopt_cli.load(folder / "net.pt", trust=memopt_cli.Trust(packages=("tests",)))
+
+
+@pytest.mark.parametrize("path", ["blocks.0", ""])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_is_turned_on_again_is_warned_of_once(path: str, chunks: int, is_loaded: bool, tmp_path: Path) -> None:
+    plan = Plan(segments=(SegmentPlan(path=path, chunks=chunks),))
+    net = memopt_cli.apply_plan(Net(), plan)
+    if is_loaded:
+        net = written_and_loaded(net, tmp_path)
+    turned_on(net)
+    with torch.no_grad():
+        net(X)  # nothing is recomputed
+    with pytest.warns(
+        UserWarning, match=r"by itself under its plan \(use_checkpoint of 1 module, with_cp of 2"
+    ) as seen:
+        take_steps(net)
+    assert len(seen) == 1
+
+
+def test_it_is_seen_after_the_first_step_too_and_not_where_it_is_off() -> None:
+    net = memopt_cli.apply_plan(Net(), Plan(segments=(*PLAN.segments, SegmentPlan(path="blocks.1"))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(X).sum().backward()
+        net(X).sum().backward()
+    turned_on(net)
+    with pytest.warns(UserWarning, match="by itself under its plan"):
+        net(X).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turned_on(memopt_cli.remove_plan(net))(X).sum().backward()
+        copied = copy.deepcopy(memopt_cli.apply_plan(net, PLAN))
+        copied(X).sum().backward()
 
 
 @pytest.mark.parametrize("said", [("training", "0.bias", "0.__class__", "9.with_cp"), (3, None), 7, "training"])
