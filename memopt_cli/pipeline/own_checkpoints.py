@@ -8,8 +8,8 @@ from dataclasses import replace
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Failure, Measurement, Plan, describe
+from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
-from memopt_cli.training.own_checkpoints import in_words
 
 
 def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
@@ -27,7 +27,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
         return prepared
     own = _measured(prepared) if measures else None
     note = (
-        f"The model checkpoints by itself ({in_words(switches)}){_taken(own) if own is not None else ''}. Plans are "
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){_taken(own) if own is not None else ''}. Plans are "
         "searched with that off, and compared with the step without it. A plan that is applied turns it off, in a "
         "training script as well: leave out what turns it on again there."
     )
@@ -55,7 +55,7 @@ def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
     if not switches or plan.of_model.is_empty:
         return ()
-    return (f"The model's own checkpointing is off under the plan ({in_words(switches)}).",)
+    return (f"The model's own checkpointing is off under the plan ({attributes_in_words(switches)}).",)
 
 
 def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:

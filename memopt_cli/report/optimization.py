@@ -24,6 +24,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     PlanEstimates,
+    SegmentPlan,
     Verification,
     describe,
 )
@@ -302,19 +303,13 @@ def ranges(summary: MemOptSummary) -> Table:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words, such as ``8 segments, 3 in chunks, saved packed, optimizer in backward``."""
+    """Return ``plan`` in words: ``8 segments (2 packed), saved packed``, ``7 recomputed, 4 in chunks, …``.
+
+    The counts before the brackets add up to the number of segments.
+    """
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
-    count = len(plan.segments)
-    parts = {
-        f"segment{'s' * (count > 1)}": count,
-        "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
-        "through its loss": sum(segment.through_loss for segment in plan.segments),
-        "packed": sum(segment.compressor != "null" for segment in plan.segments),
-        "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
-        "sent away": sum(segment.place != "device" for segment in plan.segments),
-    }
-    said = [f"{number} {what}" for what, number in parts.items() if number]
+    said = _segments_in_words(plan.segments)
     said += (
         ["saved packed"] * plan.packed
         + [f"saved sent to {plan.place}"] * (plan.place != "device")
@@ -325,6 +320,26 @@ def in_words(plan: Plan) -> str:
         said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
         said += [f"memory budget {budget:g}"] if budget is not None else []
     return ", ".join(said) or "no segments"
+
+
+def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
+    through_loss = sum(segment.through_loss for segment in segments)
+    in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
+    recomputed = len(segments) - in_chunks - through_loss
+    kinds = {
+        "recomputed" if in_chunks or through_loss else f"segment{'s' * (recomputed > 1)}": recomputed,
+        "in chunks": in_chunks,
+        f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
+    }
+    also = {
+        "packed": sum(segment.compressor != "null" for segment in segments),
+        "keeping outputs": sum(bool(segment.keep) for segment in segments),
+        "sent away": sum(segment.place != "device" for segment in segments),
+    }
+    said, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
+    if more:
+        said[-1] += f" ({', '.join(more)})"
+    return said
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from weakref import ref
@@ -22,7 +21,7 @@ from torch.utils import checkpoint as checkpoints
 from memopt_cli.runtime import named_parts, settings_of
 from memopt_cli.runtime.first_calls import look_at_first_call
 from memopt_cli.runtime.private_torch import CheckpointCall, replaced
-from memopt_cli.text.units import counted
+from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.training.module_calls import module_hooks
 
 _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
@@ -76,7 +75,7 @@ def warn_if_on(model: nn.Module) -> None:
         known = model_of()
         if known is not None and (switches := switches_of(known)):
             looked.update((False, True))
-            warnings.warn(_ON_AGAIN.format(in_words(switches)), stacklevel=1)
+            warnings.warn(_ON_AGAIN.format(attributes_in_words(switches)), stacklevel=1)
 
     for _, part in named_parts(model):
         if settings_of(part) is not None:
@@ -88,12 +87,6 @@ _ON_AGAIN: Final = (
     "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
     "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
 )
-
-
-def in_words(switches: Sequence[str]) -> str:
-    """Return ``switches`` for people: ``gradient_checkpointing of 5 modules``."""
-    counts = Counter(switch.rpartition(".")[2] for switch in switches)
-    return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,3 +107,34 @@ def notes_of(command: str, tmp_path: Any) -> Any:
 @pytest.mark.parametrize("command", ["profile", "optimize", "recommend-batch", "baseline", "verify"])
 def test_each_report_says_which_output_is_the_loss(command: str, tmp_path: Any) -> None:
     assert list(notes_of(command, tmp_path)).count(SAID) == 1
+
+
+class TakingAnything(nn.Linear):
+    def forward(self, input: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Tensor:
+        return super().forward(input)
+
+
+class TakingNothingByName(nn.Linear):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(kwargs["input"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (TakingAnything, "attention_mask", []),
+        (
+            TakingAnything,
+            "atention_mask",
+            ["forward names no argument atention_mask, so it goes into **rest; did you mean attention_mask?"],
+        ),
+        (TakingAnything, "labels", ["forward names no argument labels, so it goes into **rest."]),
+        (TakingNothingByName, "atention_mask", []),
+    ],
+)
+def test_an_argument_that_no_forward_names_is_told(kind: Callable[..., nn.Module], name: str, said: list[str]) -> None:
+    tensors = (TensorSpec(name="input", shape=("B", 8)), TensorSpec(name=name, shape=("B", 8)))
+    spec = InputSpec(tensors=tensors, dims={"B": 4}, source="--input")
+    prepared = prepared_here(lambda: kind(8, 8), spec, 4)
+    notes = profile_prepared(ProfileRequest(**{**REQUEST, "spec": spec}), prepared, prepared.carried).notes
+    assert [note for note in notes if note.startswith("forward names")] == said

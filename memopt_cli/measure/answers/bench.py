@@ -17,7 +17,7 @@ from torch import nn
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.inputs.spec_text import is_built_in
-from memopt_cli.loading.input_spec import batch_of, make_inputs
+from memopt_cli.loading.input_spec import batch_of, make_inputs, unnamed_arguments
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
@@ -35,6 +35,7 @@ from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler
 from memopt_cli.training.user_step import StepModels
+from memopt_cli.training.wrappers import unwrapped
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
@@ -194,6 +195,8 @@ class Bench:
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
         if isinstance(self.model, StepModels):
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
+        for note in unnamed_arguments(unwrapped(self.model), kwargs):
+            self.heard.setdefault(note)
         return Step(
             model=self.model,
             args=args,

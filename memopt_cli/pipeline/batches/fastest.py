@@ -29,6 +29,7 @@ from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, check_inputs
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
+from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
@@ -260,6 +261,7 @@ class _Job:
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(f"No step was within {longest_s:g} s (`--longest-step`): the shortest is the answer.")
+        self.notes += heads_notes(pairs[chosen].plan)
         if self.interrupted:
             self.notes.append("Interrupted: the runs that were left might have given a better answer.")
         return FastestTraining(

@@ -12,6 +12,7 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
 from memopt_cli.pipeline.batches.batch_probes import check_varied
+from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
@@ -96,7 +97,7 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
         found = find_plan(request, prepared)
     else:
         found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
-    found.notes += prepared.heard
+    found.notes += [*heads_notes(found.plan), *prepared.heard]
     return found
 
 
