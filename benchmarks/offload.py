@@ -211,7 +211,7 @@ def _take(way: Way, step: Step) -> None:
         synchronize(device)
     way.times_s.append(time.perf_counter() - started)
     way.waits_s.append(elsewhere.waited_s)
-    way.elsewhere_bytes = max(way.elsewhere_bytes, elsewhere.most_bytes)
+    way.elsewhere_bytes = max(way.elsewhere_bytes, elsewhere.peak_bytes)
 
 
 def _peak(way: Way, step: Step) -> int:

@@ -39,12 +39,12 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.search.plan.questions import Priced
-from memopt_cli.search.plan.targets import segment
+from memopt_cli.search.plan.targets import plain_segment
 
 LEVEL = 4
 TIMEOUT_S = 600.0
@@ -101,13 +101,13 @@ class Bench:
         """Return a new planner for the recorded step, which may send tensors to ``place``."""
         return Planner(self.trace, self.original, self.probes, SearchOptions(level=LEVEL), place=place)
 
-    def priced(self, plan: Plan) -> Priced | None:
+    def priced(self, plan: Plan) -> PricedPlan | None:
         """Return the dry run of ``plan``; ``None`` if the plan cannot run."""
         counted = self.probes.count(plan)
         if not isinstance(counted, Counted):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
-        return Priced(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
+        return PricedPlan(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure one step under ``plan`` in a process of its own, unless that plan was measured before."""
@@ -172,19 +172,19 @@ class LongSearch:
         self._random = random.Random(0)
         self._modules = [m for m in one.trace.modules if m.path and not m.refusal]
         self._packable = one.model.packable_bytes > 0
-        self.found: dict[Plan, Priced] = {}
+        self.found: dict[Plan, PricedPlan] = {}
         """Plans that could be dry-run -> peak and slowdown, in the order in which they were found."""
         for plan in (Plan(), *start):
             self._try(plan)
 
-    def run(self, seconds: float) -> list[Priced]:
+    def run(self, seconds: float) -> list[PricedPlan]:
         """Search for ``seconds``, and return every plan that could be dry-run."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._step()
         return list(self.found.values())
 
-    def first(self, count: int) -> list[Priced]:
+    def first(self, count: int) -> list[PricedPlan]:
         """Return the first ``count`` plans besides the original: those that the search started from, then new ones."""
         while len(self.found) <= count:
             self._step()
@@ -200,9 +200,9 @@ class LongSearch:
         if plan not in self.found and (priced := self._bench.priced(plan)) is not None:
             self.found[plan] = priced
 
-    def _good(self) -> list[Priced]:
+    def _good(self) -> list[PricedPlan]:
         plans = sorted(self.found.values(), key=lambda p: (p.peak_bytes, p.slowdown))
-        good: list[Priced] = []
+        good: list[PricedPlan] = []
         for priced in plans:
             if not good or priced.slowdown < good[-1].slowdown:
                 good.append(priced)
@@ -215,7 +215,7 @@ class LongSearch:
         others = tuple(s for s in plan.segments if s.path != module.path)
         here = next((s for s in plan.segments if s.path == module.path), None)
         if here is None:
-            new: SegmentPlan | None = segment(module, compress=True)
+            new: SegmentPlan | None = plain_segment(module, compress=True)
         else:
             new = self._in_chunks(module, here) if self._random.random() < 0.5 else None
         return replace(plan, segments=(*others, new) if new else others)

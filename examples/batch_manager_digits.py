@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.memory import LimitedMemory, ProcessMemory
-from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.records import AdaptiveSizing, BatchShaping
 from memopt_cli.text.units import format_bytes
 
 MIB = 1 << 20

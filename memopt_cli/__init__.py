@@ -9,6 +9,8 @@ the same way: ``batching``, ``errors``, ``model_batching``, ``online``, ``ranks`
 from __future__ import annotations
 
 import importlib
+import random
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _PUBLIC and _MODULES, for editors and type checkers
@@ -87,11 +89,20 @@ def __dir__() -> list[str]:
     return sorted([*_PUBLIC, *_MODULES, "__all__", "__doc__", "offload_folder", "on_unsafe"])
 
 
+def _imported(module: str) -> ModuleType:
+    # A name may first be used within a training, and rich, which the reports use, draws numbers when it is imported.
+    position = random.getstate()
+    try:
+        return importlib.import_module(module)
+    finally:
+        random.setstate(position)
+
+
 if not TYPE_CHECKING:  # a type checker would take any name for Any
 
     def __getattr__(name: str) -> Any:
         if name in _PUBLIC:
-            return getattr(importlib.import_module(_PUBLIC[name]), name)
+            return getattr(_imported(_PUBLIC[name]), name)
         if name in _MODULES:
-            return importlib.import_module(f"memopt_cli.{name}")
+            return _imported(f"memopt_cli.{name}")
         raise AttributeError(f"module 'memopt_cli' has no attribute {name!r}")

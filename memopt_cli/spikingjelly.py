@@ -63,7 +63,13 @@ from memopt_cli.runtime import GCContainer, TCGCContainer
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR
 from memopt_cli.runtime.module_state import name_of
 from memopt_cli.search.plan.policy import resolve, select, skipped_step
-from memopt_cli.search.plan.targets import left_out, outermost, refused, segments_plan, without_segment
+from memopt_cli.search.plan.targets import (
+    find_outermost,
+    find_refusals,
+    missing_segment_notes,
+    refusal_notes,
+    segments_plan,
+)
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
@@ -423,12 +429,12 @@ def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: Reso
     """Return findings whose plan makes segments of the candidates that the limits allow; empty at level 0."""
     options = resolved.options
     wanted = [m for m in modules if m.path in (options.modules or ())]
-    selection = select(outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    selection = select(find_outermost([m for m in wanted if not m.refusal]), options) if options.level else None
     if selection is not None:
-        selection = replace(selection, refused=refused(modules, options))
+        selection = replace(selection, refusals=find_refusals(modules, options))
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
-    notes = [*resolved.notes, *(left_out(selection.refused) if selection else ())]
+    notes = [*resolved.notes, *(refusal_notes(selection.refusals) if selection else ())]
     notes += suspended_notes(switches_of(net), plan)
     if options.compress_x and not any(m.calls for m in modules):
         notes.extend(_unobserved_codecs(plan))
@@ -473,7 +479,7 @@ def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: F
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)
     classes = [(kind.__name__, _instances(net, kind)) for kind in kinds]
-    return without_segment(classes, found.selection, found.decisive)
+    return missing_segment_notes(classes, found.selection, found.decisive)
 
 
 def _parts(

@@ -62,3 +62,18 @@ def test_nothing_is_loaded_with_the_package() -> None:
     code = "import memopt_cli, sys; print([name for name in sys.modules if name.startswith(('memopt_cli.', 'torch'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_first_use_of_a_name_draws_no_random_numbers() -> None:
+    """As importing rich does, with which the reports are made."""
+    code = """
+import random
+import memopt_cli
+random.seed(0)
+before = random.getstate()
+memopt_cli.optimize
+import sys
+print("rich" in sys.modules, random.getstate() == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True True\n"

@@ -43,7 +43,7 @@ from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
 from memopt_cli.measure.reach import UserFunction
-from memopt_cli.pipeline.batches.batch_advice import advise
+from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
@@ -56,6 +56,8 @@ from memopt_cli.pipeline.prepare import Prepared, file_header
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
+    BatchAdvice,
+    BatchEstimate,
     BatchRequest,
     CheckRequest,
     DeviceProfile,
@@ -71,7 +73,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import logged
-from memopt_cli.runtime.places.disk import wait_in
+from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
@@ -467,14 +469,26 @@ def _searched(
     started = time.monotonic()
     with _prepared(model, given, step, timeout_s, verbose) as prepared:
         found = found_and_proven(request, prepared)
-        advice = None
-        if request.recommend_batch and request.goal.applies:
-            advice = advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
+        advice = _advised(request, prepared, found)
         if found.verification is not None:
             _replace_plan(model, found)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
+
+
+def _advised(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
+    """Return the batch that fits under the plan in ``found``; ``None`` if none is wanted, or Ctrl-C ends its search."""
+    if not found.is_to_advise(request):
+        return None
+    try:
+        return advise(request, prepared, found.plan, found.measured, found.advice, found.notes, found.details)
+    except KeyboardInterrupt:
+        if not request.interruptible:
+            raise
+        prepared.progress.interrupted(NO_BATCH)
+        found.interrupted = True
+        return None
 
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:
@@ -483,7 +497,7 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
         apply_plan(model, found.plan.of_model)
     _, folder = found.resolved.options.sends_to
     if folder is not None and found.plan.sends:
-        wait_in(folder)
+        set_offload_folder(folder)
     found.notes[:0] = taken_off_note(carried)
 
 

@@ -3,6 +3,7 @@
 :class:`BatchShapeManager` does everything; its parts (sizer, shaper, monitor, validator) can be used alone.
 """
 
+from memopt_cli.batching.config import read_batch_shaping
 from memopt_cli.batching.conventions import StatefulAdapter, flatten_sequences, unflatten_sequences
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.monitor import PerformanceMonitor
@@ -11,7 +12,6 @@ from memopt_cli.batching.shape_optimizer import BatchShapeOptimizer
 from memopt_cli.batching.shaper import MemoryAwareShaper
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.validator import BatchShapeValidator
-from memopt_cli.search.batch_size.config import read_batch_shaping
 from memopt_cli.search.batch_size.length_strategies import compare_length_strategies
 from memopt_cli.search.batch_size.samplers import LengthBucketSampler, TokenBudgetSampler
 

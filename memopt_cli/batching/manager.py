@@ -24,8 +24,8 @@ from memopt_cli.batching.shaper import MemoryAwareShaper
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError
+from memopt_cli.records import BatchShaping
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.search.batch_size.config import BatchShaping
 
 logger = logging.getLogger("memopt_cli.batching")
 

@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 
 from memopt_cli.batching.memory import MemoryMeter, ProcessMemory, usage_share
 from memopt_cli.errors import UsageError
-from memopt_cli.search.batch_size.config import PerformanceMonitoring
+from memopt_cli.records import PerformanceMonitoring
 
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 

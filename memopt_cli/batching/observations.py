@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.records import AdaptiveSizing
 from memopt_cli.search.batch_size.lines import fit_line
 
 _LOSS_SPIKE = 1.5

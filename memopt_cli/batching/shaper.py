@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
-from memopt_cli.search.batch_size.config import Layout, MemoryAwareShaping
+from memopt_cli.records import MemoryAwareShaping, TensorLayout
 from memopt_cli.text.units import format_bytes
 
 OPERATIONS = ("attention", "convolution", "recurrent")
@@ -77,7 +77,7 @@ class MemoryAwareShaper:
         """
         if operation_type not in OPERATIONS:
             raise BatchShapeError(f"unknown operation '{operation_type}'", hint=f"Known: {', '.join(OPERATIONS)}.")
-        layout: Layout = getattr(self._config.optimization_hints, operation_type)
+        layout: TensorLayout = getattr(self._config.optimization_hints, operation_type)
         if layout == "packed_sequence" and lengths is not None:
             return self._packed(tensor, lengths)
         if layout == "packed_sequence":
@@ -96,7 +96,7 @@ class MemoryAwareShaper:
         self._require_room(elements * tensor.element_size(), tensor)
         return pack_padded_sequence(tensor, lengths, batch_first=True, enforce_sorted=False)
 
-    def _dense(self, tensor: Tensor, layout: Layout, operation: str) -> Tensor:
+    def _dense(self, tensor: Tensor, layout: TensorLayout, operation: str) -> Tensor:
         form = _CHANNELS_LAST.get(tensor.dim()) if layout == "channels_last" else torch.contiguous_format
         if form is None:
             self._note(f"{operation}: channels_last needs 4 or 5 dimensions; a tensor of {tensor.dim()} is contiguous")

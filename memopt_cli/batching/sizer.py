@@ -16,7 +16,7 @@ from memopt_cli.batching.observations import Bounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
-from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.records import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95

@@ -11,8 +11,7 @@ from torch import nn
 
 from memopt_cli.batching.requirements import ShapeRequirements, as_requirements, require_batch_shape, sequence_axis
 from memopt_cli.errors import BatchShapeError
-from memopt_cli.records import from_data
-from memopt_cli.search.batch_size.config import Validation
+from memopt_cli.records import ShapeValidation, from_data
 
 _LANES = 8
 """Matrix units work on multiples of this size (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
@@ -92,8 +91,8 @@ _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
 class BatchShapeValidator:
     """Checks batch shapes, as strictly as ``config`` says."""
 
-    def __init__(self, *, config: Validation | None = None) -> None:
-        self._config = config or Validation()
+    def __init__(self, *, config: ShapeValidation | None = None) -> None:
+        self._config = config or ShapeValidation()
 
     def validate_batch_shape(
         self,

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memopt_cli.records import Phase
-from memopt_cli.trace.workspace import ASIDE, OperatorRun, Workspaces, argument_shapes, find_workspaces
+from memopt_cli.trace.workspace import ASIDE_LABEL, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 MarkedStep = Callable[[Callable[[Phase], None]], object]
 """A step that calls its argument with each phase that it enters."""
@@ -151,12 +151,12 @@ def _mark(phase: Phase) -> None:
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
     """Yield the operators in ``events`` by time, each before those that it calls.
 
-    Operators inside an ``ASIDE`` event are left out: they are memopt's own, not the step's.
+    Operators inside an ``ASIDE_LABEL`` event are left out: they are memopt's own, not the step's.
     """
     aside_ns = 0
     for e in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
         end_ns = e.start_ns() + e.duration_ns()
-        if e.name() == ASIDE:
+        if e.name() == ASIDE_LABEL:
             aside_ns = max(aside_ns, end_ns)
         elif e.name().startswith("aten::") and e.start_ns() >= aside_ns:
             yield OperatorRun(e.name(), argument_shapes(e.shapes()), e.start_ns(), end_ns)
@@ -165,14 +165,14 @@ def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
 def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     """Return start in ns and bytes of each allocation by time; bytes are negative where memory is freed.
 
-    Two kinds of events do not count: allocations inside an ``ASIDE`` event, which are memopt's own, and the freeing of
+    Two kinds of events do not count: memopt's own allocations, inside an ``ASIDE_LABEL`` event, and the freeing of
     memory that this profile did not see allocated.  The profiler remembers the addresses of earlier profiles: memory
     that was allocated between two profiles, at an address that the first one knew, is reported with its old size.
     """
     pending, seen = [(event, False) for event in tree], []
     while pending:
         event, aside = pending.pop()
-        aside = aside or event.name == ASIDE
+        aside = aside or event.name == ASIDE_LABEL
         pending += [(child, aside) for child in event.children]
         if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
             seen.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))

@@ -28,7 +28,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
-from memopt_cli.runtime.places.disk import wait_in
+from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.module_calls import InputsRejected
@@ -57,7 +57,7 @@ class Worker:
         if (
             subject.offload_folder is not None and not sandbox.is_confined()
         ):  # a confined process may write only to its own folder
-            wait_in(subject.offload_folder)
+            set_offload_folder(subject.offload_folder)
 
     @functools.cached_property
     def bench(self) -> Bench:
@@ -85,7 +85,7 @@ class Worker:
             elif spec.is_recorded:
                 error.hint = "The model took these inputs when the baseline was recorded: see what changed since."
             elif is_pretrained(location):
-                error.hint = f"Leave `-i` out: the inputs are then taken from the configuration in {location}."
+                error.hint = f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
             raise
 
     @property

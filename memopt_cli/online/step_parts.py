@@ -16,7 +16,7 @@ from memopt_cli.online.graph import Graph, jacobian_row, only
 from memopt_cli.online.interception import changed
 from memopt_cli.online.structure import Source, Structure
 from memopt_cli.online.traces import CellOutput, Gate, PastState, Row, Use
-from memopt_cli.runtime.leaves import leaves_before
+from memopt_cli.runtime.graph import leaves_before
 
 K = TypeVar("K")
 

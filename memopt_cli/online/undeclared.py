@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import states_of
+from memopt_cli.runtime.graph import nodes_behind
 from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
 
 _STRUCTURE = frozenset(vars(nn.Module()))
@@ -23,11 +23,11 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     """
     first = _step(model, inputs)
     kept = {tensor.grad_fn: path for path, tensor in _undeclared(model) if tensor.grad_fn is not None}
-    made = set(_nodes([tensor.grad_fn for tensor in [*first, *(t for _, t in _undeclared(model))]]))
+    made = set(nodes_behind([*first, *(tensor for _, tensor in _undeclared(model))]))
     for state in states_of(model).values():
         state.value = state.value.detach()
     second = _step(model, inputs)  # a variable, since in PyTorch 2.8 the nodes of a user's Function die with its result
-    for node in _nodes([tensor.grad_fn for tensor in second]):
+    for node in nodes_behind(second):
         if node in made and not hasattr(node, "variable"):
             raise MemoptError(
                 f"{kept.get(node, 'something that the model keeps')} is carried from one time step to the next, and is "
@@ -53,16 +53,3 @@ def _undeclared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if (id(module), name) not in declared:
                 leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
                 yield from ((f"{path}.{name}".removeprefix("."), leaf) for leaf in leaves)
-
-
-def _nodes(starts: Sequence[Node | None]) -> Iterator[Node]:
-    """Yield the nodes of the graph behind ``starts``, each once, the nearest first."""
-    pending, seen = [node for node in starts if node is not None], set[Node]()
-    while pending:
-        following: list[Node] = []
-        for node in pending:
-            if node not in seen:
-                seen.add(node)
-                yield node
-                following += [before for before, _ in node.next_functions if before is not None]
-        pending = following

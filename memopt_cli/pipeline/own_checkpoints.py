@@ -26,8 +26,9 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
     own = _measured(prepared) if measures else None
+    taken = "" if own is None else _taken(own)
     note = (
-        f"The model checkpoints by itself ({attributes_in_words(switches)}){_taken(own) if own is not None else ''}. Plans are "
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){taken}. Plans are "
         "searched with that off, and compared with the step without it. A plan that is applied turns it off, in a "
         "training script as well: leave out what turns it on again there."
     )

@@ -36,6 +36,14 @@ from memopt_cli.records.batch import LengthBatching as LengthBatching
 from memopt_cli.records.batch import NoBatchFits as NoBatchFits
 from memopt_cli.records.batch import Objective as Objective
 from memopt_cli.records.batch import ReplicaAdvice as ReplicaAdvice
+from memopt_cli.records.batch_shaping import AdaptiveSizing as AdaptiveSizing
+from memopt_cli.records.batch_shaping import AlertThresholds as AlertThresholds
+from memopt_cli.records.batch_shaping import BatchShaping as BatchShaping
+from memopt_cli.records.batch_shaping import MemoryAwareShaping as MemoryAwareShaping
+from memopt_cli.records.batch_shaping import OptimizationHints as OptimizationHints
+from memopt_cli.records.batch_shaping import PerformanceMonitoring as PerformanceMonitoring
+from memopt_cli.records.batch_shaping import ShapeValidation as ShapeValidation
+from memopt_cli.records.batch_shaping import TensorLayout as TensorLayout
 from memopt_cli.records.device import LONGEST_NAME as LONGEST_NAME
 from memopt_cli.records.device import RATES as RATES
 from memopt_cli.records.device import AllocatorRules as AllocatorRules

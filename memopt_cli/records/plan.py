@@ -261,8 +261,8 @@ class Plan(_Briefly):
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 
-        ``force``: replace a file that is there.  Raises :class:`UsageError` for one that may not be replaced, and
-        :class:`WriteError` for a folder or a disk that cannot be written to.
+        ``force``: replace a file that is there.  Raises :class:`UsageError` for one that may not be replaced, and for a
+        plan too large to be read again, and :class:`WriteError` for a folder or a disk that cannot be written to.
         """
         from memopt_cli.records.plan_file import save_plan  # which imports this file
 

@@ -7,13 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from memopt_cli.errors import UsageError
 from memopt_cli.records.device import PredictedStep
 from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Layout
 from memopt_cli.records.plan import Plan, SegmentPlan
 from memopt_cli.records.wire import to_data, to_short_data
-from memopt_cli.text.documents import yaml_text
+from memopt_cli.text.documents import why_unreadable, yaml_text
 from memopt_cli.text.writing import content, write_all
 from memopt_cli.version import __version__
 
@@ -24,7 +25,7 @@ PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
 def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
     """Write ``plan`` to ``path``, with a header that names no model and no inputs, since a plan knows neither.
 
-    Raises what :func:`write_all` does.
+    Raises :class:`UsageError` for a plan whose file could not be read again, and what :func:`write_all` does.
     """
     header = FileHeader(
         schema_version=SCHEMA_VERSION,
@@ -36,7 +37,13 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
         seed=0,
         device="",
     )
-    write_all({path: content(plan_yaml(header, plan))}, force=force)
+    text = plan_yaml(header, plan)
+    if reason := why_unreadable(text):
+        raise UsageError(
+            f"the plan is not saved, since memopt could not read its file: {reason}",
+            hint="Save a plan with fewer segments or ranges.",
+        )
+    write_all({path: content(text)}, force=force)
 
 
 def plan_yaml(

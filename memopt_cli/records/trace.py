@@ -25,26 +25,26 @@ class ModuleTrace:
 
     path: str
     class_name: str
-    calls: int
+    calls: int = 0
     """Number of times that forward ran."""
     order: int
     """Rank of the first call among all modules."""
     forward_s: float = 0.0
     """Measured seconds of forward, children included; 0 where only tensors without data ran."""
-    input_bytes: int
+    input_bytes: int = 0
     """Bytes of the input tensors, each storage once."""
-    packed_input_bytes: int
+    packed_input_bytes: int = 0
     """Bytes of the input tensors in :attr:`compressor`."""
-    compressor: CompressorName
+    compressor: CompressorName = "null"
     """Codec that the module asks for, or else the smallest that held all of its inputs exactly."""
     codec_misfit: str = ""
     """How the user's own codec, which the module names, failed to restore its inputs; empty if it did not."""
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...] = ()
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0
     """Bytes of the first positional tensor of the first call."""
-    output_bytes: int
-    saved_bytes: int
+    output_bytes: int = 0
+    saved_bytes: int = 0
     """Bytes of storages that were made in this module or its children and live at the end of the model's forward."""
     refusal: str = ""
     """Reason why the module cannot be a segment; empty if it can."""

@@ -20,8 +20,8 @@ norms, where ``h`` and ``k`` are their inputs in one chunk:
     pass 3:  x --> h --> normalized h --> k --> normalized k --> y
 
 Backward of pass 3 ends at the links of all chunks and at the statistics of ``k``.  Backward of pass 2 begins with the
-sum of the gradients that reached its ``k`` by both, and ends in the same way at ``h``, where that of pass 1 begins.  So
-every operator of forward is differentiated once.  If the operator before the norm is costly (a convolution, a linear
+sum of the gradients that reached its ``k`` by both, and ends in the same way at ``h``, where backward of pass 1 begins.
+So every operator of forward is differentiated once.  If the operator before the norm is costly (a convolution, a linear
 layer), pass 2 takes its output from pass 1, and runs it only when backward recomputes pass 2.  The price: the gradients
 of ``h`` of all chunks exist at the same time.  If they would take more memory than the gradients of ``x``, pass 2 is
 not linked, and its own backward goes all the way to ``x``.
@@ -70,7 +70,7 @@ class Statistics:
     variance: Tensor
     """Shape (C,); the mean square of the deviations, without Bessel's correction."""
     count: int
-    """How many values each channel has."""
+    """Number of values in each channel."""
 
 
 @dataclass(slots=True)
@@ -86,10 +86,13 @@ class ReachedNorm:
     pass has no link here, and its own backward goes all the way to the start.
     """
     source: int | None
-    """The index, among forward's calls of costly operators, of the one that made the norm's input; ``None`` if the next
-    pass must not skip that: it is no costly one, say, or its output may have been written since."""
+    """The index, among forward's calls of costly operators, of the call that made the norm's input.
+
+    ``None``: the next pass must not skip that call, since its operator is not costly, say, or its output may have been
+    written since.
+    """
     values: Tensor | None
-    """The norm's input, until the next pass has taken it; ``None`` if the next pass computes it again."""
+    """The norm's input, until the next pass has taken it.  ``None``: the next pass computes it again."""
     running: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
@@ -110,41 +113,42 @@ class _Norm:
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Return why ``module`` cannot run in chunks with the statistics of all of them; empty if it can."""
+    """Return why ``module`` cannot run in chunks with the statistics of all chunks, or an empty text."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
         if isinstance(inner, nn.SyncBatchNorm):
-            return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics are those of all processes"
+            return f"its {name or 'norm'} is a SyncBatchNorm, whose statistics come from all processes"
         if isinstance(inner, torch.jit.ScriptModule):
             return f"its {name} is a ScriptModule, whose batch norms cannot be reached"
         # The gradient before a norm has two parts: one comes through the normalized values, and one through the
         # statistics, which bypasses hooks.  Hooks of the module itself get the gradients of the whole.
         if inner is not module and has_gradient_hooks(inner):
-            return f"a hook gets the gradients of its {name}, of which the passes over the chunks would give it parts"
+            return f"a hook gets the gradients of its {name}, and the passes over the chunks would give it only parts"
     return ""
 
 
 class NotGathered(Exception):
-    """Passes over the chunks would not give the result of the whole; the message is a sentence without its subject."""
+    """Passes over the chunks would not give the result of the whole; the message is a :data:`Complaint`."""
 
 
 class BatchStatistics:
     """The statistics of the norms in a module, gathered pass by pass."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], given: Sequence[Tensor]) -> None:
-        """Prepare passes of ``forward``, that of ``module``, whose arguments hold the tensors ``given``.
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+        """Prepare passes of the ``forward`` of ``module``; ``inputs`` are the tensors among its arguments.
 
         Raises :class:`ValueError` if a norm lies in a segment inside it.
         """
         _check_inner_segments(module)
         self._module = module
         self._forward = forward
-        self._found: tuple[_Norm, ...] = ()
+        self._norms: tuple[_Norm, ...] = ()
+        """The norms whose statistics are known, in the order of forward."""
         # A segment that keeps outputs finds them by the number of the operator's call, which must be the same in every
         # pass: there no pass may skip an operator.
         self._hands_on = not config_of(module).keep
-        self._start = Start(module, given)
+        self._start = Start(module, inputs)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
         """Yield, for each of the ``chunks`` of the next pass, the function that runs in place of forward.
@@ -164,7 +168,7 @@ class BatchStatistics:
         """
         if self._start.draws():
             raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
-        self._found = (*self._found, _Norm(merged([chunk.statistics for chunk in reached]), reached))
+        self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
         self._start.enter()
 
@@ -181,11 +185,11 @@ class BatchStatistics:
         # The function must not hold ``self``: autograd's graph holds the function until backward, and ``self`` has
         # copies of the module's state.
         module, forward = self._module, self._forward
-        found, hands_on = self._found, self._hands_on
+        known_norms, hands_on = self._norms, self._hands_on
 
         def run(*args: Any, **kwargs: Any) -> Any:
             input_bytes = sum(t.nbytes for t in tensors_of((args, kwargs)) if t.requires_grad)
-            norms = _Norms(module, found, index, hands_on, input_bytes)
+            norms = _Norms(module, known_norms, index, hands_on, input_bytes)
             try:
                 with norms:
                     output = forward(*args, **kwargs)
@@ -225,26 +229,28 @@ class _Unknown(Exception):  # no BaseException: ``nn.Module`` calls its ``always
 class _Norms(TorchFunctionMode):
     """A mode in which batch norms use the statistics of the whole in place of a chunk's."""
 
-    def __init__(self, module: nn.Module, found: Sequence[_Norm], index: int, hands_on: bool, input_bytes: int) -> None:
-        """Run ``module`` on the chunk at ``index`` with the statistics of the norms ``found`` by earlier passes.
+    def __init__(
+        self, module: nn.Module, known_norms: Sequence[_Norm], index: int, hands_on: bool, input_bytes: int
+    ) -> None:
+        """Run ``module`` on the chunk at ``index`` with the statistics of ``known_norms``, from earlier passes.
 
         ``hands_on``: hand a norm's input on to the next pass; ``input_bytes``: bytes of the chunk's inputs that need
         gradients.
         """
         super().__init__()
         self._module = module
-        self._unused = list(found)
+        self._unused = list(known_norms)
         self._index = index
         self._hands_on = hands_on
         self._input_bytes = input_bytes
-        self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in found}
+        self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in known_norms}
         self._hooks = hooks_on_saving()
         self._costly = 0
-        """How many costly operators have run."""
+        """Number of costly operators that have run."""
         self._last: _Output | None = None
-        """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
+        """The output of the last costly operator.  ``None``: the next pass must run that operator itself."""
         self.broken_off = ""
-        """Why the run does not count, even if forward caught the exception that ended it; empty if it counts."""
+        """Why the run does not count, even if forward caught the exception that ended it, or empty."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -270,7 +276,7 @@ class _Norms(TorchFunctionMode):
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
         # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
-        # the checkpoint runs them all again in backward, and compares how many tensors they save.
+        # the checkpoint runs them all again in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1
@@ -302,16 +308,16 @@ class _Norms(TorchFunctionMode):
         return _normalized(input, statistics, weight, bias, eps)
 
     def _reached(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
-        measured, made = _measured(input)
-        link = made if input.nbytes <= self._input_bytes else None
+        statistics, new_link = _measure(input)
+        link = new_link if input.nbytes <= self._input_bytes else None
         source = self._source(input, link)
         values = input.detach() if self._hands_on and source is not None else None
-        return ReachedNorm(measured, link, source, values, tuple(t for t in running if t is not None))
+        return ReachedNorm(statistics, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """Return the index of the costly operator that made ``input``; ``None`` if the next pass cannot skip it."""
-        is_made = link is not None and self._last is not None and self._last.is_given(input, link)
-        return self._costly - 1 if is_made else None
+        """Return the index of the costly operator that made ``input``.  ``None``: the next pass cannot skip it."""
+        can_skip = link is not None and self._last is not None and self._last.is_input(input, link)
+        return self._costly - 1 if can_skip else None
 
     def _uncount(self, running_mean: Tensor) -> None:
         # The norm has raised its ``num_batches_tracked``, and raises it again in the next pass.  Before that pass all
@@ -336,7 +342,7 @@ class _Output:
     requires_grad: bool
     """Whether it needed a gradient then."""
 
-    def is_given(self, input: Tensor, link: Tensor) -> bool:
+    def is_input(self, input: Tensor, link: Tensor) -> bool:
         """Return whether this output is a norm's ``input``, unwritten, and needs a gradient only if ``link`` does."""
         is_same = self.tensor() is input and self.version == version_of(input)
         return is_same and self.requires_grad == link.requires_grad
@@ -423,7 +429,7 @@ def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     return linked
 
 
-def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
+def _measure(x: Tensor) -> tuple[Statistics, Tensor]:
     """Return the statistics of ``x [B, C, ...]``, and a link to it."""
     # The only tensor that is saved from here on is ``x``: a recomputation for backward ends as soon as it has it.
     link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]
@@ -438,7 +444,7 @@ def _measured(x: Tensor) -> tuple[Statistics, Tensor]:
 class _Scaled(torch.autograd.Function):
     """``x [B, C, ...]`` times ``scale`` [C] plus ``shift`` [C], in the dtype of ``x``.
 
-    Its backward holds one tensor as large as ``x`` beside the gradients; that of ``addcmul`` holds two.
+    Its backward holds one tensor as large as ``x`` beside the gradients; the backward of ``addcmul`` holds two.
     """
 
     @staticmethod
@@ -464,7 +470,7 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _other_dims(x: Tensor) -> list[int]:
-    """Return all dimensions of ``x`` but 1, that of the channels."""
+    """Return all dimensions of ``x`` except 1, the dimension of the channels."""
     return [d for d in range(x.dim()) if d != 1]
 
 
@@ -494,21 +500,22 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @torch.no_grad()
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:  # ``.data`` raises no version; batch norm itself writes its statistics like this, too
+    # Through ``.data``, which raises no version: batch norm itself writes its statistics like this.
+    if running is not None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
 class Start:
     """A copy of the state of a module and of the random generators, to put back before another pass."""
 
-    def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         self._module = module
         self._state = ModuleState(module)
         self._batch_norms = batch_norms(module)
         self._state_of_norms = ModuleState(module, self._batch_norms)
         self._copies = {id(t): (t, version_counter(t), t.detach().clone()) for t in self._state.tensors()}
         self._norms = {id(t) for norm in self._batch_norms for t in buffers_of(norm).values() if t is not None}
-        self._given = [(t, version_of(t)) for t in given]
+        self._inputs = [(t, version_of(t)) for t in inputs]
         self._generators = Generators()
 
     def draws(self) -> bool:
@@ -538,7 +545,7 @@ class Start:
 
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.
         """
-        if any(version_of(tensor) != version for tensor, version in self._given):
+        if any(version_of(tensor) != version for tensor, version in self._inputs):
             raise self._cannot("writes over its input")
         self._state.restore()
         for tensor, version, copy in self._copies.values():
@@ -551,8 +558,8 @@ class Start:
 
     def _cannot(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"{name_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass; set "
-            "batch_statistics to false and chunks to 1 in the plan"
+            f"{name_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass. Set "
+            "batch_statistics to false and chunks to 1 in the plan."
         )
 
 
@@ -562,5 +569,5 @@ def _check_inner_segments(module: nn.Module) -> None:
         if config is not None and config.recompute and batch_norms(inner):
             raise ValueError(
                 f"{name_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
-                "batch norm, is a segment of its own; remove one of the two from the plan"
+                "batch norm, is a segment of its own. Remove one of the two from the plan."
             )

@@ -8,9 +8,9 @@ silently compute something else.  Two trials on a piece of the input, without gr
              first half     cumsum([3, 4, 3, 4])    3 7 10 14   the second half changes with the first: rows mix
     trial 2, two halves     joined                  1 3 3 7     the row after the cut is 3 and not 6: rows mix
 
-Trial 1 replaces one half of the input by the other.  Trial 2 also finds modules that go by the position of a row.
-Batch statistics do make rows depend on one another: where they are gathered over the chunks, the norms in every trial
-use the statistics of the first run.  Segments whose norms use the statistics of each chunk (``inexact``) are not tried.
+Trial 1 replaces one half of the input by the other.  Trial 2 also finds modules that use the position of a row.  Batch
+statistics do make rows depend on one another.  If they are gathered over the chunks, the norms in every trial use the
+statistics of the first run.  Segments whose norms use the statistics of each chunk (``inexact``) are not tried.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.chunk_state import Moves, largest
 from memopt_cli.runtime.generators import Generators
+from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.norms import OtherNorms
 from memopt_cli.runtime.private_torch import unseen
 
-_ROUNDINGS: Final = 8
+_MAX_ROUNDINGS: Final = 8
 """Roundings of the largest value by which an output may differ between two runs on inputs of one shape."""
-_SHARE: Final = 1e-3
+_MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
 up in another order."""
-_FEW: Final = 0.02
-"""Share of a row's elements that may differ by more than that: rounding may flip a few spikes from 0 to 1."""
+_MAX_FLIPPED_SHARE: Final = 0.02
+"""Share of a row's elements that may differ more: rounding may flip a few spikes from 0 to 1."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_tried: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Segment -> its forwards in chunks so far."""
+_forwards: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+"""Segment -> number of its forwards in chunks so far."""
 
 _thread = threading.local()
 
@@ -74,7 +75,7 @@ class Piece:
     axis: int
     """The axis along which they are cut."""
     outputs: int
-    """How many of the module's outputs are joined over the chunks; later ones are states for the next chunk."""
+    """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool
     """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), as a neuron does."""
     norms: AbstractContextManager[object]
@@ -88,19 +89,18 @@ class Piece:
 
 
 def is_due(module: nn.Module) -> bool:
-    """Return whether to try ``module`` in this forward, which is so in its first, 16th, 256th and so on.
+    """Return whether to try ``module`` in this forward: its first, 16th, 256th and so on.
 
-    One trial may see nothing, as where all values are zero; more of them would show in measured times.
+    One trial is not enough, since it sees nothing where all values are zero.  Many trials would show in measured times.
     """
     if getattr(_thread, "untried", False):
         return False
-    _tried[module] = _tried.get(module, 0) + 1
-    count = _tried[module]
+    count = _forwards[module] = _forwards.get(module, 0) + 1
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def mixing(piece: Piece) -> str:
-    """Return why the module of ``piece`` cannot run in chunks, a sentence without its subject; empty if it can."""
+def mixing(piece: Piece) -> Complaint:
+    """Return why the module of ``piece`` cannot run in chunks."""
     try:
         with torch.no_grad(), unseen():
             whole = _run_whole(piece, _copies(piece.sequences))
@@ -108,12 +108,12 @@ def mixing(piece: Piece) -> str:
             return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
     except OtherNorms as error:
         return str(error)
-    except Exception:  # the module's own code, on a length that it may not take: that proves nothing about chunks
+    except Exception:  # the module's own code may not take this length, which proves nothing about chunks
         return ""
 
 
-def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> str:
-    """Return how the joined outputs of two halves differ in shape from the output of the whole; empty if not."""
+def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
+    """Return how the joined outputs of two halves differ in shape from the output of the whole."""
     shapes = [tuple(tuple(tensor.shape) for tensor in result.tensors) for result in (whole, cut)]
     if shapes[0] == shapes[1]:
         return ""
@@ -121,23 +121,23 @@ def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> str:
     return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
 
 
-def _dependence(piece: Piece, whole: _Result) -> str:
-    """Return that rows mix, if either half of the output changes with the other half of the input; empty if not."""
+def _dependence(piece: Piece, whole: _Result) -> Complaint:
+    """Return that rows mix, if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
     half, rest = piece.halves_of
-    for start, other, kept, size in ((0, half, half, rest), (half, 0, 0, half)):
-        inputs = [_exchanged(s, start, other, rest, piece.axis) for s in piece.sequences]
+    for start, source, compared, size in ((0, half, half, rest), (half, 0, 0, half)):
+        inputs = [_with_rows_from(source, start, rest, s, piece.axis) for s in piece.sequences]
         changed = _run_whole(piece, inputs)
-        if not all(map(_is_alike, whole.rows(piece.axis, kept, size), changed.rows(piece.axis, kept, size))):
+        if not all(map(_is_alike, whole.rows(piece.axis, compared, size), changed.rows(piece.axis, compared, size))):
             return f"mixes what lies along axis {piece.axis}: part of its output depends on another part of its input"
     return ""
 
 
-def _restart(piece: Piece, whole: _Result, cut: _Result) -> str:
-    """Return that a cut changes the output, if the first row after the cut differs; empty if not."""
-    # A generator of the module's own may draw numbers that ``is_random`` does not see: those for half the length are
-    # others than for the whole, and prove nothing.
+def _restart(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
+    """Return that a cut changes the output, if the first row after the cut differs."""
+    # A generator of the module's own may draw numbers that ``is_random`` does not see.  It draws other numbers for half
+    # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""
     if whole.is_random or not whole.is_cut_at(piece):
@@ -157,7 +157,7 @@ class _Result:
     is_random: bool
     """Whether the run drew random numbers."""
     hands_over: bool
-    """Whether the run left or returned state for a next chunk: then later rows rightly depend on earlier ones."""
+    """Whether the run left or returned state for a next chunk, so that later rows rightly depend on earlier rows."""
 
     def is_cut_at(self, piece: Piece) -> bool:
         """Return whether every output has a row for each row of ``piece``."""
@@ -169,7 +169,8 @@ class _Result:
 
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
-    with piece.starting():  # which also puts the training mode of the dropouts back
+    # The block's end puts the training mode of the dropouts back.
+    with piece.starting():
         for module in piece.module.modules():
             if isinstance(module, _DROPOUTS):
                 module.eval()
@@ -189,23 +190,23 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]  # the module may write its input in place
 
 
-def _exchanged(tensor: Tensor, start: int, other: int, count: int, axis: int) -> Tensor:
-    """Return a copy of ``tensor`` with ``count`` rows from ``start`` on replaced by those from ``other`` on."""
+def _with_rows_from(source: int, start: int, count: int, tensor: Tensor, axis: int) -> Tensor:
+    """Copy ``tensor``, and in the copy overwrite ``count`` rows from ``start`` on by the rows from ``source`` on."""
     (copied,) = _copies([tensor])
-    copied.narrow(axis, start, count).copy_(tensor.detach().narrow(axis, other, count))
+    copied.narrow(axis, start, count).copy_(tensor.detach().narrow(axis, source, count))
     return copied
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    return largest(a - b) <= _ROUNDINGS * torch.finfo(a.dtype).eps * largest(a)
+    return largest(a - b) <= _MAX_ROUNDINGS * torch.finfo(a.dtype).eps * largest(a)
 
 
 def _is_unlike(a: Tensor, b: Tensor) -> bool:
     """Return whether more elements of ``a`` and ``b`` differ than rounding explains."""
     if not (a.is_floating_point() or a.is_complex()):
-        others = a != b
+        differs = a != b
     else:
-        others = (a - b).abs().nan_to_num(0.0) > _SHARE * largest(a)
-    return others.numel() > 0 and others.float().mean().item() > _FEW
+        differs = (a - b).abs().nan_to_num(0.0) > _MAX_DIFFERENCE_SHARE * largest(a)
+    return differs.numel() > 0 and differs.float().mean().item() > _MAX_FLIPPED_SHARE

@@ -33,7 +33,7 @@ class _Chunk:
     start: StartingState
     """The state that it starts from, without the tensors that are made again."""
     needs_gradient: tuple[bool, ...]
-    """Whether each tensor that is made again needs a gradient; empty if the chunk starts where the first one does."""
+    """Whether each tensor that is made again needs a gradient.  Empty: the chunk starts where the first chunk does."""
     run: Callable[[Sequence[Any]], object]
     """A function that runs the chunk's forward again."""
 
@@ -46,7 +46,7 @@ class ChunkStarts:
         self._chunks: list[_Chunk] = []
         self._first: set[int] = set()
         """Identities of the tensors of the state that the first chunk starts from."""
-        self._known: dict[int, list[Tensor]] = {0: []}
+        self._states: dict[int, list[Tensor]] = {0: []}
         """Index of a chunk -> the tensors it starts from; none for chunk 0, whose starting state holds its own."""
         self._generators = Generators()
 
@@ -69,36 +69,37 @@ class ChunkStarts:
         """Check, once every chunk has run, that all can run again; raise :class:`RuntimeError` if one drew numbers."""
         if self._generators.moved():
             raise RuntimeError(
-                f"{name_of(self._module)} draws random numbers, so its states cannot be made again; "
-                "set recompute_states to false in the plan"
+                f"{name_of(self._module)} draws random numbers, so its states cannot be made again. "
+                "Set recompute_states to false in the plan."
             )
 
     def _tensors(self, index: int) -> list[Tensor]:
-        """Return the tensors from which the chunk at ``index`` starts, after those of all later chunks.
+        """Return the tensors from which the chunk at ``index`` starts; call it for all later chunks before.
 
         States of later chunks are dropped: backward has been there.
         """
-        nearest = max(known for known in self._known if known <= index)
-        tensors, remembered = self._known[nearest], {index, *_halves(nearest, index)}
+        nearest = max(start for start in self._states if start <= index)
+        tensors, remembered = self._states[nearest], {index, *_halves(nearest, index)}
         for chunk in range(nearest, index):
             tensors = self._after(chunk, tensors)
             if chunk + 1 in remembered:
-                self._known[chunk + 1] = tensors
-        self._known = {known: held for known, held in self._known.items() if known < index}
+                self._states[chunk + 1] = tensors
+        self._states = {start: state for start, state in self._states.items() if start < index}
         return tensors
 
     def _after(self, index: int, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors that the chunk at ``index`` leaves to the next one, when it starts from ``tensors``."""
         needs_gradient = self._chunks[index + 1].needs_gradient
-        if not needs_gradient:  # the next chunk starts where the first one does: its starting state holds all
+        # If the next chunk starts where the first one does, its starting state holds all tensors.
+        if not needs_gradient:
             return []
         # The graph is on, since forward may need one (``torch.autograd.grad``), but nothing is saved for it.
         nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
         lent = tensors if self._chunks[index].needs_gradient else ()
         with nothing_saved, self._chunks[index].start.replay(lent) as others:
             self._chunks[index].run(others)
-            left = matrices_of(self._module)
-        return [t.detach().requires_grad_(needed) for t, needed in zip(left, needs_gradient, strict=True)]
+            state = matrices_of(self._module)
+        return [t.detach().requires_grad_(is_needed) for t, is_needed in zip(state, needs_gradient, strict=True)]
 
 
 def _halves(start: int, stop: int) -> Iterator[int]:

@@ -2,8 +2,8 @@
 
 Examples are the power iteration of spectral norm, an average over calls, and a counter of calls.  State that is updated
 once per time step, such as a neuron's membrane, ends up the same in chunks.  A trial tells the two apart: a piece of
-the input runs whole and in two halves, both from the state in which the first chunk started, and both must leave the
-same state behind.
+the input runs whole, and in two halves.  Both start from the state in which the first chunk started, and both must
+leave the same state behind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.copies import is_unchanged, version_of
-from memopt_cli.runtime.module_state import state_by_name
+from memopt_cli.runtime.module_state import Complaint, state_by_name
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.private_torch import InstanceNorm
 
-_SHARE: Final = 1e-3
+_MAX_CHANGE_SHARE: Final = 1e-3
 """Share of a tensor's change by which whole and halves may differ: rounding adds less, and one more call adds more."""
-_ROUNDINGS: Final = 8
-"""Roundings of the largest value by which the two may differ besides."""
-_seen: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_MAX_ROUNDINGS: Final = 8
+"""Roundings of the largest value by which whole and halves may differ in addition."""
+_move_counts: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
 """Segment -> name of state that its first chunk changed -> number of forwards in which it did."""
 
 
@@ -36,21 +36,21 @@ class Moves:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: _noted(value) for name, value in _state(module).items()}
+        self._before = {name: _note(value) for name, value in _state(module).items()}
 
-    def found(self) -> set[str]:
-        """Return the names of state that has moved for the first, second, fourth, eighth time and so on: try these.
+    def to_try(self) -> set[str]:
+        """Return the names of state that has moved for the first, second, fourth, eighth time and so on.
 
         One trial is not enough: a power iteration may have converged, or a batch consist of equal samples.
         """
-        seen, moved = _seen.setdefault(self._module, {}), self.now()
+        counts, moved = _move_counts.setdefault(self._module, {}), self.now()
         for name in moved:
-            seen[name] = seen.get(name, 0) + 1
-        return {name for name in moved if seen[name].bit_count() == 1}
+            counts[name] = counts.get(name, 0) + 1
+        return {name for name in moved if counts[name].bit_count() == 1}
 
     def now(self) -> set[str]:
-        """Return the names of all state that is not as it was when this object was made."""
-        nothing = _noted(None)
+        """Return the names of all state that has changed since this object was made."""
+        nothing = _note(None)
         return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).is_of(value)}
 
 
@@ -60,27 +60,27 @@ def difference(
     starting: Callable[[], AbstractContextManager[object]],
     whole: Callable[[], object],
     halves: Callable[[], object],
-) -> str:
-    """Return why the state that ``moved`` forbids chunks of ``module``, a sentence without its subject; empty if not.
+) -> Complaint:
+    """Return why the state that ``moved`` forbids chunks of ``module``.
 
     ``moved``: names of state; ``starting``: makes a context manager in whose block the module is in its starting state;
     ``whole``, ``halves``: run the module on the same piece, uncut and in two halves.
     """
     names = sorted(moved)
     try:
-        before, *after = (_left_by(module, starting, run) for run in (lambda: None, whole, halves))
+        states = [_state_after(run, module, starting) for run in (lambda: None, whole, halves)]
     except Exception as error:  # the module's own code, on a length that it may not take
         return f"moves its {names[0]}, and cannot be tried on part of a chunk ({type(error).__name__}: {error})"
-    states = (before, *after)
-    unlike = next((name for name in names if not _is_alike(*(state.get(name) for state in states))), "")
-    return f"moves its {unlike} once a call, and would once for each chunk" if unlike else ""
+    name = next((name for name in names if not _is_alike(*(state.get(name) for state in states))), "")
+    return f"moves its {name} once a call, and would once for each chunk" if name else ""
 
 
-def _left_by(
-    module: nn.Module, starting: Callable[[], AbstractContextManager[object]], run: Callable[[], object]
+def _state_after(
+    run: Callable[[], object], module: nn.Module, starting: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, Any]:
     with torch.no_grad(), starting():
-        for norm in batch_norms(module):  # running statistics are gathered (batch_statistics.py), or differ on purpose
+        # Their running statistics are gathered (batch_statistics.py), or differ on purpose.
+        for norm in batch_norms(module):
             norm.eval()
         run()
         state = _state(module).items()
@@ -88,30 +88,31 @@ def _left_by(
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the state of ``module`` by name, without that of norms, for which chunks have rules of their own."""
+    """Return the state of ``module`` by name, without the state of norms, for which chunks have rules of their own."""
     norms = {*batch_norms(module), *(m for m in module.modules() if isinstance(m, InstanceNorm))}
     return state_by_name(module, norms)
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    """A value of the state as it was at one moment."""
+class _Note:
+    """A value of the state at one moment."""
 
     tensor: weakref.ref[Tensor] | None
-    """The value if it is a tensor; otherwise ``None``."""
+    """The value if it is a tensor."""
     version: int
-    """The tensor's version then."""
+    """The tensor's version at that moment."""
     number: Any
-    """The value if it is no tensor; otherwise ``None``."""
+    """The value if it is no tensor."""
 
     def is_of(self, value: Any) -> bool:
+        """Return whether ``value`` is the noted value, unchanged."""
         if isinstance(value, Tensor):
             return self.tensor is not None and self.tensor() is value and self.version == version_of(value)
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)
 
 
-def _noted(value: Any) -> _Noted:
-    return _Noted(weakref.ref(value), version_of(value), None) if isinstance(value, Tensor) else _Noted(None, 0, value)
+def _note(value: Any) -> _Note:
+    return _Note(weakref.ref(value), version_of(value), None) if isinstance(value, Tensor) else _Note(None, 0, value)
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
@@ -125,9 +126,9 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
         return is_unchanged(whole, halves)
     is_like_before = isinstance(before, Tensor) and (before.shape, before.dtype) == (whole.shape, whole.dtype)
     # The change is measured from ``before``, unless that is infinite, as the extremes of a quantization observer are.
-    move = largest(whole - before if is_like_before and before.isfinite().all() else whole)
-    rounding = _ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
-    return largest(whole - halves) <= _SHARE * move + rounding
+    change = largest(whole - before if is_like_before and before.isfinite().all() else whole)
+    rounding = _MAX_ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
+    return largest(whole - halves) <= _MAX_CHANGE_SHARE * change + rounding
 
 
 def _as_tensor(value: Any) -> Any:

@@ -29,7 +29,7 @@ from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import data_of
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import name_of, uninitialized
+from memopt_cli.runtime.module_state import Complaint, name_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
 from memopt_cli.runtime.places.schedule import Parcel, parcel_to
@@ -68,11 +68,11 @@ class _Call:
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
-    """The parcel that sends away what the chunks store; ``None`` if that stays on the device."""
+    """The parcel that sends away what the chunks store.  ``None``: it stays on the device."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``forward``, that of ``module``, in chunks.  Raises :class:`ValueError` if its arguments cannot be cut."""
+    """Run the ``forward`` of ``module`` in chunks.  Raises :class:`ValueError` if its arguments cannot be cut."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     config = config_of(module)
@@ -97,10 +97,11 @@ def _run_chunks(
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs, parcel)
     record_cut(module, config.chunks, length)
-    if reason := norm_refusal(module, config, chunks):  # not refused before: it became a segment in eval mode
+    # It may have become a segment in eval mode, where its norms were no reason to refuse it.
+    if reason := norm_refusal(module, config, chunks):
         raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
-    # Chunks that hand something to the next one must all run.  Of others, a dry run may replace equal ones (stand_ins).
+    # Chunks that hand something to the next one must all run.  A dry run may replace equal chunks of other modules.
     hands_on = config.batch_statistics or config.recompute_states or _resumes(module)
     short = None if hands_on or parcel is not None else abridged(module, lengths, config.axis, sequences)
     lengths = lengths if short is None else short.lengths(lengths)
@@ -112,7 +113,8 @@ def _run_chunks(
         return _joined(config, *_one_by_one(call, [forward] * len(pieces), short))
     except _NotInChunks as error:
         reason, undo, is_certain = str(error), error.undo, error.is_certain
-    undo()  # after the except block, which would hold the traceback and with it the chunks' tensors
+    # After the except block, which would hold the traceback and with it the chunks' tensors.
+    undo()
     if is_certain:
         run_whole(module, reason)
         return _run_one_chunk(module, forward, args, kwargs, parcel)
@@ -235,10 +237,10 @@ def _resumes(module: nn.Module) -> bool:
 
 
 class _NotInChunks(Exception):
-    """A module computes something else in chunks, or leaves other state behind, for a reason without its subject."""
+    """A module computes something else in chunks, or leaves other state behind."""
 
-    def __init__(self, reason: str, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: the whole would surely not fail as well."""
+    def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
+        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are surely at fault."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
@@ -257,7 +259,7 @@ class _FirstChunk:
         self._whole = [(name, value, data_of(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
-        """The state that the chunk starts from; ``None`` before it starts."""
+        """The state from which the chunk starts.  ``None``: it did not start yet."""
         self._lent: Sequence[Tensor] = ()
         """The tensors that :attr:`_start` has lent."""
 
@@ -270,12 +272,12 @@ class _FirstChunk:
 
         Raises :class:`_NotInChunks`.
         """
-        moved = self._moves.found()
+        moved = self._moves.to_try()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._lent)
-        reason = _without_axis(config_of(self._module), output) or self._not_taken(output)
-        moved_on = (_complaint(name, value) for name, value, held in self._whole if held != data_of(value))
+        reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
+        moved_on = (_writing(name, value) for name, value, before in self._whole if before != data_of(value))
         reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
@@ -284,16 +286,17 @@ class _FirstChunk:
         if reason:
             raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent, self._others), is_certain=True)
 
-    def _not_taken(self, output: Any) -> str:
-        """Return why the next chunk cannot take the states in this chunk's ``output``; empty if it can."""
+    def _states_refusal(self, output: Any) -> Complaint:
+        """Return why the next chunk cannot take the states in this chunk's ``output``."""
         config = config_of(self._module)
         states = output[config.seq_outputs :] if isinstance(output, tuple) else ()
-        if not states:  # then every chunk gets the arguments that the first one got
+        # Without states, every chunk gets the arguments that the first one got.
+        if not states:
             return ""
         try:
             inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
         except TypeError:
-            return f"returns {len(output)} outputs, of which its forward takes none for the next chunk"
+            return f"returns {len(output)} outputs, and its forward cannot take the last ones for the next chunk"
         except ValueError:  # a function without a signature, as those written in C
             pass
         return ""
@@ -362,14 +365,14 @@ class _FirstChunk:
             return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
 
 
-def _without_axis(config: SegmentConfig, output: Any) -> str:
-    """Return why chunks with such an ``output`` cannot be joined, a sentence without its subject; empty if they can."""
+def _without_axis(config: SegmentConfig, output: Any) -> Complaint:
+    """Return why chunks with such an ``output`` cannot be joined."""
     if isinstance(output, ReachedNorm):
         return ""
     parts = output if isinstance(output, tuple) else (output,)
     for part in parts[: config.seq_outputs]:
         if not isinstance(part, Tensor):
-            return f"returns a {type(part).__name__}, of which chunks cannot be joined"
+            return f"returns an object of class {type(part).__name__}, and only tensors of chunks can be joined"
         if not -part.dim() <= config.axis < part.dim():
             return (
                 f"returns a tensor of shape {tuple(part.shape)}, which has no axis {config.axis} to join chunks along"
@@ -377,8 +380,8 @@ def _without_axis(config: SegmentConfig, output: Any) -> str:
     return ""
 
 
-def _complaint(name: str, value: Any) -> str:
-    """Return that the first chunk wrote to the argument ``value`` named ``name``, a sentence without its subject."""
+def _writing(name: str, value: Any) -> Complaint:
+    """Return that the first chunk wrote to the argument ``value`` named ``name``."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
@@ -386,7 +389,7 @@ def _complaint(name: str, value: Any) -> str:
 
 
 def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each argument that every chunk gets whole, but for tensors.
+    """Yield name and value of each argument, except tensors, that every chunk gets whole.
 
     ``cut``: number of arguments before ``states``, which are cut.
     """
@@ -438,10 +441,10 @@ def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
     cuttable = [s for s in sequences if isinstance(s, Tensor) and -s.dim() <= config.axis < s.dim()]
     lengths = {s.shape[config.axis] for s in cuttable}
     if len(cuttable) < config.seq_inputs or len(lengths) != 1:
-        given = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
+        shapes = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
         raise ValueError(
             f"a segment in chunks needs {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
-            f"and got {given or 'none'}; change axis or seq_inputs in the plan"
+            f"and got {shapes or 'none'}. Change axis or seq_inputs in the plan."
         )
     (length,) = lengths
     return length

@@ -27,22 +27,25 @@ from memopt_cli.runtime.private_torch import (
     edge_of,
     is_fake,
     is_made_of_others,
+    is_ordinary,
     parts_of_concatenation,
     version_counter,
 )
+from memopt_cli.runtime.thread_block import ThreadBlock
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
-_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> integers that hold its bits; larger elements are compared as several of eight bytes."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDE_INTEGERS = (torch.int16, torch.int32, torch.int64)
+"""Integers of more than one byte."""
 _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x8040201008040201
 """Factor that packs flags: if eight bytes of 0 or 1, read as one integer, are multiplied by it, the top byte of the
 product has their eight bits, the first one lowest."""
-_FIRST_LOOK = 2**10
-"""Number of elements, from the first, that are searched at first for a value other than zero."""
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
-"""Index of that top byte in memory."""
+"""Index in memory of the top byte of an integer of eight bytes."""
+_FIRST_SEARCHED = 2**10
+"""Number of elements in the first piece that is searched for a value other than zero."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -55,15 +58,15 @@ class Packed:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: int | None
-    """The version of a tensor stored raw, which must not change before it is read; ``None`` if it is encoded."""
+    """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
     skeleton: Any = None
-    """The return value of a user's own codec, with slots in place of the tensors; ``None`` for memopt's codecs."""
+    """The return value of a user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
     parts: tuple[Packed, ...] = ()
-    """The stored parts of a concatenation; ``data`` holds those copied for it.  Empty for other tensors."""
+    """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw; ``None`` for any other tensor."""
+    """For a view stored raw, its base, stored raw.  ``None``: it is no view, or is encoded."""
 
     @property
     def raw(self) -> bool:
@@ -84,9 +87,9 @@ class SpikeCompressor:
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
-        data = self._encode(_in_storage_order(x)) if _is_plain(x) else None
+        data = self._encode(_in_storage_order(x)) if _is_encodable(x) else None
         if data is None or sum(t.nbytes for t in data) > x.nbytes:
-            return _store_raw(x)
+            return store_raw(x)
         return Packed(data, x.shape, x.stride(), x.dtype, None)
 
     def packed_bytes(self, x: Tensor) -> int:
@@ -99,12 +102,12 @@ class SpikeCompressor:
         Raises :class:`RuntimeError` if a raw tensor was modified in place in between.
         """
         if packed.raw:
-            return _load_raw(packed)
+            return load_raw(packed)
         flat = self._decode(packed.data, math.prod(packed.shape), packed.dtype)
         return flat.as_strided(packed.shape, packed.stride)
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        """Return ``flat``, 1-D and contiguous, encoded; ``None`` if the claim of the codec does not hold."""
+        """Return ``flat``, 1-D and contiguous, encoded, or ``None`` if the claim of the codec does not hold."""
         raise NotImplementedError
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
@@ -122,37 +125,30 @@ class NullSpikeCompressor(SpikeCompressor):
 
     def compress(self, x: Tensor) -> Packed:
         """Hold ``x`` itself."""
-        return _store_raw(x.detach())
-
-
-class BooleanSpikeCompressor(SpikeCompressor):
-    """0/1 tensors, one byte an element."""
-
-    name = "boolean"
-
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if flat.element_size() == 1:
-            return None
-        ones = flat != 0
-        return (ones,) if _equals_bits(ones, flat) else None
-
-    def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        return data[0].to(dtype)
+        return store_raw(x.detach())
 
 
 class Uint8SpikeCompressor(SpikeCompressor):
     """Tensors of integers 0…255, one byte an element."""
 
     name = "uint8"
+    _narrow_dtype = torch.uint8
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if flat.element_size() == 1:
             return None
-        small = flat.to(torch.uint8)
-        return (small,) if _equals_bits(small, flat) else None
+        narrow = flat.to(self._narrow_dtype)
+        return (narrow,) if _equals_bits(narrow, flat) else None
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         return data[0].to(dtype)
+
+
+class BooleanSpikeCompressor(Uint8SpikeCompressor):
+    """0/1 tensors, one byte an element: SpikingJelly's codec of this name.  ``bit`` takes an eighth of its bytes."""
+
+    name = "boolean"
+    _narrow_dtype = torch.bool
 
 
 class BitSpikeCompressor(SpikeCompressor):
@@ -165,7 +161,7 @@ class BitSpikeCompressor(SpikeCompressor):
         return None if flags is None else (flags,)
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        return _unpack_flags(data[0], numel, _octets(data[0].device).to(dtype))
+        return _unpack_flags(data[0], numel, _octet_table(data[0].device).to(dtype))
 
 
 class SparseSpikeCompressor(SpikeCompressor):
@@ -177,17 +173,17 @@ class SparseSpikeCompressor(SpikeCompressor):
         if is_fake(flat):
             return _as_recorded(flat)
         # On the bits as integers: not every dtype has a kernel for indexing.
-        where = (_bits(flat) != 0).nonzero().flatten()
-        values = _bits(flat).index_select(0, where)
+        positions = (_bits(flat) != 0).nonzero().flatten()
+        values = _bits(flat).index_select(0, positions)
         index_dtype = torch.int32 if flat.numel() < 2**31 else torch.int64
-        data: tuple[Tensor, ...] = (where.to(index_dtype),)
-        if not _equals_bits(torch.ones_like(where), values.view(flat.dtype)):
+        data: tuple[Tensor, ...] = (positions.to(index_dtype),)
+        if not _equals_bits(torch.ones_like(positions), values.view(flat.dtype)):
             data = (*data, values)
         return data if sum(t.nbytes for t in data) < flat.nbytes else None
 
     def packed_bytes(self, x: Tensor) -> int:
         """Count the bytes that :meth:`compress` would hold for ``x``, which is faster than finding the positions."""
-        if not _is_plain(x):
+        if not _is_encodable(x):
             return x.nbytes
         flat = _bits(_in_storage_order(x.detach()))
         nonzero = int(torch.count_nonzero(flat))
@@ -208,7 +204,7 @@ class TwoValuedCompressor(SpikeCompressor):
     name = "two-valued"
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if flat.dtype not in _FLOATS or not flat.numel():
+        if flat.dtype not in FLOATS or not flat.numel():
             return None
         value = _first_nonzero(flat)
         flags = _pack_flags(flat, value)
@@ -216,11 +212,11 @@ class TwoValuedCompressor(SpikeCompressor):
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         flags, value = data
-        return _unpack_flags(flags, numel, torch.where(_octets(flags.device) != 0, value, 0))
+        return _unpack_flags(flags, numel, torch.where(_octet_table(flags.device) != 0, value, 0))
 
 
 class IndexCompressor(SpikeCompressor):
-    """Integers, as differences from the least one at the same position of all planes, in the smallest dtype for these.
+    """Integers, as differences from the least integer at the same position of all planes, in the smallest dtype.
 
     Max-pooling returns indices into a plane (height x width, say).  At one position of the output, indices of different
     samples and channels point into the same window of the input, so they differ little.
@@ -232,7 +228,7 @@ class IndexCompressor(SpikeCompressor):
         self._plane = plane
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        if flat.dtype not in _INTEGERS or not flat.numel():
+        if flat.dtype not in WIDE_INTEGERS or not flat.numel():
             return None
         if is_fake(flat):
             return flat.new_empty(flat.shape, dtype=torch.uint8), flat.new_empty(self._plane)
@@ -240,9 +236,10 @@ class IndexCompressor(SpikeCompressor):
         least = rows.amin(0)
         span = rows - least
         narrowest, widest = map(int, span.aminmax())
-        if narrowest < 0:  # a difference does not fit the dtype, and has wrapped around
+        # A difference that does not fit the dtype has wrapped around.
+        if narrowest < 0:
             return None
-        if 255 < widest <= _WIDEST_NUMBERED and (numbered := _numbered(span, widest)):
+        if 255 < widest <= _MAX_NUMBERED_SPAN and (numbered := _number_values(span, widest)):
             return (*numbered, least)
         for limits in map(torch.iinfo, (torch.uint8, torch.int16, torch.int32)):
             if widest <= limits.max - limits.min and limits.bits < 8 * flat.element_size():
@@ -255,23 +252,23 @@ class IndexCompressor(SpikeCompressor):
         return (span.to(dtype).view(-1, least.numel()) + least).flatten()
 
 
-_WIDEST_NUMBERED = 2**20
+_MAX_NUMBERED_SPAN = 2**20
 """The widest span whose distinct values are counted, to number them."""
 
 
-def _numbered(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """Return ``span`` as numbers of its distinct values, one byte each, and these values; ``None`` if over 256.
+def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
+    """Return ``span`` as numbers of its distinct values, one byte each, and the values.  ``None``: over 256 values.
 
     In a wide image, a window has few different indices, which are far apart: in a 3x3 window of an image that is 1000
     wide they are 0, 1, 2, 1000, 1001, 1002, 2000, 2001 and 2002.
     """
     flat = span.flatten().to(torch.int64)
-    taken = torch.zeros(widest + 1, dtype=torch.bool, device=span.device).index_fill_(0, flat, True)
-    values = taken.nonzero().flatten()
+    occurs = torch.zeros(widest + 1, dtype=torch.bool, device=span.device).index_fill_(0, flat, True)
+    values = occurs.nonzero().flatten()
     if values.numel() > 256:
         return None
-    number = (taken.cumsum(0) - 1).to(torch.uint8)
-    return number.index_select(0, flat), values.to(span.dtype)
+    number_of_value = (occurs.cumsum(0) - 1).to(torch.uint8)
+    return number_of_value.index_select(0, flat), values.to(span.dtype)
 
 
 class Codec(Protocol):
@@ -296,11 +293,11 @@ class OwnCompressor(SpikeCompressor):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether its ``decompress`` takes the shape; ``None`` before its first call (a compiler cannot find out)."""
+        """Whether its ``decompress`` takes the shape.  ``None``: not called yet (a compiler cannot find out)."""
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
-        packed, reason = self._tried(x)
+        packed, reason = self._try(x)
         if reason:
             warnings.warn(
                 f"x_compressor {type(self._codec).__name__}: {reason}; such an input is stored as it is", stacklevel=1
@@ -309,41 +306,41 @@ class OwnCompressor(SpikeCompressor):
 
     def packed_bytes(self, x: Tensor) -> int:
         """Return the bytes that :meth:`compress` would hold for ``x``."""
-        return self._tried(x)[0].nbytes
+        return self._try(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """Return how the codec fails to give back ``x``; empty if it does not fail."""
-        return self._tried(x)[1]
+        """Return how the codec fails to give back ``x``, or an empty text."""
+        return self._try(x)[1]
 
-    def _tried(self, x: Tensor) -> tuple[Packed, str]:
-        """Return ``x`` stored, and why the codec was not used; empty if it was, or if a dry run cannot tell."""
+    def _try(self, x: Tensor) -> tuple[Packed, str]:
+        """Return ``x`` stored, and why the codec was not used, or an empty text.  A dry run cannot tell why."""
         x = x.detach()
         if not is_dense(x):
-            return _store_raw(x), ""
+            return store_raw(x), ""
         try:
             payload = self._codec.compress(x)
-            reason = _difference(self._restored(payload, x.shape), x)
-        except UNKNOWN_WITHOUT_DATA:  # a dry run cannot know
-            return _store_raw(x), ""
+            reason = _difference(self._restore(payload, x.shape), x)
+        except UNKNOWN_WITHOUT_DATA:
+            return store_raw(x), ""
         except Exception as err:  # the codec's own code may raise anything
             line = str(err).partition("\n")[0]
-            return _store_raw(x), f"it raises {type(err).__name__}: {line}"
+            return store_raw(x), f"it raises {type(err).__name__}: {line}"
         if reason:
-            return _store_raw(x), reason
+            return store_raw(x), reason
         data, skeleton = split_tensors(payload)
         return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor that was stored as ``packed``, equal to the bit, with its strides."""
         if packed.raw:
-            return _load_raw(packed)
-        restored = self._restored(join_tensors(packed.data, packed.skeleton), packed.shape)
+            return load_raw(packed)
+        restored = self._restore(join_tensors(packed.data, packed.skeleton), packed.shape)
         if restored.stride() == packed.stride:
             return restored
         laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=restored.device)
         return laid_out.copy_(restored)
 
-    def _restored(self, payload: Any, shape: torch.Size) -> Tensor:
+    def _restore(self, payload: Any, shape: torch.Size) -> Tensor:
         if self._takes_shape is None:
             self._takes_shape = _takes_shape(self._codec)
         decompress: Callable[..., Tensor] = self._codec.decompress
@@ -351,13 +348,13 @@ class OwnCompressor(SpikeCompressor):
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """Return how ``restored``, which a codec gave back, differs from ``x``; empty if it does not."""
+    """Return how ``restored``, which a codec gave back, differs from ``x``, or an empty text."""
     if not isinstance(restored, Tensor):
         return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
-    for what in ("dtype", "shape"):
-        if getattr(restored, what) != getattr(x, what):
-            found, given = (str(getattr(t, what)).removeprefix("torch.") for t in (restored, x))
-            return f"its decompress gives back {what} {found} where compress was given {given}"
+    for property in ("dtype", "shape"):
+        after, before = (str(getattr(t, property)).removeprefix("torch.") for t in (restored, x))
+        if after != before:
+            return f"its decompress gives back {property} {after} where compress was given {before}"
     return "" if same_bits(restored, x) else "its decompress gives back other values than compress was given"
 
 
@@ -369,31 +366,31 @@ def _takes_shape(codec: Codec) -> bool:
 
 
 def _signature_refusal(codec: Codec) -> str:
-    """Return why the methods of ``codec`` cannot be called; empty if they can, or if their parameters are unknown."""
+    """Return why the methods of ``codec`` cannot be called, or an empty text."""
     for function, calls in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # it is not written in Python
+        except (TypeError, ValueError):  # it is not written in Python, so its parameters are unknown
             continue
-        if not any(_takes(signature, call.count(",") + 1) for call in calls):
+        if not any(_accepts(signature, call.count(",") + 1) for call in calls):
             wanted = " or ".join(f"{function.__name__}({call})" for call in calls)
-            return f"is {type(codec).__name__} with {function.__name__}{signature}; it is to be called {wanted}"
+            return f"is {type(codec).__name__} with {function.__name__}{signature}, and memopt calls {wanted}"
     return ""
 
 
-def _takes(signature: inspect.Signature, arguments: int) -> bool:
+def _accepts(signature: inspect.Signature, argument_count: int) -> bool:
     try:
-        signature.bind(*range(arguments))
+        signature.bind(*range(argument_count))
     except TypeError:
         return False
     return True
 
 
 class PartsCompressor(SpikeCompressor):
-    """Concatenations, by reference to those of their parts that are stored elsewhere already.
+    """Concatenations, by reference to the parts that are stored elsewhere already, and copies of the other parts.
 
-    The decoder of a U-Net concatenates its feature map with one of the encoder, which is stored already, as the input
-    of the encoder's next layer::
+    The decoder of a U-Net concatenates its own feature map with a feature map of the encoder.  The latter is stored
+    already, as the input of the encoder's next layer::
 
         down = block(x)              stored whole, as the input of pool
         low = pool(down)
@@ -404,20 +401,20 @@ class PartsCompressor(SpikeCompressor):
 
     def compress(self, x: Tensor) -> Packed:
         """Return references to the stored parts of ``x`` and copies of the others; ``x`` itself if none is stored."""
-        concatenation = parts_of_concatenation(x) if _is_known_class(x) and _is_plain(x) else None
-        own = None if concatenation is None else _known(edge_of(x), x.detach())
-        if concatenation is None or (own is not None and own.raw):
-            return _store_raw(x.detach())
-        if own is not None and own.stride == x.stride():
-            return own
+        concatenation = parts_of_concatenation(x) if is_ordinary(x) and _is_encodable(x) else None
+        whole = None if concatenation is None else _find_stored(edge_of(x), x.detach())
+        if concatenation is None or (whole is not None and whole.raw):
+            return store_raw(x.detach())
+        if whole is not None and whole.stride == x.stride():
+            return whole
         dim, parts = concatenation
-        pieces = _pieces(x.detach(), dim, [length for _, length in parts])
-        known = [_known(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
-        if not any(known) or len(known) < len(parts):
-            return _store_raw(x.detach())
-        stored = [part or _store_raw(piece.clone()) for part, piece in zip(known, pieces, strict=True)]
-        copies = tuple(part.data[0] for part, reference in zip(stored, known, strict=True) if reference is None)
-        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flat(stored, dim)), dim=dim)
+        pieces = _split(x.detach(), dim, [length for _, length in parts])
+        references = [_find_stored(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
+        if not any(references) or len(references) < len(parts):
+            return store_raw(x.detach())
+        stored = [reference or store_raw(piece.clone()) for reference, piece in zip(references, pieces, strict=True)]
+        copies = tuple(part.data[0] for part, reference in zip(stored, references, strict=True) if reference is None)
+        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flatten(stored, dim)), dim=dim)
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor that was stored as ``packed``.
@@ -425,57 +422,54 @@ class PartsCompressor(SpikeCompressor):
         Raises :class:`RuntimeError` if it, or one of its parts, was modified in place in between.
         """
         if packed.raw:
-            return _load_raw(packed)
+            return load_raw(packed)
         parts = [_load_part(part) if part.raw else self.decompress(part) for part in packed.parts]
-        made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=parts[0].device)
+        whole = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=parts[0].device)
         with torch.no_grad():
-            return torch.cat(parts, dim=packed.dim, out=made)
+            return torch.cat(parts, dim=packed.dim, out=whole)
 
 
 def _load_part(packed: Packed) -> Tensor:
-    return _unmodified(
-        packed,
-        "a part",
-        "was modified in place after a concatenation was stored by its parts",
-        "what is made of it now would be wrong. Make the modification out of place, or have the plan store "
-        "concatenations whole: compressor null, packed false.",
-    )
+    (x,) = packed.data
+    if version_counter(x) != packed.version:
+        raise RuntimeError(
+            f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
+            f"(version {packed.version} -> {version_counter(x)}), so the concatenation cannot be restored. Make the "
+            "modification out of place, or have the plan store concatenations whole: compressor null, packed false."
+        )
+    return x
 
 
-def _flat(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
-    """Yield ``parts``, those that are concatenations along ``dim`` replaced by their own parts, as in a DenseNet."""
+def _flatten(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
+    """Yield ``parts``; a part that is a concatenation along ``dim`` itself is replaced by its parts (DenseNet)."""
     for part in parts:
         yield from part.parts if part.parts and part.dim == dim else (part,)
 
 
 def note_stored(x: Tensor, packed: Packed) -> None:
     """Note that ``x`` is stored as ``packed``, so that a concatenation of which it is a part can refer to it."""
-    edge = edge_of(x) if _is_known_class(x) else None
+    edge = edge_of(x) if is_ordinary(x) else None
     if edge is not None and (packed.raw or packed.parts):
-        _stored()[edge] = packed
+        _stored_by_edge()[edge] = packed
 
 
-def _is_known_class(x: Tensor) -> bool:
-    return type(x) is Tensor or is_fake(x)  # other subclasses may define concatenation and comparison otherwise
-
-
-def _stored() -> MutableMapping[Edge, Packed]:
-    """Return the stored tensors that this thread made, by their edges; per thread, since each numbers its own nodes."""
+def _stored_by_edge() -> MutableMapping[Edge, Packed]:
+    """Return the stored tensors that this thread made, by their edges; each thread numbers its own nodes."""
     if not hasattr(_thread, "stored"):
         _thread.stored = WeakValueDictionary()
     stored: MutableMapping[Edge, Packed] = _thread.stored
     return stored
 
 
-def _pieces(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
-    """Return ``x`` cut into pieces of ``lengths``, one of which may be unknown; no pieces if several are."""
+def _split(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
+    """Return ``x`` cut into pieces of ``lengths``, or no pieces if more than one of the lengths is unknown."""
     rest = x.shape[dim] - sum(length or 0 for length in lengths)
     return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []
 
 
-def _known(edge: Edge | None, piece: Tensor) -> Packed | None:
-    """Return the storage of the tensor to which ``edge`` leads, if that has the very bits of ``piece``."""
-    stored = None if edge is None else _stored().get(edge)
+def _find_stored(edge: Edge | None, piece: Tensor) -> Packed | None:
+    """Return the stored tensor to which ``edge`` leads, if it has the very bits of ``piece``; otherwise ``None``."""
+    stored = None if edge is None else _stored_by_edge().get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 
 
@@ -486,12 +480,13 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():  # negated views: other bits
+    # A negated view has other bits than its values.
+    if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():
         return False
     if x.device.type == "cpu":
         return is_fake(piece) or torch.equal(_bits(x), _bits(piece))
-    same = (_bits(x) == _bits(piece)).all()  # in a dry run too, since it takes memory
-    return is_fake(piece) or bool(same)
+    is_equal = (_bits(x) == _bits(piece)).all()  # in a dry run too, since it takes memory
+    return is_fake(piece) or bool(is_equal)
 
 
 COMPRESSORS: dict[str, SpikeCompressor] = {
@@ -514,7 +509,7 @@ OWN_COMPRESSOR = OwnCompressor.name
 
 
 def declared_compressor(module: nn.Module) -> str | None:
-    """Return the name of the codec in the attribute ``x_compressor`` of ``module``; ``None`` if it has none.
+    """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
     The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
@@ -558,43 +553,38 @@ def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
 
 
 def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
-    """Return as many positions in the fake ``flat`` as a recorded step had; ``None`` if none was recorded."""
+    """Return as many positions in the fake ``flat`` as a recorded step had, or ``None`` without such a record."""
     share: Callable[[], float] | None = getattr(_thread, "share", None)
-    held = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
-    return (flat.new_empty(held // 4, dtype=torch.int32),) if held < flat.nbytes else None
+    nbytes = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
+    return (flat.new_empty(nbytes // 4, dtype=torch.int32),) if nbytes < flat.nbytes else None
 
 
 def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-    """Return ``codec.compress(x)``, run :class:`beside_the_model`."""
-    with beside_the_model():
+    """Return ``codec.compress(x)``, whose new tensors are memopt's own."""
+    with internal_tensors():
         return codec.compress(x)
 
 
 def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
-    """Return ``codec.decompress(packed)``, run :class:`beside_the_model`."""
-    with beside_the_model():
+    """Return ``codec.decompress(packed)``, whose new tensors are memopt's own."""
+    with internal_tensors():
         return codec.decompress(packed)
 
 
-class beside_the_model:  # it reads as a statement
+class internal_tensors(ThreadBlock):
     """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
 
-    __slots__ = ("_outer",)
-
-    def __enter__(self) -> None:
-        self._outer, _thread.beside = is_beside_the_model(), True
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.beside = self._outer
+    __slots__ = ()
+    _thread, _name, _default, _value = _thread, "makes_internal_tensors", False, True
 
 
-def is_beside_the_model() -> bool:
+def makes_internal_tensors() -> bool:
     """Return whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
-    return getattr(_thread, "beside", False)
+    return getattr(_thread, "makes_internal_tensors", False)
 
 
 def _bits(flat: Tensor) -> Tensor:
-    return flat.view(_BITS_OF.get(flat.element_size(), torch.int64))
+    return flat.view(_BITS_DTYPES.get(flat.element_size(), torch.int64))
 
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
@@ -603,39 +593,39 @@ def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
     return is_fake(flat) or torch.equal(expected, _bits(flat))
 
 
-def _piece(flat: Tensor) -> int:
-    """Return how many elements of ``flat`` are packed at a time, a multiple of 8.
+def _piece_size(flat: Tensor) -> int:
+    """Return the number of elements of ``flat`` that are packed at a time, a multiple of 8.
 
-    On the CPU that many stay in the caches, and are enough to share among threads.  On a GPU larger pieces take fewer
-    calls, but their intermediate results count at the peak: up to 10 bytes an element, 40 MiB.
+    On the CPU such a piece stays in the caches, and is large enough to share among threads.  On a GPU larger pieces
+    take fewer calls, but their intermediate results count at the peak: up to 10 bytes an element, 40 MiB.
     """
-    most = 2**19 if flat.device.type == "cpu" else 2**22
-    return min(most, -(-flat.numel() // 8) * 8)
+    max_size = 2**19 if flat.device.type == "cpu" else 2**22
+    return min(max_size, -(-flat.numel() // 8) * 8)
 
 
 def _first_nonzero(flat: Tensor) -> Tensor:
-    """Return the first element of ``flat`` whose bits are not all zero, of shape (1,); zero if there is none.
+    """Return the first element of ``flat`` whose bits are not all zero, of shape (1,), or else a zero.
 
-    Most tensors have one at their very beginning, so the pieces that are looked at grow.
+    Most tensors have such an element at their very beginning, so the pieces that are searched grow.
     """
-    start, size = 0, _FIRST_LOOK
+    start, size = 0, _FIRST_SEARCHED
     while start < flat.numel() and not is_fake(flat):
         piece = flat[start : start + size]
         nonzero = _bits(piece) != 0
         if nonzero.any():
             first = nonzero.to(torch.uint8).argmax()
             return piece.index_select(0, first.reshape(1))
-        start, size = start + size, min(_piece(flat), 8 * size)
+        start, size = start + size, min(_piece_size(flat), 8 * size)
     return flat.new_zeros(1)
 
 
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None`` if one is neither that nor zero, to the bit: -0.0 and another NaN are neither.  Eight flags, eight bytes of
-    0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
+    ``None``: an element is neither ``value`` nor zero, to the bit (-0.0 or another NaN, say).  Eight flags, eight bytes
+    of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
-    size, bits = _piece(flat), _bits(flat)
+    size, bits = _piece_size(flat), _bits(flat)
     minus = -1 if is_fake(flat) else int(_bits(value).neg())
     packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
     flags, others = flat.new_empty(size, dtype=torch.bool), bits.new_empty(size)
@@ -666,7 +656,7 @@ def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
     flat = octets.new_empty(numel)
     whole, rest = divmod(numel, 8)
     rows, table = _bits(flat[: whole * 8]).view(whole, 8), _bits(octets)
-    size = _piece(flat) // 8
+    size = _piece_size(flat) // 8
     for start in range(0, whole, max(1, size)):
         out = rows[start : start + size]
         torch.index_select(table, 0, packed[start : start + out.shape[0]].to(torch.int32), out=out)
@@ -677,7 +667,7 @@ def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
     return flat
 
 
-def _octets(device: torch.device) -> Tensor:
+def _octet_table(device: torch.device) -> Tensor:
     """Return the table byte -> eight bytes of 0 or 1, least significant bit first; uint8, shape (256, 8)."""
     byte = torch.arange(256, device=device).unsqueeze(1)
     return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8)
@@ -686,7 +676,7 @@ def _octets(device: torch.device) -> Tensor:
 def is_dense(x: Tensor) -> bool:
     """Return whether ``x`` fills its memory without gaps or overlaps, in whatever order its dimensions lie.
 
-    A tensor of another layout than the strided one is never dense, nor is one that consists of others.
+    A sparse tensor, say, or a tensor that consists of other tensors (a ``DTensor``) is never dense.
     """
     if x.layout is not torch.strided or is_made_of_others(type(x)):
         return False
@@ -701,7 +691,7 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_encodable(x: Tensor) -> bool:
     return is_dense(x) and not (x.is_quantized or x.is_neg() or x.dtype.is_complex)
 
 
@@ -709,24 +699,21 @@ def _in_storage_order(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def _store_raw(x: Tensor) -> Packed:
+def store_raw(x: Tensor) -> Packed:
+    """Store ``x``, which is detached, as it is."""
     return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
 
 
-def _load_raw(packed: Packed) -> Tensor:
-    return _unmodified(
-        packed,
-        "an input",
-        "stored for recomputation was modified in place after it was stored",
-        "recomputing from it would be wrong. Do not make a segment of the module that takes it, or make the "
-        "modification out of place.",
-    )
+def load_raw(packed: Packed) -> Tensor:
+    """Return the input of a segment that is stored raw as ``packed``.
 
-
-def _unmodified(packed: Packed, what: str, happened: str, then: str) -> Tensor:
-    """Return the tensor stored raw as ``packed``.  Raises :class:`RuntimeError`, in these words, if it was modified."""
+    Raises :class:`RuntimeError` if it was modified in place in between.
+    """
     (x,) = packed.data
     if version_counter(x) != packed.version:
-        versions = f"version {packed.version} -> {version_counter(x)}"
-        raise RuntimeError(f"{what} of shape {tuple(x.shape)} {happened} ({versions}); {then}")
+        raise RuntimeError(
+            f"an input of shape {tuple(x.shape)} stored for recomputation was modified in place after it was stored "
+            f"(version {packed.version} -> {version_counter(x)}), so recomputing from it would be wrong. Do not make a "
+            "segment of the module that takes it, or make the modification out of place."
+        )
     return x

@@ -2,8 +2,8 @@
 
 A segment is installed *on* a module, not above it: the module's class becomes a subclass of :class:`GCContainer` and
 of its own class.  Its name in the model, its parameters' names, its attributes, its hooks and ``isinstance`` stay as
-they were, and :func:`remove_segment` undoes it.  The module's own hooks run once a step; those of its children run
-again when they are recomputed (:func:`is_recomputing` tells).
+they were, and :func:`remove_segment` undoes it.  The module's own hooks run once a step; the hooks of its children run
+again when the children are recomputed (:func:`is_recomputing` tells).
 
 ``segment_config.py`` has the settings of a segment, and ``refusals.py`` the reasons why a module cannot be one.
 ``segment_call.py`` keeps the inputs of a call, packed, and the state that it starts from (``state.py``);
@@ -39,7 +39,7 @@ from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.places.interface import DEVICE
-from memopt_cli.runtime.places.schedule import Group, parcel_to
+from memopt_cli.runtime.places.schedule import ParcelSeries, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
@@ -66,7 +66,7 @@ class GCContainer(Installed):
 
         Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment.
         """
-        return _constructed(cls, x_compressor, modules, SegmentConfig())
+        return _construct(cls, x_compressor, modules, SegmentConfig())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # After ``GCContainer(...)``, Python calls this with the arguments of ``__new__``, which has done everything.
@@ -92,14 +92,14 @@ class TCGCContainer(GCContainer):
         """
         norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
-        return _constructed(cls, x_compressor, modules, config)
+        return _construct(cls, x_compressor, modules, config)
 
 
 _CONSTRUCTED = "_memopt_constructed"
 """Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
 
 
-def _constructed(
+def _construct(
     cls: type[GCContainer], x_compressor: Any, modules: Sequence[nn.Module], config: SegmentConfig
 ) -> nn.Module:
     chain = Chain(*modules)
@@ -141,9 +141,9 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return what ``reason_of`` finds wrong with ``config``, or with its settings for some length; empty if nothing."""
+    """Return the first ``reason_of`` a setting in ``config``, one for each range of lengths, or an empty text."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
-    return next(filter(None, (reason_of(one) for one in configs if one is not None)), "")
+    return next(filter(None, map(reason_of, filter(None, configs))), "")
 
 
 def _mixin(config: Settings) -> type[Installed]:
@@ -164,9 +164,9 @@ def remove_segment(module: nn.Module) -> None:
 
 
 def settings_of(module: nn.Module) -> Settings | None:
-    """Return the settings of the segment ``module``; ``None`` for a plain module."""
-    config: Settings | None = vars(module).get(SEGMENT_KEY)
-    return config
+    """Return the settings of the segment ``module``, or ``None`` for a plain module."""
+    settings: Settings | None = vars(module).get(SEGMENT_KEY)
+    return settings
 
 
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
@@ -174,17 +174,17 @@ def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, 
 
     Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings that no segment has.
     """
-    return _restored(original, SegmentConfig(**config))
+    return _restore(original, SegmentConfig(**config))
 
 
 def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """Return an empty segment by length, as :func:`restore_segment` does for other segments; a file format, too."""
-    configs = tuple(None if one is None else SegmentConfig(**one) for one in config["configs"])
+    """Return an empty segment by length, as :func:`restore_segment` does for other segments: also a file format."""
+    configs = tuple(None if entry is None else SegmentConfig(**entry) for entry in config["configs"])
     length = None if config["length"] is None else LengthOf(**config["length"])
-    return _restored(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
+    return _restore(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
 
 
-def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
+def _restore(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
     if reason := _first(wrong_settings, settings):
         raise ValueError(reason)
     if isinstance(original, LiftedModule):
@@ -199,16 +199,53 @@ def _restored(original: type[nn.Module] | LiftedModule, settings: Settings) -> n
 # ---------------------------------------------------------------------------------------------- the class
 
 
-def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
-    """Return the class of segments on modules of class ``original``, made the first time.
+_MADE = "_memopt_made"
+"""Attribute of the class of a segment that is complete."""
 
-    It is found among the subclasses of ``original``, which Python holds weakly: a cache would keep it alive.
+
+class _SegmentClass(type):
+    """The class of the classes of segments, on which attributes are set as without a plan: on the module's own class.
+
+    So ``type(self).calls += 1`` in a forward, or ``type(layer).rate = 0.1`` in a schedule, is seen by all modules of
+    that class, segments or not.
     """
-    made = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
-    return next((kind for kind in made if kind.__bases__[0] is mixin), None) or _made_class(original, mixin)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if _is_of_segment(cls, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(vars(cls)["_original"], name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        if _is_of_segment(cls, name):
+            super().__delattr__(name)
+        else:
+            delattr(vars(cls)["_original"], name)
 
 
-def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
+def _is_of_segment(kind: type, name: str) -> bool:
+    """Tell whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
+
+    It is while ``kind`` is being made, as by ``__init_subclass__``, and in a class that others derive from a segment's.
+    """
+    return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
+
+
+def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
+    kind = type(original)
+    return _SegmentClass if kind is type else type(f"{kind.__name__}OfSegment", (_SegmentClass, kind), {})
+
+
+def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
+    """Return the class of segments on modules of class ``original``; make it the first time.
+
+    Python holds the subclasses of ``original`` weakly, and a cache of memopt's would keep them alive.
+    """
+    kinds = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
+    return next((kind for kind in kinds if kind.__bases__[0] is mixin), None) or _make_segment_class(original, mixin)
+
+
+def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     run, recomputes = _RUNS[mixin], issubclass(mixin, GCContainer)
 
     @functools.wraps(original.forward)
@@ -248,14 +285,16 @@ def _made_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Mo
         "_original": original,
         "forward": forward,
     }
-    return type(original.__name__, (mixin, original), body)
+    kind: Any = _metaclass(original)(original.__name__, (mixin, original), body)
+    setattr(kind, _MADE, True)
+    return kind  # type: ignore[no-any-return]
 
 
 def _label(mixin: type[Installed], config: Settings) -> str:
     """Return the text that precedes the module in its ``repr``: the mixin, and the settings that are not defaults."""
     if isinstance(config, ConfigsByLength):
-        kinds = ("plain" if one is None else _label(_mixin(one), one) for one in config.configs)
-        return f"{mixin.__name__}({', '.join(f'{n}: {kind}' for n, kind in zip(config.up_to, kinds, strict=True))})"
+        labels = ("plain" if entry is None else _label(_mixin(entry), entry) for entry in config.configs)
+        return f"{mixin.__name__}({', '.join(f'{n}: {text}' for n, text in zip(config.up_to, labels, strict=True))})"
     chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
 
@@ -268,7 +307,8 @@ def _without_segment(kind: type) -> type:
         return kind
     bases = tuple(_without_segment(base) for base in kind.__bases__)
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, bases, body)  # type: ignore[misc,no-any-return]
+    make: Any = type if isinstance(kind, _SegmentClass) else type(kind)
+    return make(kind.__name__, bases, body)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- running it
@@ -281,7 +321,7 @@ def _run_by_length(
         path = getattr(module, SEGMENT_KEY).path  # PyTorch 2.8 does not trace ``vars``
         return run_plainly_or(_run_between_graphs, path, module, forward, args, kwargs)
     with with_length_of(module, args, kwargs):
-        run = _acting(module)
+        run = _run_at_length(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
 
@@ -291,17 +331,17 @@ def _run_between_graphs(
 ) -> Any:
     """Run ``module`` by length in a compiled model: ``forward`` is compiled, and the choice of its settings is not."""
     with _with_length_uncompiled(module, args, kwargs):
-        run = _acting_uncompiled(module)
+        run = _run_at_length_uncompiled(module)
         return forward(*args, **kwargs) if run is None else run(module, forward, args, kwargs)
 
 
-def _acting(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the present length; ``None`` if it runs plainly.
+def _run_at_length(module: nn.Module) -> Run | None:
+    """Return the function that runs the forward of ``module`` at the present length.  ``None``: it runs plainly.
 
-    Segments run uncompiled: a graph made for one length would be used for another, too.
+    Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """
     config = segment_of(module)
-    # A checkpoint of the user's own would run the module again in backward without telling the length.
+    # A checkpoint of the user's own would run the module again in backward, where the length is unknown.
     if config is None or is_checkpointed():
         return None
     mixin = _mixin(config)
@@ -309,7 +349,7 @@ def _acting(module: nn.Module) -> Run | None:
     return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
 
 
-_with_length_uncompiled, _acting_uncompiled = not_compiled(with_length_of), not_compiled(_acting)
+_with_length_uncompiled, _run_at_length_uncompiled = not_compiled(with_length_of), not_compiled(_run_at_length)
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,7 +372,8 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])
         if parcel is not None:
             parcel.complete()
-        kwargs, codec = {}, COMPRESSORS["null"]  # keywords and codec are meant for the input of the first stage
+        # Keywords and codec are for the input of the first stage alone.
+        kwargs, codec = {}, COMPRESSORS["null"]
     return output
 
 
@@ -358,7 +399,7 @@ def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     config, state = config_of(module), (*module.parameters(), *module.buffers())
     if config.place == DEVICE:
         return PackedSaves(state)
-    return PackedSaves((*state, *tensors_of((args, kwargs))), Group(config.place), packs=config.packs)
+    return PackedSaves((*state, *tensors_of((args, kwargs))), ParcelSeries(config.place), packs=config.packs)
 
 
 def _run_through_loss(

@@ -22,9 +22,9 @@ class Copy:
     values: Tensor
     """A tensor of its own, or a view of ``shared``."""
     stride: tuple[int, ...] = ()
-    """The strides of the tensor, if those of ``values`` differ; otherwise empty."""
+    """The strides of the tensor.  Empty: ``values`` has the same."""
     shared: Tensor | None = None
-    """A vector of which several copies are views; ``None`` if ``values`` is a tensor of its own."""
+    """A vector of which several copies are views.  ``None``: ``values`` is a tensor of its own."""
     needs_gradient: bool = False
     """Whether a tensor made of it needs a gradient."""
 
@@ -68,15 +68,14 @@ def _lie_apart(tensors: Iterable[Tensor]) -> bool:
 def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     """Return new tensors with the values of ``copies``, by the same keys."""
     needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
-    wholes = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
-    made = {key: whole.detach().requires_grad_(key in needing).clone() for key, whole in wholes.items()}
-    return {key: _again(copy, made) for key, copy in copies.items()}
+    shared = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
+    clones = {key: vector.detach().requires_grad_(key in needing).clone() for key, vector in shared.items()}
+    return {key: _remade(copy, clones) for key, copy in copies.items()}
 
 
-def _again(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
+def _remade(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
     if copy.shared is not None:
-        x = copy.values
-        view = _within(made[id(copy.shared)], x, 0)
+        view = _within(shared[id(copy.shared)], copy.values, 0)
         return view if copy.needs_gradient else view.detach()
     values = copy.values.detach().requires_grad_() if copy.needs_gradient else copy.values
     if not copy.stride:
@@ -91,7 +90,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Return how many elements of memory ``tensor`` spans, from its first to its last."""
+    """Return the number of elements of memory that ``tensor`` spans, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -102,7 +101,10 @@ def _bytes(tensor: Tensor) -> range:
 
 
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Yield ``tensors`` in groups of one storage; if one needs a gradient, of one dtype, since raw bytes have none."""
+    """Yield ``tensors`` in groups of one storage.
+
+    If one of a group needs a gradient, the group is divided by dtype, since raw bytes have no gradient.
+    """
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[memory_of(tensor)].append(tensor)
@@ -148,7 +150,7 @@ def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """Return how often ``tensor`` was written in place; 0 for an inference tensor, which does not count."""
+    """Return the number of in-place writes to ``tensor``, or 0 for an inference tensor, which does not count them."""
     if tensor is None:
         return 0
     try:
@@ -158,7 +160,7 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether ``tensor`` has the bits of ``copy``, NaNs too; one without plain values counts as unchanged."""
+    """Return whether ``tensor`` has the bits of ``copy``, NaNs too.  Without plain values, it counts as unchanged."""
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

@@ -1,4 +1,4 @@
-"""Record into how many chunks modules were cut, so that a search can check that a plan's chunks really ran."""
+"""Record the numbers of chunks into which modules were cut, so that a search can check that a plan's chunks ran."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _thread = threading.local()
 def recorded_cuts() -> Iterator[dict[int, Cut]]:
     """Yield a dictionary in which every cut in the block is recorded, by the ``id`` of its owner.
 
-    Of several calls of one owner, it holds the one with the least length.
+    It holds the shortest of several cuts of one owner.
     """
     cuts: dict[int, Cut] = {}
     outer, _thread.cuts = getattr(_thread, "cuts", None), cuts
@@ -40,8 +40,8 @@ def record_cut(owner: object, asked: int, length: int) -> None:
     cuts: dict[int, Cut] | None = getattr(_thread, "cuts", None)
     if cuts is None:
         return
-    known = cuts.get(id(owner))
-    if known is None or length < known.length:
+    earlier = cuts.get(id(owner))
+    if earlier is None or length < earlier.length:
         cuts[id(owner)] = Cut(asked, length)
 
 

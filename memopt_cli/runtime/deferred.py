@@ -54,27 +54,28 @@ class _Head:
     bias: Tensor | None
     """Shape (classes,)."""
     chunks: int
-    """The most chunks that the rows of a loss are cut into."""
+    """Maximum number of chunks into which the rows of a loss are cut."""
     dtype: torch.dtype
     """The dtype of its output: autocast's, if that was on when it was called."""
     versions: tuple[int, ...]
     """The versions of ``x``, ``weight`` and ``bias`` at the call."""
     sample: Tensor
-    """Copies of about 64 weights, since a fused optimizer (``fused=True``) writes weights and raises no version."""
+    """Copies of about 64 weights: a fused optimizer (``fused=True``) writes weights without a new version."""
     has_loss: bool = False
     """Whether a loss has been computed from the output chunk by chunk."""
 
     def check(self, *, sampled: bool = False) -> None:
-        """Raise :class:`RuntimeError` if an argument has changed since the call; ``sampled``: compare values too."""
-        changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes  # FSDP frees weights between uses
+        """Raise :class:`RuntimeError` if an argument has changed since the call.  ``sampled``: also compare values."""
+        # FSDP frees weights between uses.
+        changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes
         changed |= self.versions != _versions(self.x, self.weight, self.bias)
         if sampled and not changed and not is_fake(self.weight):
             changed = not torch.equal(_sample(self.weight), self.sample)
         if changed:
             raise RuntimeError(
-                "the output of a linear layer is read after its weight or input has changed, and it was not computed "
-                "when the layer was called, the layer running in chunks through its loss; read it before the "
-                "optimizer's step, or remove the layer from the plan"
+                "the output of a linear layer is read after the layer's weight or input has changed, and it was not "
+                "computed before, since the layer runs in chunks through its loss. Read it before the optimizer's "
+                "step, or remove the layer from the plan."
             )
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -95,11 +96,11 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 def _sample(weight: Tensor) -> Tensor:
     flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // _SAMPLED)].clone()
+    return flat[:: max(1, len(flat) // _SAMPLE_SIZE)].clone()
 
 
-_SAMPLED = 64
-"""Weights that are compared to notice a change without a new version."""
+_SAMPLE_SIZE = 64
+"""Number of weights that are compared to notice a change without a new version."""
 
 
 class Deferring(TorchFunctionMode):
@@ -169,10 +170,10 @@ class DeferredLinear(Tensor):
     _index: Tensor
     """For each element the row of the layer's input that it comes from; stride 0 marks the axis of the classes.
 
-    An ordinary view or slice of this index says what the same operation makes of the output.
+    A view or slice of this index shows the rows that the same view or slice of the output has.
     """
     _computed: Tensor | None
-    """The values; ``None`` before they are computed."""
+    """The values.  ``None``: they were not computed yet."""
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
@@ -207,7 +208,7 @@ class DeferredLinear(Tensor):
                 how = f"by something else than cross_entropy, so it is computed whole ({size}), and so is its loss"
                 advice = "Read it after its loss; if its loss is not F.cross_entropy, remove the layer from the plan"
             warnings.warn(
-                f"the output of a linear layer that runs in chunks through its loss is read {how}. {advice}",
+                f"the output of a linear layer that runs in chunks through its loss is read {how}. {advice}.",
                 stacklevel=_level_of_reader(),
             )
         return values
@@ -224,9 +225,9 @@ class DeferredLinear(Tensor):
             if output is not NotImplemented:
                 return output
         with with_plain_functions():
-            if isinstance(first, DeferredLinear) and func in _OF_MEMORY:
+            if isinstance(first, DeferredLinear) and func in _MEMORY_READERS:
                 return func(first.read(), *args[1:], **kwargs)
-            if func.__name__ != "__get__" and func not in _OF_SHAPE:
+            if func.__name__ != "__get__" and func not in _SHAPE_READERS:
                 _compute((args, kwargs))  # here and not in dispatch, where a step's recorder would miss it
             return func(*args, **kwargs)
 
@@ -236,8 +237,8 @@ class DeferredLinear(Tensor):
         if func is torch.ops.aten.detach.default and not args[0].is_computed:  # autograd detaches what it saves
             return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
         written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
-        if any(isinstance(given.get(name), DeferredLinear) for name in written):
+        by_name = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
+        if any(isinstance(by_name.get(name), DeferredLinear) for name in written):
             raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute(args), **_compute(kwargs or {}))
 
@@ -250,7 +251,9 @@ def _level_of_reader() -> int:
     return level
 
 
-_MODIFIED = "{} modifies the output of a linear layer that runs in chunks through its loss; remove it from the plan"
+_MODIFIED = (
+    "{} modifies the output of a linear layer that runs in chunks through its loss; remove the layer from the plan"
+)
 
 
 def _compute(value: Any) -> Any:
@@ -258,7 +261,7 @@ def _compute(value: Any) -> Any:
 
 
 def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Any:
-    """Return ``func(deferred, *args, **kwargs)`` without computing its values; ``NotImplemented`` if it needs them."""
+    """Return ``func(deferred, *args, **kwargs)`` without computing values, or ``NotImplemented`` if it needs them."""
     head, index = deferred._head, deferred._index
     with with_plain_functions():
         if not deferred.requires_grad:
@@ -266,7 +269,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
         if func is F.cross_entropy:
             return _cross_entropy(deferred, args, kwargs)
         if func is _aten.cross_entropy_loss.default:
-            return _cross_entropy(deferred, (), _of_python(deferred, *args, **kwargs))
+            return _cross_entropy(deferred, (), _named_arguments(deferred, *args, **kwargs))
         if func in _CASTS:
             like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
             if not isinstance(like, Tensor):  # ``logits.type()`` without an argument returns the name of the type
@@ -278,12 +281,13 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             return NotImplemented if moved is None else _deferred(head, moved, deferred.dtype)
         if func is Tensor.retain_grad and head.has_loss:
             raise RuntimeError(
-                "retain_grad of the output of a linear layer, when its loss was formed chunk by chunk without it; "
-                "call it before the loss, or remove the layer from the plan"
+                "retain_grad is called on the output of a linear layer after its loss was formed chunk by chunk. Call "
+                "it before the loss, or remove the layer from the plan."
             )
         if func is Tensor.register_hook and head.has_loss:
             warnings.warn(
-                "a hook on logits is not called for a loss that is computed chunk by chunk",
+                "a hook on logits is not called for a loss that is computed chunk by chunk. Remove the linear layer "
+                "from the plan if the hook must run.",
                 stacklevel=_level_of_reader(),
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -303,9 +307,16 @@ _RESHAPES: set[Any] = {
 }
 _VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
 _VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
-_OF_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__repr__}
-"""Functions that read memory, which a deferred tensor has not: they get the computed values in its place."""
-_OF_SHAPE = {
+_MEMORY_READERS = {
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__repr__,
+}
+"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
+_SHAPE_READERS = {
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -314,15 +325,15 @@ _OF_SHAPE = {
     Tensor.is_floating_point,
     torch.numel,
 }
-_OF_SHAPE |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
-"""Functions that never read values, so these are not computed for them."""
+_SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
+"""Functions that never read values, so nothing is computed for them."""
 
 
 def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the index of ``func(deferred, ...)``; ``None`` if some row of the result lacks a class."""
+    """Return the index of ``func(deferred, ...)``.  ``None``: some row of the result lacks a class."""
     index = deferred._index
     if func in _RESHAPES:
-        with unseen():  # else a recorded step would count the bytes of this tensor
+        with unseen():  # a recorded step must not count the bytes of this tensor
             like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
         shape = like.shape
         is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
@@ -359,7 +370,7 @@ class _Loss:
     target: Tensor
     """Classes, shape (rows,), int64."""
     weight: Tensor | None
-    """Weight of each class, shape (classes,); ``None`` if all count alike."""
+    """Weight of each class, shape (classes,).  ``None``: all classes count alike."""
     ignore_index: int
     """The target of rows that have neither loss nor gradient."""
     label_smoothing: float
@@ -367,10 +378,10 @@ class _Loss:
     is_mean: bool
     """Whether the loss is the mean over the rows, weighted by their targets' weights; otherwise it is the sum."""
     dtype: torch.dtype
-    """The dtype in which the loss is computed: that of the logits, float32 at least."""
+    """The dtype in which the loss is computed: the dtype of the logits, but float32 at least."""
 
     def share(self) -> Tensor:
-        """Return the scalar by which the sum over rows is multiplied to get the loss; infinite if no row counts."""
+        """Return the factor between the sum over rows and the loss.  Infinite: no row counts."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index
@@ -401,7 +412,7 @@ class _Loss:
         return loss, gradient
 
 
-def _of_python(
+def _named_arguments(
     self: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -420,7 +431,7 @@ def _of_python(
 
 
 def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
-    """Return ``F.cross_entropy`` of deferred ``logits``; ``NotImplemented`` for variants that need them whole."""
+    """Return ``F.cross_entropy`` of deferred ``logits``, or ``NotImplemented`` for variants that need all logits."""
     bound = _SIGNATURE.bind(logits, *args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = bound.arguments
@@ -443,7 +454,7 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
         is_mean=arguments["reduction"] == "mean",
         dtype=torch.promote_types(logits.dtype, torch.float32),
     )
-    # Its dtype is that of the loss without chunks: under autocast float32, though the logits are float16.
+    # The dtype of the loss without chunks: under autocast float32, though the logits are float16.
     like = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
     rows = _rows_of(logits._index).flatten()
     value: Tensor = _LinearCrossEntropy.apply(head.x, head.weight, head.bias, head, rows, loss)  # type: ignore[no-untyped-call]
@@ -454,9 +465,9 @@ _SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of a linear layer's output; forward computes the gradients too, and backward only scales them.
+    """The loss of a linear layer's output; forward also computes the gradients, and backward only scales them.
 
-    Forward's gradients are those of the sum over rows.  Backward multiplies them once, by the product of the mean's
+    Forward computes the gradients of the sum over rows.  Backward multiplies them once, by the product of the mean's
     share and the incoming gradient (a scaler's factor in float16, say): two multiplications would round twice.
     """
 
@@ -495,8 +506,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a loss that was formed chunk by chunk cannot be differentiated twice (create_graph=True); remove the "
-                "linear layer whose output it takes from the plan"
+                "a loss that was formed chunk by chunk cannot be differentiated twice (create_graph=True). Remove the "
+                "linear layer from the plan."
             )
         share, *gradients = ctx.saved_tensors
         # If no row counts, the share is 1 / 0: the loss is NaN, as PyTorch's is, and its gradient is 0.

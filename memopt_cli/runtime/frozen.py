@@ -1,11 +1,11 @@
 """Copy Python objects, so that a recomputation can start from them as forward did.
 
 A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
-recomputation must find them as the first run did, and must not change them a second time.  So these objects are pickled
-before forward, and the recomputation works on what is unpickled: objects of its own, which nobody else sees.
+recomputation must find the objects as the first run did, and must not change them a second time.  So they are pickled
+before forward, and the recomputation works on the unpickled copies, which nobody else sees.
 
 Tensors, modules, functions and classes are not copied.  The pickle names each by its ``id``, so two pickles of one
-object are the same bytes exactly if nothing in it was exchanged between them.
+object are the same bytes exactly if nothing in the object was exchanged between them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
 """Packages of PyTorch whose objects are copied.  Other objects of PyTorch's may belong to other threads, too."""
 _MAX_OBJECTS: Final = 10_000
-"""The most objects that are copied, atoms aside: more than that are data, not state."""
-_LARGEST_ARRAY: Final = 1 << 16
-"""The most bytes of an array that is copied."""
+"""Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
+_MAX_ARRAY_BYTES: Final = 1 << 16
+"""Maximum bytes of an array that is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +46,27 @@ class Frozen:
     """A copy of an object at one moment."""
 
     data: bytes
-    """The pickle, which differs from another one of the same object if that was changed in between."""
+    """The pickle.  Two pickles of one object differ if the object was changed in between."""
     shared: Mapping[int, Any]
     """Number in the pickle -> the object that is not copied."""
-    stuck: str
-    """The name, for messages, of an iterator in it that cannot be copied; empty if there is none."""
+    uncopyable_iterator: str
+    """The name, for messages, of an iterator in the object that cannot be copied, or empty."""
 
     def thaw(self, tensor_for: Callable[[Any], Any]) -> Any:
-        """Return a copy of the object.  ``tensor_for``: returns the tensor for an object that ``keep`` has returned."""
+        """Return a copy of the object.  ``tensor_for``: maps each object from ``keep`` back to a tensor."""
         return _Unpickler(self, tensor_for).load()
 
 
 def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
-    """Return a frozen copy of ``value``.  ``keep``: returns the object to hold in place of a tensor."""
+    """Return a frozen copy of ``value``.  ``keep``: maps each tensor to the object that is held in its place."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, keep)
     pickler.dump(value)
-    return Frozen(buffer.getvalue(), pickler.shared, pickler.stuck)
+    return Frozen(buffer.getvalue(), pickler.shared, pickler.uncopyable_iterator)
 
 
 def data_of(value: Any) -> bytes:
-    """Return the pickle of ``value``, which differs from an earlier one if that was changed in between."""
+    """Return the pickle of ``value``.  Two pickles of one value differ if the value was changed in between."""
     return freeze(value, lambda tensor: None).data
 
 
@@ -84,9 +84,9 @@ class _Pickler(pickle.Pickler):
         self._keep = keep
         self._objects = 0
         self.shared: dict[int, Any] = {}
-        self.stuck = ""
+        self.uncopyable_iterator = ""
         self.parts: list[Any] | None = None
-        """A list to collect the parts in; ``None`` to collect none, since a copy must not hold its originals."""
+        """A list to collect the parts in.  ``None``: none are collected, since a copy must not hold its originals."""
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) in ATOMS:
@@ -99,7 +99,7 @@ class _Pickler(pickle.Pickler):
         kind: Any = type(value)
         if kind is object or _is_shared(kind) or self._objects > _MAX_OBJECTS or _is_function(value):
             if hasattr(type(value), "__next__"):
-                self.stuck = self.stuck or _named(value)
+                self.uncopyable_iterator = self.uncopyable_iterator or _name_of(value)
             self.shared[id(value)] = value
             return id(value)
         if isinstance(value, _Opaque):
@@ -110,20 +110,21 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce ``value``; if it cannot be pickled, as a lock cannot, put the object itself into the copy."""
+        """Reduce ``value``; an object that cannot be pickled, such as a lock, goes into the copy itself."""
         if isinstance(value, torch.Generator):
             return _generator_at, (_Opaque(value), str(value.device), bytes(position_of(value).tolist()))
         if isinstance(value, types.MethodType):
             return types.MethodType, (value.__func__, value.__self__)
         # Looked up on the class: the object's own ``__getattr__`` may have effects.
-        if hasattr(type(value), "nbytes") and value.nbytes > _LARGEST_ARRAY:
+        if hasattr(type(value), "nbytes") and value.nbytes > _MAX_ARRAY_BYTES:
             return _itself, (_Opaque(value),)
         try:
-            reduced = _reduced(value)
-            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced  # a string: a global's name
+            reduced = _reduce(value)
+            # A string is the name of a global, which is not copied.
+            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced
         except Exception:  # a class may raise anything here
             if hasattr(type(value), "__next__"):
-                self.stuck = self.stuck or _named(value)
+                self.uncopyable_iterator = self.uncopyable_iterator or _name_of(value)
             return _itself, (_Opaque(value),)
 
 
@@ -169,7 +170,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether ``value`` is an owner of slots to watch; not with a lock: other threads may write it."""
+    """Return whether ``value`` is an owner of slots to watch: no lock in it says that other threads may write it."""
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]
@@ -201,7 +202,7 @@ class _Opaque:
     value: Any
 
 
-def _reduced(value: Any) -> Any:
+def _reduce(value: Any) -> Any:
     if type(value).__module__ != "itertools":
         return value.__reduce_ex__(5)
     with warnings.catch_warnings():  # Python 3.12 deprecates copying and pickling iterators of itertools
@@ -210,6 +211,7 @@ def _reduced(value: Any) -> Any:
 
 
 def _itself(value: Any) -> Any:
+    """Return ``value``: the function that the pickle calls in place of an object's class."""
     return value
 
 
@@ -219,7 +221,7 @@ def _generator_at(_generator: Any, device: str, position: bytes) -> torch.Genera
     return copied
 
 
-def _named(iterator: Any) -> str:
+def _name_of(iterator: Any) -> str:
     if isinstance(iterator, types.GeneratorType):
         return f"the generator {iterator.__name__}"
     return f"an iterator ({type(iterator).__name__})"

@@ -29,18 +29,18 @@ def checkpoint(
     """Return ``function(*args, **kwargs)``, and run the function again in backward instead of keeping what it saves.
 
     The state of modules that the function uses advances only once, as in a segment: batch statistics, hidden states.
-    Such modules are the function itself, the object that it is a method of, and those in variables that it refers to.
+    Such modules are the function itself, the object whose method it is, and modules in variables that it refers to.
 
     Parameters
     ----------
     function:
-        What to run; ``args`` and ``kwargs`` are its arguments.
+        The function to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
         The codec by which tensors among the arguments are stored until backward, or the name of its class; ``None``
         stores them raw.
     chunks:
-        How many pieces the arguments at ``chunked_args`` are cut into along ``time_dim``; the function runs on one
-        after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along
+        Number of pieces into which the arguments at ``chunked_args`` are cut along ``time_dim``; the function runs on
+        one after the other.  It must then return a tensor, or a tuple of tensors, which are concatenated along
         ``time_dim``.
     chunked_args:
         Positions of the arguments that are cut.
@@ -111,32 +111,32 @@ class FunctionModule(nn.Module):
         self.axis = axis
 
     def chunked_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments in the order in which :meth:`forward` takes them.
+        """Return the arguments in the order in which :meth:`forward` takes them: first the ones that are cut.
 
-        Those that are cut come first.  Raises :class:`ValueError` if they are not tensors of one length.
+        Raises :class:`ValueError` if these are not tensors of one length.
         """
         if not all(0 <= index < len(args) for index in self.chunked_args):
-            raise ValueError(f"chunked_args={self.chunked_args}, and there are {len(args)} positional arguments")
-        cut = [args[index] for index in self.chunked_args]
-        lengths = {t.shape[self.axis] if _has_dimension(t, self.axis) else None for t in cut}
+            raise ValueError(f"chunked_args={self.chunked_args}, but there are {len(args)} positional arguments")
+        chunked = [args[index] for index in self.chunked_args]
+        lengths = {t.shape[self.axis] if _has_dimension(t, self.axis) else None for t in chunked}
         if len(lengths) > 1 or None in lengths:
-            given = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in cut)
+            shapes = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in chunked)
             raise ValueError(
                 f"chunked_args={self.chunked_args} must be tensors of one length along time_dim={self.axis}, "
-                f"and are {given}"
+                f"and are {shapes}"
             )
         return tuple(args[index] for index in self._order(len(args)))
 
-    def forward(self, *given: Any, **kwargs: Any) -> Any:
-        """Return the output of the function; ``given`` are its arguments in the order of :meth:`chunked_first`."""
-        by_position = dict(zip(self._order(len(given)), given, strict=True))
-        output = vars(self)["function"](*(by_position[index] for index in range(len(given))), **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the function; ``args`` are its arguments in the order of :meth:`chunked_first`."""
+        by_position = dict(zip(self._order(len(args)), args, strict=True))
+        output = vars(self)["function"](*(by_position[index] for index in range(len(args))), **kwargs)
         parts = output if isinstance(output, tuple) else (output,)
         if self.chunked_args and not all(_has_dimension(part, self.axis) for part in parts):
             kinds = ", ".join(f"{p.dim()}-D tensor" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
             raise TypeError(
                 "in chunks a function must return a tensor, or a tuple of tensors, with the dimension "
-                f"time_dim={self.axis}, and it returned: {kinds}"
+                f"time_dim={self.axis}, but it returned: {kinds}"
             )
         return output
 
@@ -159,7 +159,9 @@ def _segment(
     if not callable(function):
         raise TypeError(f"{function!r} is not a function")
     if len(set(chunked_args)) < len(chunked_args) or (chunks != 1 and not chunked_args):
-        raise ValueError(f"chunked_args={tuple(chunked_args)}: give each argument that is cut once, and at least one")
+        raise ValueError(
+            f"chunked_args={tuple(chunked_args)} must have at least one position of an argument to cut, and each once"
+        )
     module = FunctionModule(function, chunked_args if chunks != 1 else (), axis)
     if compressor is not None:
         module.x_compressor = compressor
@@ -176,7 +178,7 @@ def _segment(
     return module
 
 
-def _held_by(value: Any) -> list[Any]:
+def _referents(value: Any) -> list[Any]:
     """Return the values to which a method, partial, function or collection refers: object, arguments, items."""
     if isinstance(value, tuple | frozenset):
         return [*value]
@@ -200,12 +202,12 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
         if isinstance(value, nn.Module):
             yield value
             continue
-        pending += _held_by(value)
+        pending += _referents(value)
         attributes = getattr(value, "__dict__", {})
-        pending += [held for held in attributes.values() if isinstance(held, nn.Module)]
+        pending += [attribute for attribute in attributes.values() if isinstance(attribute, nn.Module)]
         if isinstance(value, FunctionType):
-            used = (value.__globals__.get(name) for name in value.__code__.co_names)
-            pending += [held for held in used if isinstance(held, nn.Module | FunctionType)]
+            variables = (value.__globals__.get(name) for name in value.__code__.co_names)
+            pending += [variable for variable in variables if isinstance(variable, nn.Module | FunctionType)]
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # it is empty
                     pending.append(cell.cell_contents)

@@ -25,8 +25,8 @@ class Generators:
         ``devices``: devices to read besides the CPU; ``None``: every one in use.  ``outside``: also read the generators
         of Python and NumPy, which takes a hundred times as long.
         """
-        others = _every_device() if devices is None else [d for d in devices if d != _CPU]
-        self.devices = [_CPU, *filter(_is_started, others)] if others else _CPU_ALONE
+        accelerators = _every_device() if devices is None else [d for d in devices if d != _CPU]
+        self.devices = [_CPU, *filter(_is_started, accelerators)] if accelerators else _CPU_ALONE
         self._is_outside = outside
         self._positions = self._read()
         self.moved_outside = False
@@ -60,18 +60,18 @@ class Generators:
     def settle(self) -> None:
         """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
-        Other threads may draw from them before backward, and would draw the same numbers again if these were put back.
-        Without other threads all are kept: forward may have drawn, and put a generator back
+        Other threads may draw from them before backward, and would draw the same numbers again if the generators were
+        put back.  Without other threads all generators are kept: forward may have drawn from one, and put it back
         (``torch.random.fork_rng``).
         """
         is_alone = threading.active_count() == 1
         if is_alone and not self._is_outside:
             return
         now = self._read()
-        moved = {key for key, held in self._positions.items() if now.get(key) is not held}
+        moved = {key for key, position in self._positions.items() if now.get(key) is not position}
         self.moved_outside = not moved.isdisjoint(("Python", "NumPy"))
         if not is_alone:
-            self._positions = {key: held for key, held in self._positions.items() if key in moved}
+            self._positions = {key: position for key, position in self._positions.items() if key in moved}
 
     def now(self) -> Generators:
         """Return the present positions of these generators."""
@@ -164,8 +164,8 @@ _latest: dict[str | torch.device, Any] = {}
 
 def _shared(generator: str | torch.device, position: Any) -> Any:
     """Return ``position``, or the equal object that was read last."""
-    held = _latest.get(generator)  # read only once, since another thread may exchange it meanwhile
-    if held == position:
-        return held
+    latest = _latest.get(generator)  # read only once, since another thread may exchange it meanwhile
+    if latest == position:
+        return latest
     _latest[generator] = position
     return position

@@ -17,11 +17,11 @@ from torch import Tensor
 from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
 from memopt_cli.runtime.frozen import Frozen, data_of, freeze
 from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
-from memopt_cli.runtime.module_state import leaves_in
+from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
-_LARGEST_COPY: Final = 1 << 16
-"""Most bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
+_MAX_COPY_BYTES: Final = 1 << 16
+"""Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
 """A slot of no owner, under which the arguments that are no tensors are held."""
 
@@ -33,15 +33,15 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph; ``None`` if the tensor was lent."""
+    """Alias of the tensor, without its graph.  ``None``: the tensor was lent."""
     version: int
-    """PyTorch's count of writes to it before forward; once forward has ended, the count after it if no copy is held."""
+    """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
-    """A copy of its values; ``None`` if forward does not write to it."""
+    """A copy of its values.  ``None``: forward does not write to it."""
     lent: int | None = None
-    """Its index among the tensors that were lent; ``None`` if it was not lent."""
+    """Its index among the tensors that were lent.  ``None``: it was not lent."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> HeldTensor:
@@ -91,7 +91,7 @@ class HeldSlots:
         self.moving: set[Slot] = set()
         """The slots that move and hold objects."""
         self._objects: Frozen | None = None
-        """One pickle of the objects in :attr:`moving` and of the arguments; ``None`` if there are neither."""
+        """One pickle of the objects in :attr:`moving` and of the arguments.  ``None``: there are neither."""
         self._contents: dict[Slot, Frozen] = {}
         """Slot -> a pickle of its object alone, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
@@ -100,8 +100,8 @@ class HeldSlots:
         """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
-        self.lost = ""
-        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
+        self.lost: Complaint = ""
+        """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._hold_slots(reading.moves)
@@ -122,8 +122,8 @@ class HeldSlots:
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
-            if stuck := self._objects.stuck:
-                self.lost = f"holds {stuck}, and may move it on"
+            if iterator := self._objects.uncopyable_iterator:
+                self.lost = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
         for number, copy in copies_of([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
@@ -143,7 +143,7 @@ class HeldSlots:
             return slot in self._known.written
         # In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data
         # set, say) is not: if forward writes to it, ``written`` finds its version raised, and forward cannot be undone.
-        return 0 <= slot[0] < self._known.own or tensor.nbytes <= _LARGEST_COPY
+        return 0 <= slot[0] < self._known.own or tensor.nbytes <= _MAX_COPY_BYTES
 
     def _freeze_contents(self, objects: Mapping[int, Slots]) -> set[int]:
         """Copy each of ``objects``, and the arguments, by itself; return the ``id`` of each tensor in them to copy."""

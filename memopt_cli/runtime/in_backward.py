@@ -38,8 +38,8 @@ _thread = threading.local()
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
     """Install ``optimizer`` in backward: from now on it updates each parameter that requires a gradient there.
 
-    ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` with a reason, a sentence about the
-    optimizer without its subject, if that is not possible; then nothing has changed.
+    ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` if that is not possible, with a
+    predicate about the optimizer ("has a parameter twice"); then nothing has changed.
     """
     parameters = _parameters_of(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
@@ -96,7 +96,7 @@ class InBackward:
         """``id`` of each parameter that was updated since the last ``step``."""
         self._used: list[tuple[dict[str, Any], Any]] = []
         """The groups with an update since the last ``step``, and their settings then."""
-        self._held = 0
+        self._earlier_states = 0
         """Number of parameters that had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
@@ -122,18 +122,18 @@ class InBackward:
     def _check(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raise :class:`RuntimeError` if the gradient of ``parameter`` is not the whole gradient of the step."""
         if not self._updated:
-            self._held = len(optimizer.state)
+            self._earlier_states = len(optimizer.state)
             has_group = distributed.is_available() and distributed.is_initialized()
             if has_group and (processes := distributed.get_world_size()) > 1:
                 raise RuntimeError(
-                    f"the optimizer cannot run in backward in {processes} processes: it would use gradients before "
-                    f"those of the other processes are added; {_WITHOUT}"
+                    f"the optimizer cannot run in backward in {processes} processes: it would use gradients before the "
+                    f"gradients of the other processes are added; {_WITHOUT}"
                 )
         if id(parameter) in self._updated:
             raise RuntimeError(
-                f"'{self.names[id(parameter)]}' gets a second gradient before optimizer.step(), and the optimizer has "
-                f"run in backward with the first: gradients cannot be accumulated so; call optimizer.step() after "
-                f"every backward, or {_WITHOUT}"
+                f"'{self.names[id(parameter)]}' gets a second gradient before optimizer.step(), but the optimizer has "
+                "run in backward with the first, so gradients cannot be accumulated; call optimizer.step() after every "
+                f"backward, or {_WITHOUT}"
             )
         self._updated.add(id(parameter))
 
@@ -153,7 +153,7 @@ class InBackward:
         used, self._used = self._used, []
         updated, self._updated = self._updated, set()
         if updated:
-            _order_state(optimizer, self._held)
+            _order_state(optimizer, self._earlier_states)
         if updated and getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(f"the optimizer has run in backward with gradients that a GradScaler scales; {_WITHOUT}")
         if any(_settings(group) != before for group, before in used):
@@ -169,10 +169,10 @@ class InBackward:
                 )
 
 
-def _order_state(optimizer: Optimizer, held: int) -> None:
+def _order_state(optimizer: Optimizer, earlier_states: int) -> None:
     """Sort new state by the order of the parameters, as a joint step makes it: ``state_dict`` keeps that order."""
     state = optimizer.state
-    new = {id(parameter) for parameter in list(state)[held:]}
+    new = {id(parameter) for parameter in list(state)[earlier_states:]}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
         state[parameter] = state.pop(parameter)
 
@@ -191,8 +191,8 @@ def _updating() -> Iterator[None]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group`` for comparison, with a tensor's identity and version in place of the tensor."""
-    others = ((name, value) for name, value in group.items() if name != "params")
-    return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in others}
+    settings = ((name, value) for name, value in group.items() if name != "params")
+    return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in settings}
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
@@ -209,7 +209,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise ValueError("is no torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
-        raise ValueError("wraps another optimizer: give that one")
+        raise ValueError("wraps another optimizer: pass the wrapped optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len({*map(id, parameters)}) < len(parameters):
         raise ValueError("has a parameter twice")
@@ -218,13 +218,13 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 # ---------------------------------------------------------------------------------------------- what can step alone
 
-_STEPS = 3
-"""Steps in a trial."""
-_OF_A_KIND = 2
-"""Parameters in a trial of each kind (number of dimensions, dtype, device) that a group has: two show a coupling."""
+_TRIAL_STEPS = 3
+"""Number of steps in a trial."""
+_PARAMETERS_OF_A_KIND = 2
+"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
 _MAX_SIZE = 4
 """Largest size of a dimension of the parameters in a trial."""
-_RATE = 0.01
+_TRIAL_RATE = 0.01
 """Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
@@ -238,7 +238,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     together, alone = _small(optimizer), _small(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
-            for seed in range(_STEPS):
+            for seed in range(_TRIAL_STEPS):
                 _take_both(together, alone, seed)
                 if not _are_equal(together, alone):
                     raise ValueError("looks at several parameters at once: it updates them otherwise one by one")
@@ -263,29 +263,29 @@ class StateOnDemand(defaultdict[Any, Any]):
         self._make = make
 
     def __missing__(self, parameter: Any) -> dict[str, Any]:
-        self[parameter] = made = self._make(parameter)
-        return made
+        self[parameter] = state = self._make(parameter)
+        return state
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
     """Return a copy of ``optimizer`` with a few small parameters, and those parts of its state that fit them."""
-    made: Optimizer = object.__new__(type(optimizer))
+    small: Optimizer = object.__new__(type(optimizer))
     likes: dict[Tensor, Tensor] = {}
-    state = StateOnDemand(lambda small: _cut_state(optimizer.state, likes.get(small)))
-    vars(made).update(vars(optimizer), state=state)
-    made.param_groups = [_small_group(group, likes) for group in optimizer.param_groups]
-    return made
+    state = StateOnDemand(lambda parameter: _cut_state(optimizer.state, likes.get(parameter)))
+    vars(small).update(vars(optimizer), state=state)
+    small.param_groups = [_small_group(group, likes) for group in optimizer.param_groups]
+    return small
 
 
 def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[str, Any]:
-    """Return a copy of ``group`` with a few small parameters; add to ``likes`` the parameter each is made after."""
+    """Return a copy of ``group`` with a few small parameters; map each in ``likes`` to the parameter that it mimics."""
     settings = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
     if not isinstance(settings.get("lr"), Tensor) and settings.get("lr") == 0:
-        settings["lr"] = _RATE
+        settings["lr"] = _TRIAL_RATE
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
         alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
-        if len(alike) < _OF_A_KIND:
+        if len(alike) < _PARAMETERS_OF_A_KIND:
             alike.append(_filled(parameter, len(alike)).requires_grad_())
             likes[alike[-1]] = parameter
     return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}
@@ -321,15 +321,16 @@ def _take_both(together: Optimizer, alone: Optimizer, seed: int) -> None:
             step_alone(alone, group, parameter)
 
 
-def _are_equal(one: Optimizer, other: Optimizer) -> bool:
-    for group, another in zip(one.param_groups, other.param_groups, strict=True):
-        pairs = zip(group["params"], another["params"], strict=True)
-        if not all(same_bits(a.detach(), b.detach()) for a, b in pairs) or _plain(group) != _plain(another):
+def _are_equal(a: Optimizer, b: Optimizer) -> bool:
+    for group_a, group_b in zip(a.param_groups, b.param_groups, strict=True):
+        pairs = zip(group_a["params"], group_b["params"], strict=True)
+        if not all(same_bits(p.detach(), q.detach()) for p, q in pairs):
+            return False
+        if _settings_by_value(group_a) != _settings_by_value(group_b):
             return False
     return True
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group`` by value."""
-    others = ((name, value) for name, value in group.items() if name != "params")
-    return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in others}
+def _settings_by_value(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = ((name, value) for name, value in group.items() if name != "params")
+    return {name: v.tolist() if isinstance(v, Tensor) else v for name, v in settings}

@@ -39,10 +39,10 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, may_draw, variables_of
 
 _WATCHED_EXCHANGES: Final = 2
-"""How often a slot's value may be exchanged between calls and cause the next call to be watched.  After that, exchanges
-are taken for the rule: a training loop that sets ``model.step = n`` does so before every call."""
+"""Number of exchanges of a slot's value between calls after which the next call is watched.  Later exchanges are taken
+for the rule: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
-"""The most owners that are looked at, outside of the modules."""
+"""Maximum number of owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
 """Index of an owner in :attr:`Known.owners`, and a name in it."""
 
@@ -179,7 +179,7 @@ class Known:
         has changed, a slot holds an object of another class, or a part of an object was changed.  Slots whose value was
         exchanged since the last call count as moving from now on.
 
-        ``others``: objects among the arguments.  ``exchanged``: how often each slot was exchanged between calls.
+        ``others``: objects among the arguments.  ``exchanged``: number of exchanges of each slot between calls.
         """
         if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
@@ -252,26 +252,26 @@ class Learned:
     """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Start without knowledge.  ``module``: the segment; ``None`` if the knowledge serves one call only."""
+        """Start without knowledge.  ``module``: the segment.  ``None``: the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
-        """Everything that its calls might change; ``None`` before the first call has ended."""
+        """Everything that its calls might change.  ``None``: the first call has not ended yet."""
         self.runs = Turns()
         """The schedule by which calls are watched."""
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
-        """The parameters in the latest call; ``None`` if that was watched."""
+        """The parameters in the latest call.  ``None``: that call was watched."""
         self.exchanged = Counter[Slot]()
-        """Slot -> how often its value was exchanged between two calls, by a training loop say."""
+        """Slot -> number of exchanges of its value between two calls, by a training loop say."""
         self.draws_outside = False
         """Whether forward draws from the global random generators of Python or NumPy."""
         self.runs_to_end: dict[int, bool] = {}
         """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """The index, from the end, of the saved tensor that is compared in every call, -1 for the last; ``None`` if no
-        tensor is compared."""
+        """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor).
+        ``None``: no tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False
@@ -324,13 +324,12 @@ def _may_change(name: Any, value: Any) -> bool:
 def is_object(name: Any, value: Any) -> bool:
     """Return whether ``value``, under ``name``, is an object that may change in place: no number, tensor or module."""
     is_changeable = type(value) not in ATOMS and not isinstance(value, Tensor | nn.Module)
-    return (
-        is_changeable and name not in STRUCTURE and name != "_buffers"
-    )  # the dictionary of buffers is an owner itself
+    # The dictionary of buffers is an owner itself.
+    return is_changeable and name not in STRUCTURE and name != "_buffers"
 
 
 def _parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters of ``module`` itself; those of a ScriptModule cannot be exchanged."""
+    """Return the parameters of ``module`` itself.  In a ScriptModule they cannot be exchanged."""
     parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.module_state import SEGMENT_KEY
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
+from memopt_cli.runtime.thread_block import ThreadBlock
 
 _thread = threading.local()
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -66,9 +67,9 @@ class ConfigsByLength:
     up_to: tuple[int, ...]
     """The largest length of each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """The settings in each range; ``None`` where the module runs plainly."""
+    """The settings in each range.  ``None``: the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input; ``None`` for other modules."""
+    """The dimension that is the length, in the root, which sees the model's input.  ``None``: it is another module."""
     path: str = ""
     """The path in the plan, for messages."""
 
@@ -86,30 +87,25 @@ class ConfigsByLength:
 
 
 def present_length() -> float:
-    """Return the length of the present input; infinite if it is unknown, as for a module that is called by itself."""
+    """Return the length of the present input.  Infinite: it is unknown, as for a module that is called by itself."""
     length: float = getattr(_thread, "length", math.inf)
     return length
 
 
-class at_length:  # it reads as a statement
+class at_length(ThreadBlock):
     """A block in which the present input has this ``length``."""
 
-    __slots__ = ("_length", "_outer")
+    __slots__ = ("_value",)
+    _thread, _name, _default = _thread, "length", math.inf
 
     def __init__(self, length: float) -> None:
-        self._length = length
-
-    def __enter__(self) -> None:
-        self._outer, _thread.length = present_length(), self._length
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.length = self._outer
+        self._value = length
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment now; ``None`` if it runs plainly.
+    """Return the settings by which ``module`` runs as a segment now.  ``None``: it runs plainly.
 
-    For a module by length these are the settings for the present length, and outside of a step those for the longest.
+    For a module by length these are the settings for the present length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
     return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
@@ -123,7 +119,7 @@ def config_of(module: nn.Module) -> SegmentConfig:
 
 
 def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Return a block with the length of these arguments as the present one, if ``module`` is a root; else it stays."""
+    """Return a block in which the length of these arguments is the present length, if ``module`` is a root."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
 
@@ -134,15 +130,15 @@ _NOTHING = contextlib.nullcontext()
 def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
-    """Return the length of the arguments; infinite, with one warning, if they do not have that dimension."""
-    given = _given(type(module).forward, length.argument, args, kwargs)
-    if not isinstance(given, Tensor) or given.is_nested or not -given.dim() <= length.axis < given.dim():
-        what = f"a {type(given).__name__}"
-        if isinstance(given, Tensor):
-            what = "a nested tensor" if given.is_nested else f"a tensor of {given.dim()} dimensions"
-        _warn(module, f"{length.name} is dimension {length.axis} of the argument {length.argument!r}, which is {what}")
+    """Return the length of the arguments.  Infinite, with one warning: they do not have that dimension."""
+    x = _argument(type(module).forward, length.argument, args, kwargs)
+    if not isinstance(x, Tensor) or x.is_nested or not -x.dim() <= length.axis < x.dim():
+        kind = f"of class {type(x).__name__}"
+        if isinstance(x, Tensor):
+            kind = "a nested tensor" if x.is_nested else f"a tensor of {x.dim()} dimensions"
+        _warn(module, f"{length.name} is dimension {length.axis} of the argument {length.argument!r}, which is {kind}")
         return math.inf
-    size = given.shape[length.axis]
+    size = x.shape[length.axis]
     if size > ranges.up_to[-1]:
         _warn(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
     return size
@@ -158,7 +154,7 @@ def _warn(module: nn.Module, reason: str) -> None:
     )
 
 
-def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _argument(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     position, name = _position_and_name(forward, argument)
     if position is not None and position < len(args):
         return args[position]
@@ -166,7 +162,7 @@ def _given(forward: Callable[..., Any], argument: int | str, args: Sequence[Any]
 
 
 def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
-    """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
+    """Return why ``root`` cannot read the length of its input for the modules in it, or an empty text."""
     if ranges.length is None:
         return ""
     if not takes_argument(root, ranges.length.argument):
@@ -191,7 +187,7 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 @functools.cache
 def _position_and_name(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Return position, after ``self``, and name of ``argument``; ``None`` for one that the signature does not show."""
+    """Return position, after ``self``, and name of ``argument``.  ``None``: the signature does not show it."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

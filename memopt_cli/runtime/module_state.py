@@ -1,6 +1,6 @@
 """Read, take and put back the state of a module tree: buffers, and what modules keep in attributes.
 
-:class:`ModuleState` takes all of it by reference, without a look at what forward changes; segments take more care
+:class:`ModuleState` takes all state by reference, whether forward changes it or not; segments take more care
 (``state.py``).  The rest of this file lists state by name, copies modules and resets hidden state.
 """
 
@@ -46,9 +46,15 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
 """Names of the attributes that are no state: parameters, children, hooks, and memopt's own."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
+Complaint = str
+"""A text that says what is wrong with a module, as a predicate: "draws random numbers".  Empty: nothing is wrong.
+
+Whoever shows it puts the module's name (:func:`name_of`) before it.
+"""
+
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet; empty if there is none."""
+    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet, or an empty text."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):
@@ -78,7 +84,8 @@ class _Container:
         items = [restored(item, replaced) for item in self.items]
         self.container.clear()
         if isinstance(self.container, dict):
-            for key, value in items:  # not ``update``: that of a Counter would count the pairs
+            # Not ``update``: a Counter's own ``update`` would count the pairs.
+            for key, value in items:
                 self.container[key] = value
         elif isinstance(self.container, set):
             self.container.update(items)
@@ -134,27 +141,27 @@ def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
 class _Attributes:
     """A mapping of a module's attributes, and their values at one moment."""
 
-    __slots__ = ("_atoms", "_mapping", "_names", "held")
+    __slots__ = ("_atoms", "_mapping", "_names", "objects")
 
     def __init__(self, mapping: MutableMapping[str, Any]) -> None:
         self._mapping, self._names = mapping, tuple(mapping)
         self._atoms: dict[str, Any] = {}
         """Values of immutable types, such as numbers."""
-        self.held: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
         """Other values; containers with their items, and generators with their position."""
         for name in _names_of_state(self._names):
             value = mapping[name]
             if type(value) in ATOMS or _is_atom(value):
                 self._atoms[name] = value
             else:
-                self.held[name] = _hold(value)
+                self.objects[name] = _hold(value)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         if tuple(self._mapping) != self._names:
-            for name in self._mapping.keys() - self._atoms.keys() - self.held.keys() - STRUCTURE:
+            for name in self._mapping.keys() - self._atoms.keys() - self.objects.keys() - STRUCTURE:
                 del self._mapping[name]
         self._mapping.update(self._atoms)
-        for name, value in self.held.items():
+        for name, value in self.objects.items():
             self._mapping[name] = restored(value, replaced)
 
 
@@ -165,25 +172,25 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
-        """Take the state of ``module``, or only that of ``modules``, which are among its parts."""
+        """Take the state of ``module``, or only of ``modules``, which are among its parts."""
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
         # The children of a ScriptModule are in no dictionary, and cannot be exchanged.
-        self._children = [(held, dict(held)) for held in map(children_of, modules) if isinstance(held, dict)]
+        self._children = [(table, dict(table)) for table in map(children_of, modules) if isinstance(table, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:
         """Put everything back; tensors and iterators whose ``id`` is a key of ``replaced`` become the value there."""
-        for children, held in self._children:
-            if children != held:
-                children.clear()
-                children.update(held)
+        for table, children in self._children:
+            if table != children:
+                table.clear()
+                table.update(children)
         for attributes in self._attributes:
             attributes.restore(replaced or {})
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor among buffers and attributes."""
-        # Not parameters, nor tensors that a transform of torch.func has left behind, which cannot be read.
-        leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.held.values()))
+        # Not parameters, nor tensors that a transform of torch.func has left behind: these cannot be read.
+        leaves = (leaf for attributes in self._attributes for leaf in leaves_in(attributes.objects.values()))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return (t for t in tensors if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
@@ -213,7 +220,7 @@ def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
         name: [leaf for _, leaf in _named_leaves(name, value) if type(leaf) in _NUMBERS]
         for name, value in _named_attributes(module)
     }
-    return {name: held for name, held in numbers.items() if held}
+    return {name: leaves for name, leaves in numbers.items() if leaves}
 
 
 def generators_by_name(module: nn.Module) -> dict[str, Any]:
@@ -231,8 +238,8 @@ def _generator_classes() -> tuple[type, ...]:
 def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         for attributes in () if part in without else _attributes_of(part):
-            held = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
-            yield from ((_joined_path(path, key), value) for key, value in held.items() if key not in STRUCTURE)
+            state = {**dict(buffers_of(part).items()), **{k: v for k, v in attributes.items() if k != "_buffers"}}
+            yield from ((_joined_path(path, key), value) for key, value in state.items() if key not in STRUCTURE)
 
 
 def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

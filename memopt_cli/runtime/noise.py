@@ -1,33 +1,27 @@
 """Operators that save a tensor first and fill it afterwards, as RReLU does with its noise.
 
-A recomputation ends when the last tensor has been saved, which is before such an operator has filled it.  A segment
-that ends in one is therefore run to its end.
+A recomputation ends when the last tensor has been saved.  If the last operator is of this kind, it has not filled its
+tensor by then, so a segment that ends in such an operator runs to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 from torch import Tensor
 
+from memopt_cli.runtime.graph import nodes_behind
 from memopt_cli.runtime.private_torch import name_of_node, number_of
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
 """Names of the nodes of all ATen operators whose schema says that they write to an argument which they save."""
 
 
-def noise_since(first: int, outputs: Sequence[Tensor]) -> frozenset[int]:
-    """Return the numbers of those operators' nodes, from ``first`` on, on which ``outputs`` depend.
+def noise_since(first: int, outputs: Iterable[Tensor]) -> frozenset[int]:
+    """Return the numbers, from ``first`` on, of the nodes behind ``outputs`` that fill a tensor after saving it.
 
-    A node that no output depends on is never asked for its tensors.
+    Backward never asks a node for its tensors if no output depends on the node.
     """
-    pending, seen, found = [output.grad_fn for output in outputs], set[Any](), set[int]()
-    while pending:
-        node: Any = pending.pop()
-        if node is not None and node not in seen and number_of(node) >= first:
-            seen.add(node)
-            pending.extend(following for following, _ in node.next_functions)
-            if name_of_node(node).startswith(_FILLED_LATER):
-                found.add(number_of(node))
-    return frozenset(found)
+    nodes = nodes_behind(outputs, lambda node: number_of(node) < first)
+    return frozenset(number_of(node) for node in nodes if name_of_node(node).startswith(_FILLED_LATER))

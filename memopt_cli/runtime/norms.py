@@ -12,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 from memopt_cli.runtime.lifted.module import operators_of
 from memopt_cli.runtime.private_torch import BatchNorm
 
-_OF_MODULES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_OF_OPERATORS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_OPERATOR_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 BATCH_NORMS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: _OF_MODULES,
-    torch.batch_norm: _OF_OPERATORS,
-    torch.ops.aten.batch_norm: _OF_OPERATORS,
-    torch.ops.aten.batch_norm.default: _OF_OPERATORS,
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: _OPERATOR_ARGUMENTS,
+    torch.ops.aten.batch_norm: _OPERATOR_ARGUMENTS,
+    torch.ops.aten.batch_norm.default: _OPERATOR_ARGUMENTS,
 }
 """Function that normalizes a batch -> the names of its positional arguments."""
 
@@ -29,14 +28,14 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 class OtherNorms(Exception):
-    """Batch norms get other channels for a part of an input than for the whole; the message lacks its subject."""
+    """Batch norms get other channels for a part of an input than for the whole; the message is a ``Complaint``."""
 
 
 class SameStatistics(TorchFunctionMode):
     """A mode in which each call of a batch norm uses the statistics that the same call had in the first run.
 
-    In later runs, a module may run on several parts in turn: the norms' calls then repeat for each part.  No weights
-    are applied, since they may be zero, and would hide differences.  Raises :class:`OtherNorms`.
+    In later runs, a module may run on several parts in turn, and the norms' calls repeat for each part.  No weights are
+    applied: weights of zero would hide differences.  Raises :class:`OtherNorms`.
     """
 
     def __init__(self) -> None:
@@ -58,16 +57,16 @@ class SameStatistics(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip(BATCH_NORMS.get(func, ()), args, strict=False)) | (kwargs or {})
-        if func not in BATCH_NORMS or not given.get("training", False):
+        arguments = dict(zip(BATCH_NORMS.get(func, ()), args, strict=False)) | (kwargs or {})
+        if func not in BATCH_NORMS or not arguments.get("training", False):
             return func(*args, **(kwargs or {}))
-        x, call = given["input"], self._calls
+        x, call = arguments["input"], self._calls
         self._calls += 1
         if self._is_first:
-            precise, others = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
-            self._statistics.append((precise.mean(others), precise.var(others, correction=0)))
+            precise, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
+            self._statistics.append((precise.mean(dims), precise.var(dims, correction=0)))
         statistics = self._statistics[call % len(self._statistics)] if self._statistics else ()
-        vectors = [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+        vectors = [arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
         if not statistics or any(v is not None and v.shape != x.shape[1:2] for v in (*statistics, *vectors)):
             raise OtherNorms("gives its batch norms other channels on a part of its input")
-        return F.batch_norm(x, *statistics, eps=given.get("eps", 1e-5))
+        return F.batch_norm(x, *statistics, eps=arguments.get("eps", 1e-5))

@@ -1,7 +1,7 @@
 """Owners: objects in which Python keeps state that a forward may change, as values under names.
 
-All are read and written back alike, whatever they are: a module's attributes, buffers, children and hooks, the
-variables that its code names (:mod:`memopt_cli.runtime.variables`), and lists, dictionaries and objects in these.
+All owners are read and written back alike: a module's attributes, buffers, children and hooks, the variables that its
+code names (:mod:`memopt_cli.runtime.variables`), and the lists, dictionaries and objects that these hold.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Owner:
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
-        """Return the dictionary whose entries are this owner's slots, for fast comparison; ``None`` without one."""
+        """Return the dictionary whose entries are this owner's slots, for fast comparison, or ``None`` without one."""
         return None
 
 
@@ -66,9 +66,9 @@ def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
 
 
 class Attributes(Owner):
-    """The attributes of a module, which is held weakly: what is learned of it must not keep it alive.
+    """The attributes of a module, which is held weakly: what is learned of a module must not keep it alive.
 
-    A module that is gone has none: forward has put another one in its place.
+    A module that is gone has no attributes: forward has put another module in its place.
     """
 
     __slots__ = ("_module",)
@@ -93,7 +93,7 @@ class Attributes(Owner):
 
     def read(self) -> Slots:
         slots = dict(self._attributes())
-        slots.pop(LEARNED_KEY, None)  # no state, and it refers to what is read here
+        slots.pop(LEARNED_KEY, None)  # it is no state, and refers to this owner
         return slots
 
     def write(self, slots: Slots) -> None:
@@ -117,7 +117,8 @@ class Table(Owner):
         return dict(self._mapping)
 
     def write(self, slots: Slots) -> None:
-        self._mapping.clear()  # so that the order is that of ``slots``: hooks run in it
+        # Cleared, so that the entries get the order of ``slots``: hooks run in that order.
+        self._mapping.clear()
         self._mapping.update(slots)
 
 
@@ -284,7 +285,7 @@ class Contents(Owner):
         return {"": self._seen}
 
     def write(self, slots: Slots) -> None:
-        """Leave the object as it is: a call that has changed it for the first time does not run again."""
+        """Leave the object as it is: the first call that changes it does not run again."""
 
 
 def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
@@ -316,6 +317,6 @@ def owners_in(part: Any) -> Iterator[Owner]:
 def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
     """Return the dictionaries of hooks that run inside a call of the first of ``modules``, which contains the others.
 
-    The first module's own hooks run before and after the segment, and are not among them.
+    The first module's own hooks are left out: they run before and after the segment.
     """
     return [*global_hook_tables(), *(table for module in modules[1:] for table in hook_tables(module))]

@@ -1,7 +1,7 @@
 """Pack what autograd saves in a module, outside of segments: nothing is recomputed, and packing loses no bit.
 
-Spikes, dropout masks and flags take a bit an element, indices as few bytes as they need, and a concatenation takes
-none for its parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
+Spikes, dropout masks and flags take a bit an element, and indices as few bytes as they need.  A concatenation takes
+nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
 packed once; parameters are never packed.  The hooks also send tensors to a place (``places/``), packed or raw.
 """
 
@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
+    FLOATS,
+    WIDE_INTEGERS,
     IndexCompressor,
     Packed,
     SpikeCompressor,
@@ -28,27 +30,27 @@ from memopt_cli.runtime.compressor import (
     load,
     note_stored,
     store,
+    store_raw,
 )
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.schedule import Group, Placed, fetched
+from memopt_cli.runtime.places.schedule import PackedAway, ParcelSeries, fetch
 from memopt_cli.runtime.private_torch import (
     base_of,
+    has_memory,
     is_fake,
-    is_of_transform,
     memory_of,
     next_node,
     not_compiled,
-    stands_for_zeros,
     storage_key,
     version_counter,
 )
 
 _MIN_BYTES = 4096
 """Least bytes of a tensor that is packed."""
-_SAMPLE = 64
-"""About how many elements are looked at to choose a codec, before one reads the whole tensor."""
-_REGION = 2**16
-"""About how many elements are looked at to find the planes (height x width, say) into which pooling's indices point."""
+_SAMPLE_SIZE = 64
+"""Number of elements, roughly, by which a codec is chosen, before the codec reads the whole tensor."""
+_PLANES_SIZE = 2**16
+"""Number of elements, roughly, that show the planes (height x width, say) into which the indices of pooling point."""
 
 
 _thread = threading.local()
@@ -81,8 +83,8 @@ def note_joined(outputs: Sequence[Tensor]) -> None:
 
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
-    """Return the codec that is likely to hold ``x`` in fewer bytes, judged by a sample; ``None`` if there is none."""
-    if x.layout is not torch.strided or x.dtype not in _DTYPES:
+    """Return the codec that is likely to hold ``x`` in fewer bytes, judged by a sample, or ``None``."""
+    if x.layout is not torch.strided or x.dtype not in _PACKED_DTYPES:
         return None
     if is_fake(x):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
@@ -93,7 +95,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return None
     values = {value for value in _sample(x) if value != 0}
     if not values and x.is_floating_point():
-        return COMPRESSORS["two-valued"]  # the sample has zeros alone; this codec takes any other value besides
+        return COMPRESSORS["two-valued"]  # all sampled values are zero; this codec takes zeros and one other value
     if values <= {1}:
         return COMPRESSORS["bit"]
     if not x.is_floating_point():
@@ -103,16 +105,14 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
 
 
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-_DTYPES = _FLOATS | _INTEGERS
+_PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
 _BYTES = frozenset(map(float, range(256)))
 
 
 def _sample(x: Tensor) -> list[float]:
     flat = x.as_strided((x.numel(),), (1,))
     # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
-    values: list[float] = flat[:: flat.numel() // _SAMPLE | 1].tolist()
+    values: list[float] = flat[:: flat.numel() // _SAMPLE_SIZE | 1].tolist()
     return values
 
 
@@ -127,8 +127,8 @@ def _named(name: str, x: Tensor) -> SpikeCompressor | None:
 def _index_codec(x: Tensor) -> SpikeCompressor:
     """Return the codec for the integers ``x``, which may be indices of max pooling into planes of its input.
 
-    Pooling works over the last one, two or three dimensions.  These are guessed: at one position of all planes, indices
-    point to almost the same place, so the right number of dimensions is the one in which they vary least.
+    Pooling works over the last one, two or three dimensions.  Their number is guessed: at one position of all planes,
+    indices point to almost the same place, so with the right number of dimensions they vary least.
     """
     if x.dim() < 3 or not x.is_contiguous() or not x.numel():
         return IndexCompressor()
@@ -141,7 +141,8 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
 
 def _spread(x: Tensor, plane: int) -> int:
     """Return the largest difference between values at one position of planes of ``x``, of ``plane`` elements each."""
-    least, most = x.view(-1, plane)[: max(2, _REGION // plane)].aminmax(dim=0)  # amax and amin take ten times as long
+    # ``amax`` and ``amin`` would take ten times as long.
+    least, most = x.view(-1, plane)[: max(2, _PLANES_SIZE // plane)].aminmax(dim=0)
     return int((most - least).max())
 
 
@@ -150,7 +151,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "codec", "packed")
 
-    def __init__(self, codec: SpikeCompressor, packed: Packed | Placed) -> None:
+    def __init__(self, codec: SpikeCompressor, packed: Packed | PackedAway) -> None:
         self.codec = codec
         self.packed = packed
 
@@ -167,12 +168,17 @@ class _Unpacked:
 
     def get(self) -> Tensor:
         """Return the tensor.  Raises :class:`RuntimeError` if it was modified in place since."""
-        if version_of(self._tensor) != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was modified in place between "
-                f"forward and backward (version {self._version} -> {version_of(self._tensor)}). Call backward before."
-            )
-        return self._tensor
+        return _unmodified(self._tensor, self._version)
+
+
+def _unmodified(tensor: Tensor, version: int | None) -> Tensor:
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place between forward and "
+            f"backward (version {version} -> {version_of(tensor)}). Call backward before the in-place change, or make "
+            "it out of place."
+        )
+    return tensor
 
 
 class _Late:
@@ -182,11 +188,11 @@ class _Late:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
-        self.stored: Any = COMPRESSORS["null"].compress(tensor)
+        self.stored: Any = store_raw(tensor.detach())
         self.node = next_node()
 
     def take(self) -> Tensor | None:
-        """Return the tensor to pack; ``None`` if it was modified in place, so that reading it in backward must fail."""
+        """Return the tensor to pack.  ``None``: it was modified in place, so reading it in backward must fail."""
         tensor, self._tensor = self._tensor, None
         return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
 
@@ -194,15 +200,15 @@ class _Late:
 class PackedSaves:
     """The tensors that autograd saves during one run of a module's forward, packed."""
 
-    def __init__(self, untouched: Iterable[Tensor], group: Group | None = None, *, packs: bool = True) -> None:
+    def __init__(self, untouched: Iterable[Tensor], group: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``group``: sends all others to a place; ``None`` leaves them on the device.  ``packs``: pack them.
+        ``group``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
         """
         self._group, self._packs = group, packs
-        self._untouched = {memory_of(t) for t in untouched if _has_memory(t)}
+        self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
-        """Key of a storage -> the storage, and region of it -> what is packed of that."""
+        """Key of a storage -> the storage, and its regions, each with what is packed of it."""
         self._late: list[_Late] = []
         """Tensors saved by the latest operator, which may still be filling them."""
 
@@ -220,7 +226,7 @@ class PackedSaves:
         """Return the object that autograd keeps in place of ``tensor``, and hands to :meth:`unpack`."""
         if self._late:
             self._pack_late(next_node())
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return _Unpacked(tensor)
         is_large = tensor.nbytes >= _MIN_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
@@ -232,7 +238,7 @@ class PackedSaves:
                 return _Unpacked(tensor)
             self._group.note_save()
         saved = self._packed_before(tensor) if is_large and self._packs else None
-        if saved is not None and isinstance(saved.packed, Placed):
+        if saved is not None and isinstance(saved.packed, PackedAway):
             saved.packed.note_use()
         if saved is None and is_large:
             # It may be noise, which an operator fills after saving it (:mod:`memopt_cli.runtime.noise`).
@@ -241,23 +247,25 @@ class PackedSaves:
                 return self._late[-1]
             saved = self._pack_new(tensor) if self._packs else None
         if saved is None:
-            return self._stored_raw(tensor)
+            return self._store_raw(tensor)
         return saved, tensor.shape, tensor.stride()
 
-    def _sent(self, packed: Packed) -> Packed | Placed:
-        """Return ``packed`` after its sending has begun, if there is a place to send it to."""
+    def _send(self, packed: Packed) -> Packed | PackedAway:
+        """Begin to send ``packed``, if there is a place to send it to, and return it."""
         return packed if self._group is None else self._group.take(packed)
 
-    def _stored_raw(self, tensor: Tensor) -> Packed | Placed:
+    def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:
         """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
 
-        A view holds the memory of its whole base: that need not be packed any more, and concatenations can refer to it.
+        A view holds the memory of its whole base.  So the base need not be packed any more, and concatenations can
+        refer to it.
         """
+        stored = store_raw(tensor.detach())
         if self._group is not None:
-            return self._group.take(COMPRESSORS["null"].compress(tensor))
-        whole, stored = _whole_of(tensor), COMPRESSORS["null"].compress(tensor)
+            return self._group.take(stored)
+        whole = _whole_of(tensor)
         if whole is not tensor:
-            raw = COMPRESSORS["null"].compress(whole)
+            raw = store_raw(whole.detach())
             note_stored(whole, raw)
             saved = self._packed_before(whole)
             if saved is not None and isinstance(saved.packed, Packed) and saved.packed.parts:
@@ -273,14 +281,14 @@ class PackedSaves:
             self._group.complete()
 
     def _pack_late(self, node: float) -> None:
-        """Pack what was saved before ``node`` was made: by then the operator that saved it has run to its end."""
+        """Pack the tensors that were saved before ``node`` was made: the operators that saved them have ended."""
         while self._late and self._late[0].node < node:
             late = self._late.pop(0)
             tensor = late.take()
             if tensor is None:
                 continue
             saved = (self._packed_before(tensor) or self._pack_new(tensor)) if self._packs else None
-            late.stored = self._sent(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
+            late.stored = self._send(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
 
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
@@ -289,20 +297,21 @@ class PackedSaves:
             return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
-        if isinstance(stored, Packed | Placed):
-            return COMPRESSORS["null"].decompress(fetched(stored))
+        if isinstance(stored, Packed | PackedAway):
+            raw = fetch(stored)
+            return _unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
-        return load(saved.codec, fetched(saved.packed)).as_strided(shape, stride)
+        return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)
 
     def _packed_before(self, tensor: Tensor) -> _Saved | None:
-        """Return the packed region that ``tensor`` shows, if another operator has saved it; otherwise ``None``."""
+        """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
         entry = self._seen.get(memory_of(tensor))
         reference = entry[1].get(_region(tensor)) if entry else None
         return reference() if reference and is_dense(tensor) else None
 
     def _pack_new(self, tensor: Tensor) -> _Saved | None:
-        """Pack ``tensor``; ``None`` if no codec makes it smaller."""
+        """Pack ``tensor``.  ``None``: no codec makes it smaller."""
         with torch.no_grad():
             codec = codec_for(tensor)
             whole = tensor if codec else _whole_of(tensor)
@@ -315,19 +324,13 @@ class PackedSaves:
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _Saved(codec, self._sent(packed))
+        saved = _Saved(codec, self._send(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # the entry goes with the storage, since another one may get the same address
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
         self._seen[key][1][_region(tensor)] = weakref.ref(saved)
         return saved
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has plain memory: no tangent of zeros (``torch.func.jvp``), of ``vmap``, or nested."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested
-    return is_plain and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
 def _whole_of(tensor: Tensor) -> Tensor:

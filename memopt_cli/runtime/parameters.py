@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.owners import is_same
-from memopt_cli.runtime.private_torch import is_fake, is_of_transform, memory_of
+from memopt_cli.runtime.private_torch import is_of_transform, is_ordinary, memory_of
 
 
 class Parameters:
@@ -26,21 +26,21 @@ class Parameters:
         ``tables``: each module's own dictionary of parameters.  ``earlier``: the parameters of an earlier call, which
         are reused if they are the same.  ``is_watched``: also notice writes that raise no version (``p.data = ...``).
         """
-        self.used: list[tuple[dict[str, Any], dict[str, Any]]]
+        self.entries: list[tuple[dict[str, Any], dict[str, Any]]]
         """Each of ``tables``, and its entries in this call."""
         self.tensors: list[Tensor]
         """The parameters in these entries."""
-        if earlier is not None and all(is_same(*pair) for pair in earlier.used):
-            self.used, self.tensors = earlier.used, earlier.tensors
+        if earlier is not None and all(is_same(*pair) for pair in earlier.entries):
+            self.entries, self.tensors = earlier.entries, earlier.tensors
         else:
-            self.used = [(table, dict(table)) for table in tables]
-            self.tensors = [p for _, used in self.used for p in used.values() if p is not None]
+            self.entries = [(table, dict(table)) for table in tables]
+            self.tensors = [p for _, entries in self.entries for p in entries.values() if p is not None]
         self.trainable = [p.requires_grad for p in self.tensors]
         self._versions = _versions(self.tensors)
         self._memory = _memory_of_all(self.tensors) if is_watched else []
         self._gradients: list[Any] = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
         self.written = ""
-        """Name of a parameter to which forward itself wrote; empty if there is none."""
+        """Name of a parameter to which forward itself wrote, or empty."""
         self.has_gradients = False
         """Whether forward itself called backward, which adds to the parameters' gradients."""
 
@@ -61,7 +61,7 @@ class Parameters:
             self._memory.clear()
 
     def _names(self) -> Iterator[str]:
-        return (name for _, used in self.used for name, p in used.items() if p is not None)
+        return (name for _, entries in self.entries for name, p in entries.items() if p is not None)
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` if a parameter was modified in place since forward ended."""
@@ -72,22 +72,22 @@ class Parameters:
             if before != now:
                 raise RuntimeError(
                     f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "
-                    f"backward (version {before} -> {now}); recomputing with it would be wrong. Call backward before "
-                    "the optimizer's step."
+                    f"backward (version {before} -> {now}), so recomputing with it would be wrong. Call backward "
+                    "before the optimizer's step."
                 )
 
     def put(self) -> None:
         """Make the modules hold the parameters of this call, and no others."""
-        for current, used in self.used:
-            _exchange(current, used)
+        for table, entries in self.entries:
+            _exchange(table, entries)
 
     def in_place(self) -> AbstractContextManager[None]:
         """Return a context manager in whose block the modules hold these parameters, which need gradients as then.
 
-        Afterwards the modules hold those from before again, even if the forward in the block exchanged parameters for
-        itself, and ended before it put them back.
+        Afterwards the modules hold their present parameters again, even if the forward in the block exchanged
+        parameters for itself, and ended before it put them back.
         """
-        is_in_place = all(is_same(current, used) for current, used in self.used)
+        is_in_place = all(is_same(table, entries) for table, entries in self.entries)
         return _InPlace(self, is_in_place and self.trainable == [p.requires_grad for p in self.tensors])
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
@@ -103,51 +103,51 @@ class Parameters:
 class _InPlace:
     """The context manager of :meth:`Parameters.in_place`; ``is_in_place``: the modules hold them already."""
 
-    __slots__ = ("_is_in_place", "_others", "_parameters", "_trainable")
+    __slots__ = ("_is_in_place", "_outer_entries", "_outer_trainable", "_parameters")
 
     def __init__(self, parameters: Parameters, is_in_place: bool) -> None:
         self._parameters, self._is_in_place = parameters, is_in_place
 
     def __enter__(self) -> None:
-        used = self._parameters.used
+        entries = self._parameters.entries
         if self._is_in_place:
-            self._others, self._trainable = used, self._parameters.trainable
+            self._outer_entries, self._outer_trainable = entries, self._parameters.trainable
             return
-        self._others = [(current, dict(current)) for current, _ in used]
-        self._trainable = self._parameters.set_trainable(self._parameters.trainable)
+        self._outer_entries = [(table, dict(table)) for table, _ in entries]
+        self._outer_trainable = self._parameters.set_trainable(self._parameters.trainable)
         self._parameters.put()
 
     def __exit__(self, *raised: object) -> None:
-        self._parameters.set_trainable(self._trainable)
-        for current, entries in self._others:
-            _exchange(current, entries)
+        self._parameters.set_trainable(self._outer_trainable)
+        for table, entries in self._outer_entries:
+            _exchange(table, entries)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the version of each of ``tensors``; ``None`` for a sharded or lazy one."""
-    return [version_of(p) if type(p) is nn.Parameter or _is_plain(p) else None for p in tensors]
+    """Return the version of each of ``tensors``.  ``None``: it is sharded or lazy."""
+    return [version_of(p) if type(p) is nn.Parameter or is_ordinary(p) else None for p in tensors]
 
 
 def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a key of the memory of each of ``tensors``, which ``p.data = ...`` exchanges; 0 if it has none."""
-    return [memory_of(p) if _is_plain(p) and not is_of_transform(p) else 0 for p in tensors]
+    """Return a key of the memory of each of ``tensors``, which ``p.data = ...`` exchanges, or 0 without memory."""
+    return [memory_of(p) if _is_whole(p) and not is_of_transform(p) else 0 for p in tensors]
 
 
-def _exchange(current: dict[str, Any], held: dict[str, Any]) -> None:
-    """Make ``current`` hold the parameters ``held``, but for sharded ones, which FSDP gathers and frees by hooks."""
-    if is_same(current, held):
+def _exchange(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Make ``table`` hold ``entries``, except sharded parameters, which FSDP gathers and frees by hooks."""
+    if is_same(table, entries):
         return
-    sharded = {name: p for name, p in current.items() if not (_may_move(p) and _may_move(held.get(name)))}
-    wanted = {**held, **sharded}
-    for name in current.keys() - wanted.keys():
-        del current[name]
-    current.update(wanted)
+    sharded = {name: p for name, p in table.items() if not (_may_move(p) and _may_move(entries.get(name)))}
+    entries = {**entries, **sharded}
+    for name in table.keys() - entries.keys():
+        del table[name]
+    table.update(entries)
 
 
 def _may_move(parameter: Tensor | None) -> bool:
-    return parameter is None or _is_plain(parameter)
+    return parameter is None or _is_whole(parameter)
 
 
-def _is_plain(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether ``parameter`` is an ordinary tensor or of a dry run, and not sharded (FSDP, DTensor) or lazy."""
-    return parameter is not None and (type(parameter) in (Tensor, nn.Parameter) or is_fake(parameter))
+def _is_whole(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` is neither sharded (FSDP, DTensor) nor lazy."""
+    return type(parameter) is nn.Parameter or is_ordinary(parameter)

@@ -101,7 +101,7 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------- tensors
 
 version_counter: Final[Callable[[Tensor], int]] = attrgetter("_version")
-"""How often a tensor was written in place; raises :class:`RuntimeError` for an inference tensor."""
+"""The number of in-place writes to a tensor; raises :class:`RuntimeError` for an inference tensor."""
 
 storage_key: Final[Callable[[torch.UntypedStorage], int]] = attrgetter("_cdata")
 """The address of the storage object: unlike ``data_ptr``, it also identifies storages without memory."""
@@ -113,7 +113,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def holders_of(tensor: Tensor) -> int:
-    """Return how many tensors hold the storage of ``tensor``, including itself and those that autograd holds."""
+    """Return the number of tensors that hold the storage of ``tensor``, including itself and what autograd holds."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # without ``storage``, this function's own
 
@@ -143,7 +143,16 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The tensor that autograd takes a tensor for a view of; ``None`` if it is no view."""
+"""The base of a tensor that autograd takes for a view.  ``None``: it is no view."""
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has strided memory.
+
+    Nested tensors have none, nor special zero tensors (``torch.func.jvp``) and the tensors that a transform wraps.
+    """
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
 def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
@@ -178,6 +187,11 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may define operators anew."""
+    return type(tensor) is Tensor or isinstance(tensor, FakeTensor)
+
+
 class DryRun(FakeTensorMode):
     """PyTorch's mode in which tensors have no data, mended for an operator whose dtypes it refuses.
 
@@ -206,7 +220,7 @@ default_device: Final[Callable[[], str]] = torch._C._get_default_device
 
 
 def calls_without_notes() -> int:
-    """Return how many operators of dry runs PyTorch has computed without its cache of earlier results."""
+    """Return the number of operators of dry runs that PyTorch has computed without its cache of earlier results."""
     return sum(FakeTensorMode.cache_bypasses.values())
 
 
@@ -269,8 +283,8 @@ def _copy_of_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         else:
             memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
             copied.grad = copy.deepcopy(tensor.grad, memo)
-    found: Tensor = memo[id(tensor)]
-    return found
+    copied_before: Tensor = memo[id(tensor)]
+    return copied_before
 
 
 # ---------------------------------------------------------------------------------------------- operators
@@ -318,26 +332,26 @@ def alias(tensor: Tensor) -> Tensor:
 
 def parameters_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the own parameters of ``module``, some ``None``; writing to it skips every check."""
-    held: dict[str, Any] = module._parameters
-    return held
+    table: dict[str, Any] = module._parameters
+    return table
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the own buffers of ``module``."""
-    held: dict[str, Any] = module._buffers
-    return held
+    table: dict[str, Any] = module._buffers
+    return table
 
 
 def children_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the children of ``module``; of a ``ScriptModule``, an object that has ``items``."""
-    held: dict[str, Any] = module._modules
-    return held
+    table: dict[str, Any] = module._modules
+    return table
 
 
 def program_of(script: Any) -> Any:
     """Return the C++ object of ``script``, one for all Python objects of it.
 
-    Its ``getattr`` and ``setattr`` reach attributes and buffers by name; ``qualified_name`` is that of its class.
+    Its ``getattr`` and ``setattr`` reach attributes and buffers by name; ``qualified_name`` is the name of its class.
     """
     return script._c
 
@@ -434,11 +448,11 @@ def number_of(node: Any) -> int:
 
 
 Edge = tuple[int, int]
-"""The number of the node that made a tensor, and which of the node's outputs that is."""
+"""The number of the node that made a tensor, and the index of the tensor among the node's outputs."""
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """Return the edge that leads to ``tensor``; ``None`` if no node made it."""
+    """Return the edge that leads to ``tensor``, or ``None`` if no node made it."""
     return _edge(tensor.grad_fn, tensor.output_nr)
 
 
@@ -448,9 +462,9 @@ def _edge(node: Any, output: int) -> Edge | None:
 
 
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
-    """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of every part of it.
+    """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of each of its parts.
 
-    Returns ``None`` for any other tensor.  A part that no node made has no edge, and its length is not known.
+    ``None``: ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
     """
     node = tensor.grad_fn
     if node is None or name_of_node(node) != "CatBackward0":
@@ -470,11 +484,11 @@ def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
 
 
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
-"""The node whose derivative is being computed in this thread, ``None`` outside of backward."""
+"""The node whose derivative is being computed in this thread.  ``None``: outside of backward."""
 
 
 hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""The innermost (pack, unpack) hooks on what autograd saves now; ``None`` if there are none."""
+"""The innermost (pack, unpack) hooks on what autograd saves now.  ``None``: there are none."""
 
 
 graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -486,8 +500,8 @@ def vector_jacobian(
 ) -> list[Tensor | None]:
     """Return the products of ``cotangents`` with the Jacobian of ``outputs`` by ``inputs``; keep the graph.
 
-    It is ``None`` for an input that the outputs do not depend on.  ``torch.autograd.grad`` calls the same once it has
-    checked its arguments, which takes as long as a small Jacobian.
+    ``None``: the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
+    arguments first, which takes as long as a small Jacobian.
     """
     engine = Variable._execution_engine
     return list(engine.run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(inputs), True, False))
@@ -526,9 +540,9 @@ _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
 def is_engine(caller: FrameType | None) -> bool:
     """Return whether autograd's engine made a call, ``caller`` being the frame behind the called one.
 
-    The engine is written in C++.  So the Python frame behind a function that it calls is the one that started it, or
-    there is none, if it runs in a thread of its own.  PyTorch has no other way to tell that a sum of two gradients is
-    autograd's.
+    The engine is written in C++.  So the Python frame behind a function that it calls is the frame that started the
+    engine, or there is none, if the engine runs in a thread of its own.  PyTorch has no other way to tell that autograd
+    adds up two gradients.
     """
     caller = _beyond(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
@@ -548,7 +562,7 @@ def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # it reads as a statement
+class as_written:  # used like a function, hence in lower case
     """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
@@ -571,7 +585,7 @@ def forbids_hooks(error: RuntimeError) -> bool:
 
 @functools.cache
 def _refusal_of_hooks() -> str:
-    with unseen(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with unseen(), saved_tensors_hooks(unchanged, unchanged):
         try:
             torch.func.grad(torch.sum)(torch.zeros(()))
         except RuntimeError as refusal:
@@ -610,7 +624,7 @@ def in_lanes(batch: Tensor, level: int) -> Tensor:
 
 
 level_of: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_level
-"""The level of the ``vmap`` that a tensor belongs to; -1 or less if it belongs to none."""
+"""The level of the ``vmap`` that a tensor belongs to.  -1 or less: it belongs to none."""
 
 lane_axis: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_bdim
 """The axis along which the lanes lie in ``without_transform`` of a tensor."""
@@ -630,6 +644,12 @@ def not_compiled(function: _C) -> _C:
     set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from what is not traced
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and where it is
     return function
+
+
+@not_compiled
+def unchanged(tensor: Tensor) -> Tensor:
+    """Return ``tensor``: a hook on saving that does nothing."""
+    return tensor
 
 
 between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -659,8 +679,8 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 def differentiates_ahead() -> bool:
     """Return whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
 
-    They take a checkpoint apart, so that its operators draw and count once.  Others run the graph as it is, in which a
-    checkpoint runs its part twice, with other random numbers and on the same buffers.
+    Such a backend takes a checkpoint apart, so that its operators draw and count once.  Other backends run the graph as
+    it is, in which a checkpoint runs its part twice, with other random numbers and on the same buffers.
     """
     from torch._dynamo.backends.common import AotAutograd
     from torch._dynamo.backends.registry import list_backends, lookup_backend
@@ -727,12 +747,12 @@ def graph_breaks() -> Iterator[list[str]]:
     """Yield a list that has the reasons why PyTorch left something in the block uncompiled, once that has ended."""
     from torch._dynamo.utils import counters
 
-    kinds = ("unimplemented", "graph_break")  # the first has also what keeps a whole function from being compiled
+    kinds = ("unimplemented", "graph_break")  # the first also has reasons why a whole function is not compiled
     for kind in kinds:
         counters[kind].clear()
-    found: list[str] = []
-    yield found
-    found += [reason.partition("\n")[0] for kind in kinds for reason in counters[kind]]
+    reasons: list[str] = []
+    yield reasons
+    reasons += [reason.partition("\n")[0] for kind in kinds for reason in counters[kind]]
 
 
 def call_of_its_own(model: nn.Module) -> Callable[..., Any]:
@@ -830,17 +850,17 @@ def is_of_lost_rank(error: BaseException) -> bool:
 
 
 MAKES_REDUCER: Final = "_ddp_init_helper"
-"""The method of ``DistributedDataParallel`` that makes its reducer, and the logger of that."""
+"""The method of ``DistributedDataParallel`` that makes its reducer, and the reducer's logger."""
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
 """Methods that have ``DistributedDataParallel`` exchange gradients or buffers in another way."""
 FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
-"""Most bytes of its first bucket, which is small so that something is reduced early."""
+"""Maximum bytes of its first bucket, which is small so that something is reduced early."""
 
 
 def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
     """Return the indices of the ``tensors`` whose gradients share a bucket, for each bucket.
 
-    ``limits_bytes``: the most that the first bucket and the others hold.
+    ``limits_bytes``: the limits of the first bucket and of all other buckets.
     """
     compute = torch.distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     groups: list[list[int]] = compute(list(tensors), limits_bytes, [False] * len(tensors))[0]
@@ -848,7 +868,7 @@ def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[in
 
 
 def reducing_ranks(module: Any) -> int:
-    """Return over how many ranks ``fully_shard`` reduces gradients of the own parameters of ``module``; 1 of none."""
+    """Return the number of ranks over which ``fully_shard`` reduces gradients of the own parameters of ``module``."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # as in earlier versions, which had one group at most
@@ -881,9 +901,10 @@ class _Chunks(Sequence[Tensor]):
 
 @contextlib.contextmanager
 def sharded_without_the_others() -> Iterator[None]:
-    """Have ``fully_shard`` make no shards in the block but those that it keeps.
+    """Have ``fully_shard`` make only the shards that it keeps, in the block.
 
-    It makes one for every rank, and keeps that of its own: in dry runs, two thirds of a prediction for 1024 ranks.
+    It makes a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would take two
+    thirds of the time.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -914,7 +935,7 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]] | None:
-    """Return how many blocks of ``parametrize.cached()`` are active, and a copy of their cache; ``None`` if none is."""
+    """Return the number of active blocks of ``parametrize.cached()``, and a copy of their cache.  ``None``: none is."""
     return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
 
 
@@ -934,7 +955,7 @@ FLAGS: Final = (
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 )
-"""Getters and setters of the kernels that PyTorch may use; those of ``torch.backends`` take five times as long."""
+"""Getters and setters of the kernels that PyTorch may use; ``torch.backends`` takes five times as long."""
 
 
 def is_started(device: torch.device) -> bool:
@@ -945,8 +966,8 @@ def is_started(device: torch.device) -> bool:
 def put_cuda_generator(device: torch.device, position: Tensor) -> None:
     """Put a GPU's default generator at ``position``, as ``torch.cuda.set_rng_state`` does, and nothing else.
 
-    That function also has recurrent layers with dropout draw a new seed for cuDNN, which training without a plan does
-    not.  A generator that shares the default one's position moves it without.
+    That function also has recurrent layers with dropout draw a new seed for cuDNN, which does not happen in training
+    without a plan.  A generator that shares the position of the default generator moves it without a new seed.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.default_generators[index].graphsafe_get_state().set_state(position)

@@ -1,6 +1,7 @@
-"""Find the reason why a module cannot be a segment, or not with the settings of a plan; an empty text means it can.
+"""Find the reason why a module cannot be a segment, or not with the settings of a plan.
 
-All reasons are sentences about the module, which callers show as they are.
+Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is.  An empty text: there
+is no reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from memopt_cli.runtime.selective import keep_refusal, misspelled
 
 
 def refusal(module: nn.Module) -> str:
-    """Return why ``module`` cannot be made a segment; empty if it can."""
+    """Return why ``module`` cannot be made a segment."""
     kind = type(module)
     if isinstance(module, Installed):
         return "it is a segment already"
@@ -41,7 +42,8 @@ def refusal(module: nn.Module) -> str:
         return "its parameters are not initialized yet; run the model once"
     if overwriting := _overwriting(module):
         return (
-            f"{overwriting} writes over the input, which recomputation needs: begin after it, or set inplace to False"
+            f"{overwriting} writes over the input, which recomputation needs: begin the segment after that layer, or "
+            "set its inplace to False"
         )
     if parametrize.is_parametrized(module):
         return "it is parametrized; a module that contains it can be a segment"
@@ -56,7 +58,7 @@ def refusal(module: nn.Module) -> str:
 
 
 def _overwriting(module: nn.Module) -> str:
-    """Return the first layer in ``module``, as text, if it is one of PyTorch's that work in place; else empty."""
+    """Return the first layer in ``module``, as text, if it is a layer of PyTorch's that works in place."""
     while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
@@ -64,14 +66,14 @@ def _overwriting(module: nn.Module) -> str:
 
 
 def misfit(module: nn.Module, config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for ``module``; empty if nothing is."""
+    """Return what is wrong with ``config`` for ``module``."""
     return misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
 
 
 def misplaced(module: nn.Module, config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for ``module``, whatever its mode and PyTorch's version; empty if nothing.
+    """Return what is wrong with ``config`` for ``module``, whatever its mode and PyTorch's version.
 
-    Modules that are loaded are checked by this alone: they may have become segments in another mode or version.
+    A module that is loaded gets this check alone: it may have become a segment in another mode or version.
     """
     if reason := wrong_settings(config):
         return reason
@@ -83,15 +85,15 @@ def misplaced(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def wrong_settings(config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for any module; empty if nothing is."""
+    """Return what is wrong with ``config`` for any module."""
     for setting in fields(config):
-        given, kind = getattr(config, setting.name), type(setting.default)
-        is_one = isinstance(given, kind) and (kind is bool or not isinstance(given, bool))
-        if not is_one or (kind is tuple and not all(isinstance(name, str) for name in given)):
-            return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(given)}"
-    known = (*COMPRESSORS, OWN_COMPRESSOR)
-    if config.compressor not in known:
-        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(known)}"
+        value, kind = getattr(config, setting.name), type(setting.default)
+        is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_of_kind or (kind is tuple and not all(isinstance(name, str) for name in value)):
+            return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(value)}"
+    compressors = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in compressors:
+        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(compressors)}"
     for name in ("chunks", "seq_inputs", "seq_outputs"):
         if getattr(config, name) < 1:
             return f"{name} must be 1 or more, not {getattr(config, name)}"
@@ -124,7 +126,7 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def norm_refusal(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Return why the norms in ``module``, in the mode that they are in now, forbid chunks; empty if they do not."""
+    """Return why the norms in ``module``, in their present mode, forbid chunks."""
     return _tracking_norm(module, config, chunks) or _mixing_norms(module, config, chunks)
 
 
@@ -138,10 +140,10 @@ def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str
 
 
 def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Return why the batch norms in ``module``, in their present mode, forbid chunks; empty if they do not."""
+    """Return why the batch norms in ``module``, in their present mode, forbid chunks."""
     if chunks < 2 or config.batch_statistics or config.inexact:
         return ""
-    # A norm without running statistics (track_running_stats=False) uses those of the batch in eval mode, too.
+    # A norm without running statistics (track_running_stats=False) uses the batch's statistics in eval mode as well.
     mixing = next((n for n in batch_norms(module) if n.training or getattr(n, "running_mean", n) is None), None)
     if mixing is None:
         return ""

@@ -19,7 +19,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming
+from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming, unchanged
+from memopt_cli.runtime.thread_block import ThreadBlock
 
 _thread = threading.local()
 
@@ -32,24 +33,18 @@ def is_recomputing() -> bool:
     return recomputing_module() is not None
 
 
-class recomputing:  # it reads as a statement
-    """A block in which a segment is recomputed."""
+class recomputing(ThreadBlock):
+    """A block in which the segment ``module`` is recomputed."""
 
-    __slots__ = ("_module", "_outer")
+    __slots__ = ("_value",)
+    _thread, _name, _default = _thread, "recomputing", ()
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._outer: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
-        _thread.recomputing = (*self._outer, self._module)
-
-    def __exit__(self, *raised: object) -> None:
-        _thread.recomputing = self._outer
+        self._value = (*getattr(_thread, "recomputing", ()), module)
 
 
 def recomputing_module() -> nn.Module | None:
-    """Return the innermost segment that this thread is recomputing; ``None`` outside a recomputation."""
+    """Return the innermost segment that this thread is recomputing, or ``None`` outside of a recomputation."""
     stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
     return stack[-1] if stack else None
 
@@ -61,7 +56,7 @@ _making_turns = threading.Lock()
 class taking_turns:
     """A block in which one thread runs a segment, and others wait: two runs at once would mix up the module's state.
 
-    Threads of autograd's engine do not wait: the thread that is in the segment may itself be waiting for such a thread.
+    Threads of autograd's engine do not wait, since the thread in the segment may itself be waiting for one of them.
     """
 
     __slots__ = ("_module", "_outer", "_turn")
@@ -70,7 +65,7 @@ class taking_turns:
         self._module = module
 
     def __enter__(self) -> None:
-        self._turn = _turn_of(self._module) if _is_of_python() else None
+        self._turn = _turn_of(self._module) if _was_started_by_python() else None
         if self._turn is not None:
             self._turn.acquire()
         self._outer: nn.Module | None = getattr(_thread, "turn", None)
@@ -83,7 +78,7 @@ class taking_turns:
 
 
 def outermost_turn() -> nn.Module | None:
-    """Return the outermost segment that runs now, whose state includes that of inner ones; ``None`` if none runs."""
+    """Return the outermost segment that runs now, or ``None``; its state includes the state of all inner segments."""
     return getattr(_thread, "turn", None)
 
 
@@ -95,13 +90,13 @@ def _turn_of(module: nn.Module) -> Any:
     return turn
 
 
-def _is_of_python() -> bool:
-    """Return whether Python started this thread, not autograd: Python names other threads "Dummy-1" etc."""
-    if not hasattr(_thread, "is_of_python"):  # cached, since it cannot change
-        me = threading.get_ident()
-        known = (thread for thread in threading.enumerate() if thread.ident == me)
-        _thread.is_of_python = any(not thread.name.startswith("Dummy-") for thread in known)
-    return bool(_thread.is_of_python)
+def _was_started_by_python() -> bool:
+    """Return whether Python started this thread, and not autograd's engine."""
+    if not hasattr(_thread, "was_started_by_python"):  # cached, since it cannot change
+        this_thread = [thread for thread in threading.enumerate() if thread.ident == threading.get_ident()]
+        # Python lists a thread that it did not start only once its code has asked for it, and calls it "Dummy-1".
+        _thread.was_started_by_python = any(not thread.name.startswith("Dummy-") for thread in this_thread)
+    return bool(_thread.was_started_by_python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +110,9 @@ class SequenceChunk:
 
 
 def running_chunk() -> SequenceChunk | None:
-    """Return the chunk that this thread runs, of the innermost segment in chunks; ``None`` outside of one.
+    """Return the chunk that this thread runs, of the innermost segment in chunks, or ``None`` outside of such segments.
 
-    Modules that start their states anew in each forward use this to continue from the chunk before.  They declare
+    A module that starts its states anew in each forward uses this to continue from the chunk before, and declares
     ``resumes_in_chunks = True``.
     """
     chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
@@ -134,17 +129,17 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 
 
 def segment_around() -> Any:
-    """Return the run of the segment whose hooks get the tensors that autograd saves now; ``None`` without one.
+    """Return the run of the segment whose hooks get the tensors that autograd saves now.
 
-    There is none either if a checkpoint of the user's own, or other hooks, are set inside that segment.
+    ``None``: no segment is around, or other hooks are set inside it, as by a checkpoint of the user's own.
     """
     hooks = hooks_on_saving()
-    holder = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return holder if getattr(holder, "is_of_segment", False) else None
+    run = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return run if getattr(run, "is_of_segment", False) else None
 
 
 def is_nested() -> bool:
-    """Return whether a segment is around, with no other hooks on saving inside it (see :func:`segment_around`)."""
+    """Return whether a segment is around, with no other hooks on saving inside that segment."""
     return segment_around() is not None
 
 
@@ -157,11 +152,12 @@ def is_checkpointed() -> bool:
 def is_transformed() -> bool:
     """Return whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, so that segments run plainly.
 
-    Their tensors cannot be held until backward: those of ``torch.func`` end with the transform, and tangents get lost.
+    Their tensors cannot be held until backward: a tensor of ``torch.func`` ends with the transform, and holding a
+    tensor loses its tangent.
     """
     return has_tangents() or is_transforming()
 
 
 def saving_aside() -> saved_tensors_hooks:
     """Return hooks that hide the tensors saved in their block from the hooks around: backward never needs them."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return saved_tensors_hooks(unchanged, unchanged)

@@ -18,8 +18,8 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import children_of
 
 _MIN_LAYERS = 2
-"""Fewest layers with weights in a Sequential that is divided.  Two, since it pays for a U-Net's pairs of convolutions:
-as whole blocks they gave no plan at half of the activation peak; divided, they gave one that takes 1.40 times as long
+"""Minimum number of layers with weights in a Sequential that is divided.  Two, for a U-Net's pairs of convolutions: as
+whole blocks they gave no plan at half of the activation peak; divided, they gave a plan that takes 1.40 times as long
 (``benchmarks/storage.py``)."""
 
 
@@ -90,11 +90,11 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
 def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
     """Remove the runs from ``model``, in place: all, or ``only`` these; a Sequential without runs is a plain one."""
     for module in model.modules():
-        left = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
-        if vars(module).pop(RUNS_KEY, None) is not None and not left and type(module) is GroupedSequential:
+        rest = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
+        if vars(module).pop(RUNS_KEY, None) is not None and not rest and type(module) is GroupedSequential:
             module.__class__ = nn.Sequential  # type: ignore[assignment]
-        if left:
-            vars(module)[RUNS_KEY] = left
+        if rest:
+            vars(module)[RUNS_KEY] = rest
 
 
 def calls_in_turn(module: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def _part(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _spelled(parent: nn.Module, name: str) -> Run | None:
-    """Return the run named ``name``, ``first-last`` by its first and last child; ``None`` if ``name`` names no run."""
+    """Return the run named ``name``, ``first-last`` by its first and last child, or ``None`` without such a run."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")
@@ -175,9 +175,9 @@ def _run(parent: nn.Module, names: list[str]) -> Run:
 
 
 def _add(parent: nn.Module, name: str, run: Run) -> None:
-    for other, its in _runs_of(parent).items():
-        if children_of(its).keys() & children_of(run).keys():
-            raise ValueError(f"it shares children with the run {other}")
+    for present_name, present_run in _runs_of(parent).items():
+        if children_of(present_run).keys() & children_of(run).keys():
+            raise ValueError(f"it shares children with the run {present_name}")
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
     if not isinstance(parent, GroupedSequential):

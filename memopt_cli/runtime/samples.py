@@ -1,7 +1,7 @@
 """Compare a recomputation with its forward, by a few elements of every tensor that autograd saves in both.
 
-This reveals sources that cannot be put back: the clock, random numbers of the operating system, and generators that
-memopt does not find.  It is done in a module's first run, and again in its 16th, its 256th and so on.
+The comparison reveals sources that cannot be put back: the clock, random numbers of the operating system, and
+generators that memopt does not find.  It is made in a module's first run, and again in its 16th, its 256th and so on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from memopt_cli.runtime.private_torch import is_of_transform, stands_for_zeros, unseen
 
-_ELEMENTS: Final = 64
-"""About how many elements of a tensor are compared."""
-_RARER: Final = 16
+_SAMPLE_SIZE: Final = 64
+"""Number of elements of a tensor, roughly, that are compared."""
+_TURN_FACTOR: Final = 16
 """Factor between the runs that are watched: the 16th, the 256th and so on."""
-_DTYPES: Final = frozenset(
+_COMPARED_DTYPES: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
     | {torch.bool, torch.int16, torch.int32, torch.int64}
 )
@@ -44,15 +44,15 @@ class Turns:
     """The schedule by which the calls of a segment are watched, and compared when they run again."""
 
     def __init__(self) -> None:
-        self._runs, self._next = 0, _RARER
+        self._runs, self._next = 0, _TURN_FACTOR
         self._was_compared = False
 
     def is_due(self) -> bool:
-        """Count a run that begins, and tell whether it is one to watch: the first ones, the 16th, the 256th ..."""
+        """Count a run that begins, and return whether to watch it: the first ones, the 16th, the 256th ..."""
         self._runs += 1
         if self._runs < self._next:
             return not self._was_compared and not _is_off
-        self._next *= _RARER
+        self._next *= _TURN_FACTOR
         return not _is_off
 
     def note_comparison(self) -> None:
@@ -61,49 +61,50 @@ class Turns:
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """Return a few elements of ``tensor``; ``None`` if it is no plain tensor with data, or sampling is off."""
+    """Return a few elements of ``tensor``.  ``None``: it is no plain tensor with data, or sampling is off."""
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    if not is_plain or is_of_transform(tensor) or tensor.dtype not in _DTYPES or _has_no_values(tensor):
+    if not is_plain or is_of_transform(tensor) or tensor.dtype not in _COMPARED_DTYPES or _has_no_values(tensor):
         return None
-    along = max(1, round(_ELEMENTS ** (1 / max(1, tensor.dim()))))
+    steps = max(1, round(_SAMPLE_SIZE ** (1 / max(1, tensor.dim()))))
     with torch.no_grad(), unseen():
-        part = tensor.detach()[tuple(slice(None, None, max(1, size // along)) for size in tensor.shape)]
+        part = tensor.detach()[tuple(slice(None, None, max(1, size // steps)) for size in tensor.shape)]
         elements: list[Any] = part.flatten().tolist()
     return elements
 
 
 def glance(tensor: Tensor) -> bytes | None:
-    """Return the bytes at start, middle and end of ``tensor``, at next to no cost; ``None`` if it is not on the CPU."""
+    """Return the bytes at start, middle and end of ``tensor``, at next to no cost.  ``None``: not readable so."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
         return None
     if not tensor.is_contiguous():
         return None
     start, size = tensor.data_ptr(), tensor.nbytes
-    if start == 0 or size == 0 or tensor.dtype not in _DTYPES:
+    if start == 0 or size == 0 or tensor.dtype not in _COMPARED_DTYPES:
         return None
-    if size <= _GLANCE:
+    if size <= _GLANCE_BYTES:
         return ctypes.string_at(start, size)
-    offsets = (0, size // 2 // _GLANCE * _GLANCE, size // _GLANCE * _GLANCE - _GLANCE)
-    return b"".join(ctypes.string_at(start + offset, _GLANCE) for offset in offsets)
+    last = size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
+    offsets = (0, size // 2 // _GLANCE_BYTES * _GLANCE_BYTES, last)
+    return b"".join(ctypes.string_at(start + offset, _GLANCE_BYTES) for offset in offsets)
 
 
-def is_alike(before: bytes, tensor: Tensor) -> bool:
-    """Return whether the bytes that :func:`glance` reads of ``tensor`` are those in ``before``, but for rounding."""
+def matches_glance(before: bytes, tensor: Tensor) -> bool:
+    """Return whether :func:`glance` reads the bytes ``before`` of ``tensor``, except for rounding."""
     now = glance(tensor)
     if now is None or now == before:
         return True
-    old, new = (torch.frombuffer(bytearray(data), dtype=tensor.dtype).tolist() for data in (before, now))
-    return _agree(old, new, tensor.dtype)
+    elements, elements_now = (torch.frombuffer(bytearray(b), dtype=tensor.dtype).tolist() for b in (before, now))
+    return _are_close(elements, elements_now, tensor.dtype)
 
 
-_GLANCE: Final = 32
+_GLANCE_BYTES: Final = 32
 """Bytes at each place, a multiple of the size of any element."""
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` stands for zeros, was freed (as by FSDP), or CUDA kernels are only being captured."""
+    """Return whether ``tensor`` stands for zeros, was freed (as by FSDP), or is only being captured in a CUDA graph."""
     if stands_for_zeros(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -111,13 +112,16 @@ def _has_no_values(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < end
 
 
-def agrees(before: list[Any], tensor: Tensor) -> bool:
-    """Return whether the sample of ``tensor`` equals ``before`` but for rounding: another kernel may have made it."""
-    now, dtype = sample(tensor), tensor.dtype
-    return now is None or now == before or _agree(before, now, dtype)
+def matches_sample(before: list[Any], tensor: Tensor) -> bool:
+    """Return whether :func:`sample` reads the elements ``before`` of ``tensor``, except for rounding.
+
+    Another kernel may have made the tensor, which rounds otherwise.
+    """
+    now = sample(tensor)
+    return now is None or now == before or _are_close(before, now, tensor.dtype)
 
 
-def _agree(before: list[Any], now: list[Any], dtype: torch.dtype) -> bool:
+def _are_close(before: list[Any], now: list[Any], dtype: torch.dtype) -> bool:
     if not (dtype.is_floating_point or dtype.is_complex) or len(now) != len(before):
         return False
     leeway = torch.finfo(dtype).eps ** 0.5 * max((abs(x) for x in before if abs(x) < float("inf")), default=0.0)

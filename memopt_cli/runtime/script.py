@@ -1,7 +1,7 @@
 """Wrap a TorchScript module that cannot be lifted (:mod:`memopt_cli.runtime.lifted`) in a plain module.
 
 :class:`ScriptLeaf` holds the script, has the same names of parameters, buffers and modules, and can be pickled and
-deep-copied.  TorchScript is code, some of which runs when it is loaded: :func:`check_script` checks it before.
+deep-copied.  TorchScript is code, and some of it runs while it is loaded, so :func:`check_script` checks it before.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def check_script(archive: bytes) -> None:
 
 def bytes_of(archive: Tensor) -> bytes:
     """Return the bytes in ``archive``, a tensor of ``uint8``, without NumPy, which need not be installed."""
-    held = bytearray(archive.numel())
-    if held:
-        torch.frombuffer(held, dtype=torch.uint8).copy_(archive)
-    return bytes(held)
+    data = bytearray(archive.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(archive)
+    return bytes(data)
 
 
 def restore_script(archive: bytes, device: torch.device) -> ScriptModule:
@@ -91,8 +91,8 @@ class ScriptLeaf(nn.Module):
         buffer = io.BytesIO()
         torch.jit.save(self.script, buffer)
         state = {k: v for k, v in vars(self).items() if k not in ("script", "_parameters", "_buffers", "_modules")}
-        # The archive is stored as a tensor of bytes, and the device as that of an empty tensor, which ``map_location``
-        # of ``torch.load`` moves.
+        # The archive is stored as a tensor of bytes.  The device is stored as an empty tensor on it, since
+        # ``map_location`` of ``torch.load`` moves tensors.
         state["archive"] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         state["anchor"] = torch.empty(0, device=next((t.device for t in self.state_dict().values()), None))
         return state

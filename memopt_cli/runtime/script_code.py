@@ -49,10 +49,10 @@ _ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})
 """Functions that may only be called: after ``f = getattr``, a call ``f(x, name)`` would not be recognized."""
 _TEXT: Final = re.compile(r"[ -~\n]*")
 """The characters that PyTorch writes into code; its parser and Python's may read others differently."""
-_DEEPEST: Final = 300
-"""Most expressions and blocks nested in each other: PyTorch compiles them by recursion."""
+_MAX_DEPTH: Final = 300
+"""Maximum number of expressions and blocks nested in each other: PyTorch compiles them by recursion."""
 _TYPE: Final = re.compile(r"[\w.,()\[\] ]+", re.ASCII)
-_LONGEST_TYPE: Final = 4096
+_MAX_TYPE_LENGTH: Final = 4096
 _TAGGED: Final = frozenset("Tensor int float bool str complex number Scalar NoneType Device".split())
 """Types that PyTorch checks by a value's tag wherever it uses the value; others it takes as they are declared."""
 _CONTAINERS: Final = frozenset({"List", "Dict", "Optional"})
@@ -74,7 +74,7 @@ _TO_RESTORE: Final = (
 )
 """Kinds of syntax that restoring a layer needs: no loops, no arithmetic."""
 _MAX_TO_RESTORE: Final = 100
-"""Most calls in a function that runs while the script is loaded."""
+"""Maximum number of calls in a function that runs while the script is loaded."""
 
 Kind = Literal["code", "pickle", "data"]
 _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
@@ -94,8 +94,8 @@ class UnsafeScript(Exception):
 def kind_of(record: str) -> Kind:
     """Return the kind of the record with the name ``record`` in a TorchScript archive.
 
-    PyTorch's reader ignores case in names.  So a name like that of code is code in any case, and gets checked; other
-    names must match exactly.  Raises :class:`UnsafeScript` for a record of no known kind.
+    PyTorch's reader ignores case in names.  So the name of a record of code is recognized in any case, and the record
+    checked; other names must match exactly.  Raises :class:`UnsafeScript` for a record of no known kind.
     """
     for kind, names in _KINDS.items():
         if names.fullmatch(record):
@@ -105,9 +105,9 @@ def kind_of(record: str) -> Kind:
 
 def check_classes(data: bytes) -> None:
     """Raise :class:`UnsafeScript` if the pickle ``data`` names a C++ class other than a quantized layer's weights."""
-    found = _NATIVE_CLASS.search(data.replace(b"\n", b"."))
-    if found:
-        raise UnsafeScript(f"the class torch.classes.{found.group(1).decode().rstrip('.')}")
+    match = _NATIVE_CLASS.search(data.replace(b"\n", b"."))
+    if match:
+        raise UnsafeScript(f"the class torch.classes.{match.group(1).decode().rstrip('.')}")
 
 
 def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
@@ -140,7 +140,7 @@ def parsed_code(text: str) -> ast.Module:
 
 
 def _chained(node: ast.AST) -> int:
-    """Return how many operators ``node`` chains: ``a < b < c`` is one node in Python, and nested in PyTorch."""
+    """Return the number of operators that ``node`` chains: ``a < b < c`` is one node here, and nested in PyTorch."""
     if isinstance(node, ast.BoolOp):
         return len(node.values)
     return len(node.ops) if isinstance(node, ast.Compare) else 0
@@ -153,7 +153,7 @@ def _has_comment(text: str) -> bool:
 def parsed_type(text: str) -> ast.expr:
     """Return the type ``text`` parsed.  Raises :class:`UnsafeScript` for a text that PyTorch does not write."""
     try:
-        if len(text) > _LONGEST_TYPE or not _TYPE.fullmatch(text):
+        if len(text) > _MAX_TYPE_LENGTH or not _TYPE.fullmatch(text):
             raise UnsafeScript("a type that PyTorch does not write")
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
@@ -166,8 +166,8 @@ def _check_depth(tree: ast.AST) -> None:
     level, depth = [tree], 0
     while level:
         depth += 1
-        if max(depth, *map(_chained, level)) > _DEEPEST:
-            raise UnsafeScript(f"code nested deeper than {_DEEPEST}")
+        if max(depth, *map(_chained, level)) > _MAX_DEPTH:
+            raise UnsafeScript(f"code nested deeper than {_MAX_DEPTH}")
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
 
 
@@ -193,7 +193,7 @@ def _check_names(tree: ast.AST) -> None:
 
 def _check_calls(tree: ast.AST) -> None:
     # ``x.relu()`` calls the operator ``aten::relu`` if ``x`` is a tensor, and the types of variables are unknown here.
-    # So the name of each method must be that of an allowed operator, or of no operator at all.
+    # So the name of each method must be the name of an allowed operator, or of no operator at all.
     called = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -228,12 +228,12 @@ def _chains(tree: ast.AST) -> Iterator[tuple[ast.Name, list[ast.Attribute]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             attributes: list[ast.Attribute] = []
-            at: ast.expr = node
-            while isinstance(at, ast.Attribute):
-                attributes.append(at)
-                at = at.value
-            if isinstance(at, ast.Name) and at.id in _ROOTS:
-                yield at, attributes[::-1]
+            inner_node: ast.expr = node
+            while isinstance(inner_node, ast.Attribute):
+                attributes.append(inner_node)
+                inner_node = inner_node.value
+            if isinstance(inner_node, ast.Name) and inner_node.id in _ROOTS:
+                yield inner_node, attributes[::-1]
 
 
 def _check_chain(names: list[str]) -> None:
@@ -310,12 +310,12 @@ class _Variables:
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args
-        return _is_tagged(kind) or all(_is_optional(found, ast.dump(kind)) for found in self._declared(source))
+        return _is_tagged(kind) or all(_is_optional(declared, ast.dump(kind)) for declared in self._declared(source))
 
     def _declared(self, value: ast.expr) -> Iterator[ast.expr | None]:
-        """Yield the declared type of each value that ``value`` may evaluate to; ``None`` where none is declared.
+        """Yield the declared type of each value that ``value`` may evaluate to.  ``None``: no type is declared.
 
-        After ``y = x``, the types of ``y`` are those of ``x``.
+        After ``y = x``, ``y`` has the types of ``x``.
         """
         pending, seen = [value], set[str]()
         while pending:
@@ -390,8 +390,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
     """
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    other = next((node for node in ast.walk(function) if not isinstance(node, _TO_RESTORE)), None)
-    if other is not None or len(calls) > _MAX_TO_RESTORE:
+    if not all(isinstance(node, _TO_RESTORE) for node in ast.walk(function)) or len(calls) > _MAX_TO_RESTORE:
         raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
     called = []
     for call in calls:
@@ -412,7 +411,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
 
 def _check_displays(function: ast.FunctionDef) -> None:
     # A list that holds one list ten times, which holds another ten times, and so on, is far larger than its text.
-    held = {
+    containers = {
         target.id
         for node in ast.walk(function)
         for target, value in _assigned(node)
@@ -420,7 +419,7 @@ def _check_displays(function: ast.FunctionDef) -> None:
     }
     displays = (node for node in ast.walk(function) if isinstance(node, ast.List | ast.Tuple))
     items = [item for node in displays if isinstance(node.ctx, ast.Load) for item in node.elts]
-    if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, held) for item in items):
+    if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, containers) for item in items):
         raise UnsafeScript(f"a list of lists in {_RESTORES}, which runs while it is loaded")
 
 

@@ -1,8 +1,11 @@
 """Call a segment: decide whether its forward can run again, and store its inputs and starting state until then.
 
-:func:`call_checkpointed` is what containers call.  There are four cases: a compiler traces the call (PyTorch's own
-checkpoint); forward cannot run again (it runs plainly); the call runs inside the recomputation of another segment
-(nothing is stored); and the usual one, in which ``segment_run.py`` takes over.
+Containers call :func:`call_checkpointed`.  There are four cases:
+
+- a compiler traces the call: PyTorch's own checkpoint runs it;
+- forward cannot run again: it runs plainly;
+- the call runs inside the recomputation of another segment: nothing is stored;
+- any other call: ``segment_run.py`` takes over.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from memopt_cli.runtime.compressor import (
     OwnCompressor,
     Packed,
     SpikeCompressor,
-    beside_the_model,
+    internal_tensors,
     load,
     note_stored,
     store,
@@ -63,63 +66,67 @@ def call_checkpointed(
     """Call ``forward(*args, **kwargs)``, and store for backward only the inputs, and outputs of the operators ``keep``.
 
     ``inputs``: stores the inputs, and is empty yet.  ``starts``: makes the starting states of chunks again.
-    ``learned``: the knowledge of ``module``; ``None`` if ``module`` keeps it itself.
+    ``learned``: the knowledge of ``module``.  ``None``: ``module`` keeps it itself.
     """
-    if (chunk := running_chunk()) is not None:  # backward must run the forward in the same chunk again
+    # Backward must run the forward in the same chunk again.
+    if (chunk := running_chunk()) is not None:
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
         return _traced(module, forward, args, kwargs)
-    given = Arguments.of(args, kwargs)
+    arguments = Arguments.of(args, kwargs)
     learned = learned_of(module) if learned is None else learned
-    if not _can_run_again(module, given.tensors, learned):
+    if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)
     around = segment_around()
     first = functools.partial(_as_written, forward, args, kwargs)
     if around is not None and around.is_recomputation:
-        return _within_recomputation(module, first, given.tensors, around, learned)
-    start = StartingState(module, given.tensors, given.others, learned, watches=learned.runs.is_due())
+        return _within_recomputation(module, first, arguments.tensors, around, learned)
+    start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
-    run = SegmentRun(module, learned, start, functools.partial(_repeat, forward, given.skeleton), kept)
+    repeat = functools.partial(_repeat, forward, arguments.skeleton)
+    run = SegmentRun(module, learned, start, repeat, kept)
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
-    tensors = given.tensors
+    tensors = arguments.tensors
     if learned.overwrites_input:
-        with beside_the_model():
+        with internal_tensors():
             tensors = _clones(tensors)
-    needed = [t.requires_grad for t in given.tensors]
+    leaves = functools.partial(_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned)
     lent: Sequence[Tensor] = ()
     if around is not None:
-        # The segment around makes the inputs and the tensors of the state again, as all that is saved in it.
+        # The segment around makes the inputs and the tensors of the state again, like everything that is saved in it.
         lent = start.lend()
-        run.saved_inputs = [around.hold_input(t) for t in tensors]
-        run.inputs = functools.partial(_given_again, run.saved_inputs, needed, learned)
+        saved = run.saved_inputs = [around.hold_input(t) for t in tensors]
+        run.inputs = lambda: leaves([unpack_saved(one) for one in saved])
         run.lent = functools.partial(_MadeOnDemand, [around.hold_input(t) for t in lent])
     else:
         inputs.keep(tensors)
-        run.inputs = functools.partial(_unpacked, inputs, needed, learned)
+        run.inputs = lambda: leaves(inputs.tensors())
         if starts is not None:
             # Without a reference to ``run``, which refers to ``starts`` itself: a cycle would outlive backward.
-            repeat = functools.partial(_repeat, forward, given.skeleton)
-            run.lent = starts.add(start, functools.partial(_run_again, repeat, run.inputs))
+            stored_inputs = run.inputs
+            run.lent = starts.add(start, lambda others: repeat(stored_inputs(), others))
     inputs.started(start, lent)
-    gradients = [(t, t.grad) for t in given.tensors if t.retains_grad]
+    gradients = [(t, t.grad) for t in arguments.tensors if t.retains_grad]
     try:
-        return run.run_first(first, given.tensors, hooks_on_saving())
+        return run.run_first(first, arguments.tensors, hooks_on_saving())
     except Unrepeatable as error:
-        if inputs.of_chunk:  # other chunks may have run before, and norms counted them: ``chunked.py`` undoes all
+        # Other chunks may have run before, and norms counted them: ``chunked.py`` undoes all.
+        if inputs.of_chunk:
             raise
         reason = str(error)
         lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
         if lost:
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
-    start.enter(lent, given.others)
-    for tensor, gradient in gradients:  # a backward that forward has run before it failed may have added to these
+    start.enter(lent, arguments.others)
+    # Forward may have run a backward before it failed, which added to these gradients.
+    for tensor, gradient in gradients:
         tensor.grad = gradient
     return forward(*args, **kwargs)
 
 
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
-    """Return whether ``module`` can and should run as a segment in this call: not in a checkpoint of the user's own."""
+    """Return whether ``module`` can and should run as a segment in this call."""
     if any(t.is_nested and t.layout is torch.strided for t in tensors):
         run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed():
@@ -147,39 +154,31 @@ def _within_recomputation(
         return first()
 
 
-def _given_again(saved: Sequence[Any], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    return _fresh([unpack_saved(one) for one in saved], needed, learned)
-
-
-def _unpacked(inputs: PackedInputs, needed: Sequence[bool], learned: Learned) -> list[Tensor]:
-    return _fresh(inputs.tensors(), needed, learned)
-
-
-def _fresh(tensors: Sequence[Tensor], needed: Sequence[bool], learned: Learned) -> list[Tensor]:
+def _leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: Learned) -> list[Tensor]:
     """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
-    ``needed``: whether each needs a gradient.
+    ``needs_gradient``: whether each tensor needs a gradient.
     """
     if learned.overwrites_input:
-        return _clones(tensors, needed)
+        return _clones(tensors, needs_gradient)
     leaves = [tensor.detach() for tensor in tensors]
-    for leaf, needs_gradient in zip(leaves, needed, strict=True):
-        if needs_gradient:
+    for leaf, is_needed in zip(leaves, needs_gradient, strict=True):
+        if is_needed:
             leaf.requires_grad_()
     return leaves
 
 
-def _clones(tensors: Sequence[Tensor], needed: Sequence[bool] = ()) -> list[Tensor]:
-    """Return copies that share memory where ``tensors`` do: what forward writes to one shows in the other."""
+def _clones(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
+    """Return copies that share memory where ``tensors`` do: a write of forward to one copy shows in the others."""
     copies = copies_of(tensors)
-    for tensor, needs_gradient in zip(tensors, needed, strict=False):
-        copies[id(tensor)].needs_gradient = needs_gradient
-    made = remade(copies)
-    return [made[id(tensor)] for tensor in tensors]
+    for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
+        copies[id(tensor)].needs_gradient = is_needed
+    clones = remade(copies)
+    return [clones[id(tensor)] for tensor in tensors]
 
 
 class _MadeOnDemand(Sequence[Tensor]):
-    """Tensors that a segment around saves, each made again only when it is read, since most are not."""
+    """Tensors that a segment around saves.  Each is made again only when it is read, since most are never read."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
         self._saved = saved
@@ -189,10 +188,6 @@ class _MadeOnDemand(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return unpack_saved(self._saved[index])
-
-
-def _run_again(repeat: Callable[..., Any], inputs: Callable[[], list[Tensor]], others: Sequence[Any]) -> None:
-    repeat(inputs(), others)
 
 
 def _as_written(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,16 +203,16 @@ def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor
 def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
-    PyTorch leaves a forward that it cannot trace, one that writes to attributes, say, to a checkpoint that is not
-    compiled: there :func:`_replayed` has every later run start from the state from which the first one started.
+    PyTorch leaves a forward that it cannot trace (because it writes to attributes, say) to a checkpoint that is not
+    compiled.  There :func:`_replayed` has every later run start from the state from which the first run started.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):
         return forward(*args, **kwargs)
     starts: list[StartingState] = []
 
-    def call(*given: Tensor) -> Any:
-        args, kwargs = join_tensors(given, skeleton)
+    def call(*tensors: Tensor) -> Any:
+        args, kwargs = join_tensors(tensors, skeleton)
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         return _replayed(module, forward, args, kwargs, starts)
@@ -229,7 +224,7 @@ def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...
 def _replayed(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], starts: list[Any]
 ) -> Any:
-    """Call ``forward``: the first time take its starting state into ``starts``, and put that back in later calls."""
+    """Call ``forward``: the first call adds its starting state to ``starts``, and later calls start from that state."""
     if starts:
         with starts[0].replay():
             return forward(*args, **kwargs)
@@ -260,11 +255,11 @@ class PackedInputs:
     def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
         self.parcel = parcel
-        """The parcel that sends what is stored, and kept outputs, to a place; ``None`` if they stay on the device."""
+        """The parcel that sends stored tensors and kept outputs to a place.  ``None``: they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False
-        """Whether they are the inputs of one chunk, not of the whole segment."""
+        """Whether these are the inputs of one chunk, and not of the whole segment."""
         self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
         """A function that is called with the starting state and the tensors that it lends to a segment around."""
 

@@ -26,17 +26,17 @@ class SegmentConfig:
     axis: int = 0
     """Dimension along which the chunks are cut; a negative one counts from the last."""
     seq_inputs: int = 1
-    """How many leading positional arguments are cut; the following ones are states, or passed whole."""
+    """Number of leading positional arguments that are cut; later arguments are states, or passed whole."""
     seq_outputs: int = 1
-    """How many leading outputs are concatenated; the following ones are states for the next chunk."""
+    """Number of leading outputs that are concatenated; later outputs are states for the next chunk."""
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is checkpointed on its own."""
     recompute: bool = True
     """Whether it is recomputed; if not, what autograd saves inside it, but not in other segments, is packed."""
     keep: tuple[str, ...] = ()
-    """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for those of
-    the second call alone.  Calls in other segments inside this one are not counted.  Under ``torch.compile`` all are
-    recomputed."""
+    """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for the
+    outputs of the second call alone.  Calls in other segments inside this one are not counted.  Under
+    ``torch.compile`` all outputs are recomputed."""
     batch_statistics: bool = False
     """Whether batch norms in chunks normalize by the statistics of all chunks, which are gathered first."""
     through_loss: bool = False

@@ -1,6 +1,6 @@
 """Run one call of a segment: drop what autograd saves in forward, and make it again when backward asks for it.
 
-The mechanism is that of PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
+The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
     forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
@@ -15,7 +15,7 @@ recomputation makes them again.  A segment that runs inside the recomputation of
 never asks for that, unless the outer segment's forward computes gradients itself.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
-and state without the graphs that made them.  So a call is freed when its graph is.
+and state without the graphs that made them.  So a call is freed together with its graph.
 """
 
 from __future__ import annotations
@@ -34,11 +34,18 @@ from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import at_length, present_length
-from memopt_cli.runtime.module_state import name_of
+from memopt_cli.runtime.module_state import Complaint, name_of
 from memopt_cli.runtime.noise import noise_since
-from memopt_cli.runtime.private_torch import forbids_hooks, is_of_transform, memory_of, next_node, not_compiled
+from memopt_cli.runtime.private_torch import (
+    forbids_hooks,
+    is_of_transform,
+    memory_of,
+    next_node,
+    not_compiled,
+    unchanged,
+)
 from memopt_cli.runtime.running import outermost_turn, recomputing, segment_around, taking_turns
-from memopt_cli.runtime.samples import agrees, glance, is_alike, sample
+from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
@@ -52,7 +59,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Unrepeatable(RuntimeError):
-    """A forward cannot run in a segment, or computes something else there; the message lacks its subject."""
+    """A forward cannot run in a segment, or computes something else there; the message is a :data:`Complaint`."""
 
 
 class _Complete(Exception):
@@ -69,20 +76,20 @@ class _Saved:
 
     def __init__(self, run: SegmentRun | None, tensor: Tensor) -> None:
         self.run = run
-        """The call that makes it again; ``None`` if that cannot run again."""
+        """The call that makes it again.  ``None``: the call cannot run again."""
         # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
         self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
-        """The tensor; ``None`` while it is dropped."""
+        """The tensor.  ``None``: it is dropped."""
         self.version = version_of(tensor)
         """The tensor's version when it was saved."""
         self.shape: torch.Size | None = None
-        """The tensor's shape; ``None`` before it is dropped."""
+        """The tensor's shape.  ``None``: it was not dropped yet."""
         self.packed: Any = None
-        """If its call cannot run again: the unpacking hook around the segment, and the packed form; else ``None``."""
+        """The unpacking hook around the segment, and the packed form, if its call cannot run again."""
         self.is_input = False
         """Whether it is an input of a segment inside this one."""
         self.broken = ""
-        """Why backward cannot have it, as when forward itself has written to it later; empty if it can."""
+        """Why backward cannot have it (forward itself has written to it later, say), or empty."""
 
 
 class SegmentRun:
@@ -110,14 +117,16 @@ class SegmentRun:
         self._outermost = outermost_turn() or module
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
-        self._glance: tuple[int, bytes] | None = None
-        """Index of the saved tensor that is compared in every call, and some of its bytes; ``None`` if none is."""
+        self._compared_index: int | None = None
+        """Index of the saved tensor that is compared in every call.  ``None``: no tensor is compared."""
+        self._compared_bytes = b""
+        """Some bytes of that tensor."""
         self._samples: dict[int, list[Any]] = {}
         """Index of a saved tensor -> a few of its elements; empty unless the call is watched."""
         self._first_node = next_node()
         """The number of the first node of autograd that forward makes."""
         self._watch = _Watch(self._first_node) if start.is_watched else None
-        """Notes on the saved tensors; ``None`` unless the call is watched."""
+        """Notes on the saved tensors.  ``None``: the call is not watched."""
         self.is_running = False
         """Whether forward is running for the first time."""
         self._was_repeated = False
@@ -126,7 +135,7 @@ class SegmentRun:
         self.gathers = False
         """Whether the call is one chunk of several that share batch statistics."""
         self.saved_inputs: list[_Saved] = []
-        """The tensors among the arguments, if a segment around saves them; otherwise empty."""
+        """The tensors among the arguments that a segment around saves."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
         self.lent: Callable[[], Sequence[Tensor]] = tuple
@@ -142,8 +151,8 @@ class SegmentRun:
         """
         versions, before = [version_of(t) for t in given], unrepeatable_runs()
         output = self._run(forward)
-        if self._kept.changes:
-            raise Unrepeatable(self._kept.changes)
+        if self._kept.other_kernel:
+            raise Unrepeatable(self._kept.other_kernel)
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if self._start.is_surprised:
@@ -211,7 +220,7 @@ class SegmentRun:
             self._learned.compared = self._last_activation()
         else:
             self._note_glance()
-            # Another number of saved tensors than ever before: forward has taken another branch.
+            # If forward saves a number of tensors that it never saved before, it has taken another branch.
             if len(self._refs) not in self._learned.runs_to_end:
                 noise = noise_since(self._first_node, tensors_of(results))
                 self._learned.runs_to_end[len(self._refs)] = bool(noise)
@@ -226,9 +235,9 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the index of the tensor to compare in every call, -1 for the last; ``None`` if none can be compared.
+        """Return the index of the tensor to compare in every call.  ``None``: none can be compared.
 
-        It is counted from the end: if a later call saves more tensors, it differs in its last ones.
+        The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """
         own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
         parameters = set(map(memory_of, own))
@@ -249,7 +258,8 @@ class SegmentRun:
         saved = self._refs[index]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
             seen = glance(saved.tensor)
-            self._glance = None if seen is None else (index, seen)
+            if seen is not None:
+                self._compared_index, self._compared_bytes = index, seen
 
     def _keep_saved(self, hooks: Hooks | None) -> None:
         """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot run again.
@@ -287,7 +297,8 @@ class SegmentRun:
         if segment_around() is not None:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
-        again = _Repetition(self._module, self._refs, self._samples, self._glance, runs_to_end=to_end)
+        compared = self._compared_index, self._compared_bytes
+        again = _Repetition(self._module, self._refs, self._samples, *compared, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
             given = self.inputs()
             replayed = self._start.replay(self.lent())
@@ -310,22 +321,23 @@ class _Repetition:
         module: nn.Module,
         refs: Sequence[ref[_Saved]],
         samples: Mapping[int, list[Any]],
-        seen: tuple[int, bytes] | None,
+        compared_index: int | None,
+        compared_bytes: bytes,
         *,
         runs_to_end: bool,
     ) -> None:
         """Prepare a run of ``module`` that makes the tensors of ``refs`` again.
 
-        ``samples``: elements of some of them; ``seen``: index and bytes of the one that is compared in every call;
-        ``runs_to_end``: do not end the run when the last tensor is saved.
+        ``samples``: elements of some of them; ``compared_index``, ``compared_bytes``: the tensor that is compared in
+        every call, and some of its bytes; ``runs_to_end``: do not end the run when the last tensor is saved.
         """
         self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
         self._count = 0
-        self._seen_at, self._seen = seen or (-1, b"")
+        self._compared_index, self._compared_bytes = compared_index, compared_bytes
         self._suspects: list[tuple[list[Any], Tensor]] = []
         """The elements and the tensor for each sampled one that differed when it was saved again."""
         self._unlike: Tensor | None = None
-        """The tensor that is compared in every call, if it differs; otherwise ``None``."""
+        """The tensor that is compared in every call, if it differs."""
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -343,9 +355,9 @@ class _Repetition:
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(saved.shape or ())}"
                 )
             saved.tensor, saved.version = made, version_of(made)
-        if (before := self._samples.get(index)) is not None and not agrees(before, made):
+        if (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
-        if index == self._seen_at and not is_alike(self._seen, made):
+        if index == self._compared_index and not matches_glance(self._compared_bytes, made):
             self._unlike = made
         if self._count == len(self._refs) and not self._runs_to_end:
             raise _Complete
@@ -356,7 +368,7 @@ class _Repetition:
     def run(self, repeat: Callable[[], object]) -> None:
         """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves other tensors than forward."""
         try:
-            with saved_tensors_hooks(self.pack, _identity):
+            with saved_tensors_hooks(self.pack, unchanged):
                 repeat()
         except _Complete:
             pass
@@ -374,20 +386,20 @@ class _Repetition:
             "the module runs without recomputation"
         )
 
-    def difference(self) -> str:
-        """Return how the run differed from forward, a sentence without its subject; empty if no sample differs.
+    def difference(self) -> Complaint:
+        """Return how the run differed from forward.
 
         Some operators fill a tensor after they have saved it, so tensors that differed then are compared once more.
         """
-        differing = (made for before, made in self._suspects if not agrees(before, made))
+        differing = (made for before, made in self._suspects if not matches_sample(before, made))
         shape = next((tuple(made.shape) for made in differing), None)
         if self._unlike is not None:
             shape = tuple(self._unlike.shape)
         if shape is None:
             return ""
         return (
-            f"draws or reads something that memopt does not see (a tensor of shape {shape} was another when it ran "
-            "again, and the gradients of this step are wrong)"
+            f"draws or reads something that memopt does not see (a tensor of shape {shape} had other values when it "
+            "was recomputed, so the gradients of this step are wrong)"
         )
 
 
@@ -455,11 +467,6 @@ class Unused:
         return saved
 
     hold_input = hold
-
-
-@not_compiled
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _overwritten(tensor: Tensor, version: int) -> str:

@@ -1,17 +1,17 @@
 """Keep the outputs of some operators in a segment, so that they are not recomputed (selective checkpointing).
 
-The idea is that of PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
+The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
 - A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
   counters alone.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions,
   has a version counter of its own: an in-place activation after it would give wrong gradients silently.
-- Only the innermost segment that runs an operator may keep its output: if an outer one kept it, the inner one's
-  recomputation would run the operator all the same.
-- A second backward through the same graph recomputes the outputs that the first has used up.
+- Only the innermost segment that runs an operator may keep the operator's output: if an outer segment kept it, the
+  recomputation of the inner one would run the operator all the same.
+- A second backward through the same graph recomputes the outputs that the first backward has used up.
 - If an operator that draws random numbers is skipped, the generator is put where the operator left it.
 
-The segment itself looks after the running statistics and the counter of a norm, whether that is kept or recomputed
-(:class:`~memopt_cli.runtime.state.StartingState`).
+The segment itself looks after the running statistics and the counter of a norm, whether the norm's output is kept or
+recomputed (:class:`~memopt_cli.runtime.state.StartingState`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.runtime.generators import position_of, put_at
+from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.places.schedule import Handle, Parcel
 from memopt_cli.runtime.private_torch import (
     OpOverloadPacket,
@@ -53,23 +54,23 @@ Call = tuple[str, int]
 """Name of an operator, without the overload, and the number of a segment's call of it, from 1."""
 
 
-_KEPT = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
+_KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
 """``aten::convolution``, or ``aten::convolution#2`` for the second call of a segment alone."""
 
 
 def keep_refusal(names: Sequence[str]) -> str:
-    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept; empty if they all can."""
-    return _first_refused(names, _unfit)
+    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept, or an empty text."""
+    return _first_refused(names, _operator_refusal)
 
 
 def misspelled(names: Sequence[str]) -> str:
-    """Return which of ``names`` no version of PyTorch can have, with a reason; empty if there may be all of them."""
-    return _first_refused(names, lambda name: "" if _KEPT.fullmatch(name) else _NO_OPERATOR)
+    """Return why one of ``names`` is an operator of no version of PyTorch, or an empty text."""
+    return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
 
-def _first_refused(names: Sequence[str], reason_of: Callable[[str], str]) -> str:
-    said = ((name, reason_of(name)) for name in names)
-    return next((f"it should keep the output of {reprlib.repr(name)}: {why}" for name, why in said if why), "")
+def _first_refused(names: Sequence[str], refusal_of: Callable[[str], str]) -> str:
+    refusals = ((name, refusal_of(name)) for name in names)
+    return next((f"it should keep the output of {reprlib.repr(name)}: {why}" for name, why in refusals if why), "")
 
 
 _NO_OPERATOR = (
@@ -78,14 +79,14 @@ _NO_OPERATOR = (
 )
 
 
-def _unfit(name: str) -> str:
-    parts = _KEPT.fullmatch(name)
+def _operator_refusal(name: str) -> str:
+    parts = _KEPT_NAME.fullmatch(name)
     packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
     if not isinstance(packet, OpOverloadPacket):
         return _NO_OPERATOR
     overload = getattr(packet, packet.overloads()[0])
     if not has_kernel(overload):
-        return "it is TorchScript's alone"
+        return "only TorchScript has it"
     if consists_of_others(overload):
         return "it consists of other operators; name those"
     if schema_of(overload).is_mutable:
@@ -102,11 +103,11 @@ class _Output:
 
     leaves: list[Any]
     spec: TreeSpec | None
-    """The containers around the leaves; ``None`` for a single leaf."""
-    given: tuple[Any, ...]
-    """Shapes and dtypes of the call's tensors: a recomputation whose call has others must not get this output."""
-    drawn: Tensor | None
-    """Position of the generator after the call; ``None`` if it drew nothing."""
+    """The containers around the leaves.  ``None``: it is a single leaf."""
+    signature: tuple[Any, ...]
+    """Shapes and dtypes of the call's tensors: a recomputed call with other ones must not get this output."""
+    position_after: Tensor | None
+    """Position of the generator after the call.  ``None``: it drew nothing."""
     watched: list[tuple[Tensor, int]]
     """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 
@@ -125,7 +126,7 @@ class KeptOutputs:
     """The outputs that one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str], parcel: Parcel | None = None) -> None:
-        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place; ``None``: they stay."""
+        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place.  ``None``: they stay."""
         self._parcel = parcel
         self._calls: dict[str, set[int]] = defaultdict(set)
         """Operator -> the numbers of its calls whose outputs are kept, from 1; 0 means all calls."""
@@ -133,13 +134,12 @@ class KeptOutputs:
             operator, _, call = name.partition("#")
             self._calls[operator].add(int(call or 0))
         self._outputs: dict[Call, _Output] = {}
-        self._needed = 0
+        self._needed_outputs = 0
         """Number of outputs when autograd last saved a tensor: a recomputation ends there, and needs no later ones."""
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
         """Storage -> the outputs in it, each with the index of its leaf."""
-        self.changes = ""
-        """Why PyTorch runs another kernel because outputs are kept, a sentence without its subject; empty if it does
-        not."""
+        self.other_kernel: Complaint = ""
+        """How PyTorch runs another kernel because outputs are kept."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class KeptOutputs:
         with _innermost(self), _Recording(self):
             yield
         self._in_storage.clear()
-        for key in list(self._outputs)[self._needed :]:
+        for key in list(self._outputs)[self._needed_outputs :]:
             del self._outputs[key]
         for output in self._outputs.values():
             output.watched = [(tensor, version_counter(tensor)) for tensor, _ in output.watched]
@@ -162,17 +162,17 @@ class KeptOutputs:
 
     def note_save(self) -> None:
         """Note that autograd saves a tensor now."""
-        self._needed = len(self._outputs)
+        self._needed_outputs = len(self._outputs)
 
-    def add(self, key: Call, given: tuple[Any, ...], result: Any, drawn: Tensor | None) -> None:
-        """Keep ``result``, which the call ``key`` has returned.
+    def add(self, call: Call, signature: tuple[Any, ...], result: Any, position_after: Tensor | None) -> None:
+        """Keep ``result``, which ``call`` has returned.
 
-        ``given``: shapes and dtypes of its tensors; ``drawn``: the generator's position after it, ``None`` if it drew
-        nothing.
+        ``signature``: shapes and dtypes of its tensors; ``position_after``: the generator's position after it.
+        ``None``: it drew nothing.
         """
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        output = self._outputs[key] = _Output(leaves, spec, given, drawn, [])
+        output = self._outputs[call] = _Output(leaves, spec, signature, position_after, [])
         for index, leaf in enumerate(leaves):
             if _has_storage(leaf):
                 self._in_storage[memory_of(leaf)].append((output, index))
@@ -192,19 +192,19 @@ class KeptOutputs:
             for output, _ in self._in_storage.get(memory_of(tensor), ()):
                 output.watched.append((alias(tensor), 0))
 
-    def take(self, key: Call, given: tuple[Any, ...]) -> _Output | None:
-        """Return the output that the call ``key`` had in forward, and drop it here; ``None`` if it is not kept.
+    def take(self, call: Call, signature: tuple[Any, ...]) -> _Output | None:
+        """Return the output that ``call`` had in forward, and drop it here.  ``None``: it is not kept.
 
         Raises :class:`RuntimeError` if the call has other arguments now, or the output was modified after forward.
         """
-        output = self._outputs.pop(key, None)
+        output = self._outputs.pop(call, None)
         if output is None:
             return None
-        name, _ = key
-        if output.given != given:
+        name, _ = call
+        if output.signature != signature:
             raise RuntimeError(
-                f"a recomputation calls {name} on {given} where forward called it on {output.given}; the module does "
-                "not compute the same twice. Do not keep this operator's outputs in the plan."
+                f"a recomputation calls {name} on {signature}, and forward called it on {output.signature}: the module "
+                "does not compute the same twice. Do not keep this operator's outputs in the plan."
             )
         if any(version_counter(tensor) != version for tensor, version in output.watched):
             raise RuntimeError(
@@ -214,13 +214,13 @@ class KeptOutputs:
         output.leaves = [leaf.get() if isinstance(leaf, Handle) else leaf for leaf in output.leaves]
         return output
 
-    def wants(self, key: Call) -> bool:
-        """Return whether the outputs of the call ``key`` are to be kept."""
-        operator, number = key
+    def wants(self, call: Call) -> bool:
+        """Return whether the outputs of ``call`` are to be kept."""
+        operator, number = call
         return not self._calls[operator].isdisjoint((0, number))
 
     def counts(self, operator: str) -> bool:
-        """Return whether a call of ``operator`` counts now: outputs of it are kept, and no inner segment runs."""
+        """Return whether a call of ``operator`` counts now: its outputs are kept, and no inner segment runs."""
         return operator in self._calls and getattr(_thread, "innermost", None) is self
 
     @property
@@ -232,7 +232,7 @@ class KeptOutputs:
 class NothingKept:
     """The stand-in for :class:`KeptOutputs` in a segment that recomputes everything."""
 
-    changes = ""
+    other_kernel: Complaint = ""
 
     def note_save(self) -> None:
         """Ignore that autograd saves a tensor now."""
@@ -250,19 +250,19 @@ class _Calls(TorchDispatchMode):
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
-        self._made: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def _kept_call(self, func: Any) -> Call | None:
-        """Return the call that is being made, if its outputs are to be kept."""
+        """Return the call of ``func`` that is being made, if its outputs are to be kept."""
         operator = _name_of(func)
         if not self._kept.counts(operator):
             return None
-        self._made[operator] += 1
-        call = operator, self._made[operator]
+        self._counts[operator] += 1
+        call = operator, self._counts[operator]
         # A call with ``out=`` is counted, but must run again: its effect is the write.
         return call if self._kept.wants(call) and not schema_of(func).is_mutable else None
 
@@ -274,14 +274,14 @@ class _Recording(_Calls):
         if not kept.is_empty:
             for tensor in _written(func, args, kwargs):
                 kept.copy_before_write(tensor)
-        if _pools_otherwise(func, args):
-            kept.changes = "pools in one dimension, by another kernel where outputs are kept"
+        if _may_be_max_pool1d(func, args):
+            kept.other_kernel = "pools in one dimension, by another kernel where outputs are kept"
         call = self._kept_call(func)  # before it runs, since a call that fails counts as well
         result = func(*args, **kwargs)
         if call:
             generator = _generator(func, kwargs, result)
-            drawn = None if generator is None else position_of(generator)
-            kept.add(call, _given(args, kwargs), result, drawn)
+            position_after = None if generator is None else position_of(generator)
+            kept.add(call, _signature(args, kwargs), result, position_after)
         if not kept.is_empty:
             for leaf in _tensors_in(result):
                 kept.watch(leaf)
@@ -292,17 +292,17 @@ class _Replaying(_Calls):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = self._kept_call(func)
-        output = self._kept.take(call, _given(args, kwargs)) if call else None
+        output = self._kept.take(call, _signature(args, kwargs)) if call else None
         if output is None:
             return func(*args, **kwargs)
         result = output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
-        # The generator of this call, not forward's: a recomputation has copies of those that modules and globals hold.
-        if output.drawn is not None and (generator := _generator(func, kwargs, result)) is not None:
-            put_at(generator, output.drawn)
+        # The generator of this call, not forward's: a recomputation copies generators that modules and globals hold.
+        if output.position_after is not None and (generator := _generator(func, kwargs, result)) is not None:
+            put_at(generator, output.position_after)
         return result
 
 
-def _pools_otherwise(func: Any, args: Any) -> bool:
+def _may_be_max_pool1d(func: Any, args: Any) -> bool:
     """Return whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
 
     Without a mode, PyTorch would use a kernel that computes no indices.  Its output has another layout in memory, and
@@ -339,7 +339,7 @@ def _name_of(func: Any) -> str:
     return name.partition(".")[0]
 
 
-def _given(args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype) for t in _tensors_in((args, tuple(kwargs.values()))))
 
 
@@ -347,13 +347,13 @@ def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in ``value``, arguments or result of an operator, which is faster than PyTorch's walk."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for inner in value if isinstance(value, tuple | list) else ():
         if isinstance(inner, Tensor):
-            found.append(inner)
+            tensors.append(inner)
         elif isinstance(inner, tuple | list):
-            found += _tensors_in(inner)
-    return found
+            tensors += _tensors_in(inner)
+    return tensors
 
 
 @functools.cache
@@ -368,14 +368,15 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
-    """Return the generator from which a call of ``func`` with this ``result`` draws; ``None`` if it does not draw."""
+    """Return the generator from which a call of ``func`` with this ``result`` draws.  ``None``: it does not draw."""
     if not _draws(func):
         return None
     generator: torch.Generator | None = kwargs.get("generator")
     if generator is not None:
         return generator
     first = next(iter(_tensors_in(result)), None)
-    if first is None or is_fake(first):  # nothing is drawn without data
+    # Nothing is drawn without data.
+    if first is None or is_fake(first):
         return None
     if first.device.type == "cpu":
         return torch.default_generator

@@ -34,11 +34,11 @@ from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.private_torch import is_fake, with_function_modes
 from memopt_cli.runtime.running import is_nested, is_recomputing
 
-_EDGE: Final = 3
+_EDGE_CHUNKS: Final = 3
 """Number of equal chunks that run on each side of a stand-in.  Three, because the first and the second chunk that add
-to a gradient allocate differently from each other and from all later ones."""
-_MIN: Final = 2
-"""Fewest chunks that a stand-in replaces."""
+to a gradient allocate differently from each other and from all later chunks."""
+_MIN_REPLACED_CHUNKS: Final = 2
+"""Minimum number of chunks that a stand-in replaces."""
 
 
 class ChunksDiffer(BaseException):
@@ -68,7 +68,7 @@ class StandIns:
             self._live_bytes = None
 
     def of(self, module: nn.Module) -> Callable[[], int] | None:
-        """Return the counter of live bytes if ``module`` may have stand-ins; otherwise ``None``."""
+        """Return the counter of live bytes if ``module`` may have stand-ins, or else ``None``."""
         return None if module in self._unlike else self._live_bytes
 
     def refuse(self, module: nn.Module) -> NoReturn:
@@ -82,7 +82,7 @@ _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 
 
 def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
-    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins; ``None`` if all chunks must run.
+    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None``: all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
@@ -98,10 +98,10 @@ def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Seque
 
 
 def _abridged_counts(count: int) -> list[int]:
-    """Return how many of ``count`` equal chunks each piece stands for: 12 are 1, 1, 1, 6, 1, 1, 1."""
-    if count < 2 * _EDGE + _MIN:
+    """Return the number of chunks, out of ``count``, for which each piece stands: for 12 1, 1, 1, 6, 1, 1, 1."""
+    if count < 2 * _EDGE_CHUNKS + _MIN_REPLACED_CHUNKS:
         return [1] * count
-    return [*[1] * _EDGE, count - 2 * _EDGE, *[1] * _EDGE]
+    return [*[1] * _EDGE_CHUNKS, count - 2 * _EDGE_CHUNKS, *[1] * _EDGE_CHUNKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Form:
     """Whether it needs a gradient."""
 
     def times(self, count: int, axis: int) -> Tensor:
-        """Return an empty tensor like those of ``count`` chunks, concatenated along ``axis``."""
+        """Return an empty tensor like the tensors of ``count`` chunks, concatenated along ``axis``."""
         shape = [*self.shape]
         shape[axis] *= count
         laid_out = torch.empty([shape[d] for d in self.order], dtype=self.dtype, device=self.device)
@@ -137,7 +137,7 @@ def in_memory(tensor: Tensor) -> list[int]:
 
 
 def _form_of(tensor: Any, axis: int) -> _Form | None:
-    """Return the form of ``tensor``; ``None`` if those of several chunks cannot be made as one tensor."""
+    """Return the form of ``tensor``.  ``None``: the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -153,20 +153,20 @@ class AbridgedCall:
         self, module: nn.Module, stand_ins: StandIns, live_bytes: Callable[[], int], counts: Sequence[int], axis: int
     ) -> None:
         self.counts = counts
-        """How many chunks each piece of the input stands for: one, or those of a stand-in."""
+        """Number of chunks for which each piece of the input stands: one, or more for a stand-in."""
         self.axis = axis
         self._module, self._stand_ins, self._live_bytes = module, stand_ins, live_bytes
         self._moves = Moves(module)
         self._live = live_bytes()
-        self._grown: list[int] = []
+        self._grown_bytes: list[int] = []
         """The bytes by which live tensors grew in forward, for each chunk that ran."""
         self._outputs: list[_Form] = []
         """The forms of the latest chunk's outputs."""
         self._gradients: dict[int, list[_Form | None]] = {}
         """Index of a stand-in -> the forms of the gradients of the inputs of the chunk after it."""
-        self._held: dict[int, int] = {}
+        self._held_bytes: dict[int, int] = {}
         """Index of a stand-in -> the bytes that each of its chunks holds until its backward, outputs aside."""
-        self._began: dict[int, int] = {}
+        self._began_bytes: dict[int, int] = {}
         """Index of a stand-in -> the bytes of live tensors when backward came to the chunk after it."""
 
     def lengths(self, lengths: Sequence[int]) -> list[int]:
@@ -175,33 +175,33 @@ class AbridgedCall:
         return [sum(lengths[start : start + count]) for start, count in zip(starts, self.counts, strict=False)]
 
     def noting_gradients(self, index: int, piece: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``piece``, that of the chunk at ``index``; after a stand-in, with hooks that note its gradients."""
+        """Return ``piece``, the input of the chunk at ``index``; after a stand-in, hooks on it note its gradients."""
         if not index or self.counts[index - 1] == 1:
             return piece
         forms = self._gradients[index - 1] = [None] * len(piece)
         return tuple(self._noting(tensor, forms, position) for position, tensor in enumerate(piece))
 
     def note_run(self, index: int, output: Any, outputs: int) -> None:
-        """Note the bytes and outputs that the chunk at ``index`` has left; ``outputs``: how many outputs are joined."""
+        """Note the bytes and outputs that the chunk at ``index`` has left; ``outputs``: number of joined outputs."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
         if len(parts) > outputs or self._moves.now():
             self._stand_ins.refuse(self._module)
         self._live = live
-        self._grown.append(live - before)
+        self._grown_bytes.append(live - before)
         self._outputs = [self._form_or_refuse(part) for part in parts]
         if index and self.counts[index - 1] > 1:
             self._watch_backward(index - 1, parts)
 
     def stand_in(self, index: int, pieces: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Return the outputs of the stand-in at ``index``; until its backward, it holds as many bytes as its chunks."""
-        held_bytes = self._held[index] = self._held_bytes()
+        held_bytes = self._held_bytes[index] = self._bytes_held_by_chunk()
         count = self.counts[index]
         moves = any(form.is_differentiable for form in self._outputs)
         anchor = torch.empty(0, device=pieces[0].device, requires_grad=moves)
-        made: tuple[Any, ...] = _StandIn.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
+        outputs: tuple[Any, ...] = _StandIn.apply(self, index, count * held_bytes, anchor, *pieces)  # type: ignore[no-untyped-call]
         self._live = self._live_bytes()
-        return made
+        return outputs
 
     def new_outputs(self, index: int) -> list[Tensor]:
         """Return new outputs of the stand-in at ``index``."""
@@ -214,17 +214,17 @@ class AbridgedCall:
 
     def check_backward(self, index: int) -> None:
         """Check, as backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
-        left = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held[index]
-        if self._live_bytes() - self._began.get(index, 0) != left:
+        grown_bytes = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held_bytes[index]
+        if self._live_bytes() - self._began_bytes.get(index, 0) != grown_bytes:
             self._stand_ins.refuse(self._module)
 
     def differentiable(self) -> list[bool]:
         """Return whether each output is differentiable."""
         return [form.is_differentiable for form in self._outputs]
 
-    def _held_bytes(self) -> int:
+    def _bytes_held_by_chunk(self) -> int:
         """Return the bytes that each chunk holds until its backward, outputs aside."""
-        *_, before, last = self._grown
+        *_, before, last = self._grown_bytes
         held_bytes = last - sum(form.nbytes for form in self._outputs)
         # Inside another segment, what chunks hold is dropped after forward and made again.  A stand-in would hold it
         # all the time, so it is refused there.
@@ -235,7 +235,7 @@ class AbridgedCall:
 
     def _watch_backward(self, stand_in: int, outputs: Sequence[Tensor]) -> None:
         def begin(gradient: Tensor) -> None:
-            self._began.setdefault(stand_in, self._live_bytes())
+            self._began_bytes.setdefault(stand_in, self._live_bytes())
 
         for output in outputs:
             if output.requires_grad:

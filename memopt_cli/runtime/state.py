@@ -37,17 +37,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt_cli.runtime.compressor import beside_the_model
+from memopt_cli.runtime.compressor import internal_tensors
 from memopt_cli.runtime.copies import Copy, remade, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import matrices_of, name_of, restored
+from memopt_cli.runtime.module_state import Complaint, matrices_of, name_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
 
-# Reasons why a forward cannot run again: sentences without their subject, the segment.
+# Complaints about a forward that cannot run again.
 _HOOKS: Final = "adds or removes hooks of modules within it"
 _DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
@@ -88,9 +88,9 @@ class StartingState:
         self._stays = reading.stays
         """For each owner, the slots that forward leaves alone, and their values."""
         self._held: HeldSlots | None = None
-        """The values of the slots that move; ``None`` if none do."""
+        """The values of the slots that move.  ``None``: no slot moves."""
         if reading.moves or others:
-            with beside_the_model():
+            with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
         """The tensors in slots that forward leaves alone, but may read, and their versions."""
@@ -101,9 +101,9 @@ class StartingState:
         devices = {t.device for t in (*inputs, *self._parameters.tensors, *tensors)}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
-        """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
-        self._lost = ""
-        """The reason why forward cannot be undone, a sentence without its subject; empty if it can."""
+        """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
+        self._lost: Complaint = ""
+        """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
@@ -128,7 +128,7 @@ class StartingState:
             written |= surprising
         if self._held is not None:
             self.is_surprised |= self._held.is_surprised
-        # Whoever learns something replaces the list ``known.stays``: if it is the same one, no other call has.
+        # A call that learns something replaces the list ``known.stays``: if it is the same list, no other call has.
         is_unsurprising = not self.is_watched and not self.is_surprised and known.stays is self._stays
         is_still = is_unsurprising and known.is_still()
         if self._held is not None or not is_still:
@@ -200,8 +200,8 @@ class StartingState:
         if written.version in versions and written.copy is not None:
             self._received = {**(self._received or {}), number: written.copy}
 
-    def lost(self) -> str:
-        """Return what forward did that nothing can undo, a sentence without its subject; empty if all can be undone."""
+    def lost(self) -> Complaint:
+        """Return what forward did that nothing can undo."""
         if self._parameters.written:
             return f"writes to its parameter {self._parameters.written} in place"
         if self._parameters.has_gradients:
@@ -294,8 +294,8 @@ class StartingState:
             if version_of(tensor) != version and number not in (self._received or {}):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that {name_of(self._module)} reads was modified in "
-                    f"place between forward and backward (version {version} -> {version_of(tensor)}); recomputing with "
-                    "it would be wrong. Call backward before, or assign a new tensor."
+                    f"place between forward and backward (version {version} -> {version_of(tensor)}), so recomputing "
+                    "with it would be wrong. Call backward before the in-place change, or assign a new tensor."
                 )
 
 

@@ -48,16 +48,16 @@ def _is_own_tuple(value: Any) -> bool:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return every tensor in ``value``, in order, repeated ones as often as they occur."""
-    found: list[Tensor] = []
+    """Return every tensor in ``value``, in order, as many times as it occurs."""
+    tensors: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         return leaf
 
     map_leaves(take, value)
-    return found
+    return tensors
 
 
 def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
@@ -90,7 +90,7 @@ class Arguments:
     others: list[Any]
     """Objects that are neither tensors nor constants, each once."""
     skeleton: Any
-    """The arguments with numbered slots for both, those of ``others`` behind those of ``tensors``."""
+    """The arguments with numbered slots: first the slots of ``tensors``, then the slots of ``others``."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -1,6 +1,6 @@
-"""Find the variables that code may read and write: those of Python modules and classes, and of enclosing functions.
+"""Find the variables that code may read and write: variables of Python modules, classes and enclosing functions.
 
-They are found by the names in the code, and in the code of the functions and classes that it names.  For example::
+The search follows the names in the code, and in the code of the functions and classes that it names.  For example::
 
     calls = 0
 
@@ -42,8 +42,8 @@ _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDiction
 def variables_of(code: Code) -> tuple[Owner, ...]:
     """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
-    This includes those of the functions and classes that it names, and the defaults and attributes of functions.  For a
-    Python module there are none, since it is not known which of its names are used.
+    Included are the variables of the functions and classes that it names, and the defaults and attributes of functions.
+    For a Python module there are none, since it is unknown which of its names are used.
     """
     return _searched(code)[0]
 
@@ -179,7 +179,7 @@ def assigned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_constant(function: types.FunctionType) -> bool:
-    """Return whether none of the default values of ``function`` can change."""
+    """Return whether all default values of ``function`` are immutable."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return all(type(value) in ATOMS for value in defaults)
 

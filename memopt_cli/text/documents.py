@@ -196,18 +196,32 @@ def read_yaml(path: Path, hint: str = "") -> Any:
     Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint`` tells the user what to write into it.
     """
     try:
-        text = read_bytes(path, _MAX_YAML_BYTES)
-        if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MAX_YAML_VALUES:
-            raise ValueError("it holds far more values than any file of memopt's")
-        data = yaml.load(text, _PlainLoader)
-        _check_values(data)
-        return data
+        return _yaml_values(read_bytes(path, _MAX_YAML_BYTES))
     except OSError as err:
         raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
     except (
         Exception
     ) as err:  # PyYAML's constructors raise whatever int(), datetime() and dict() raise; deep nesting too
         raise UsageError(f"{path} is not valid YAML: {printable(_one_line(err))}", hint=hint) from err
+
+
+def _yaml_values(text: bytes) -> Any:
+    if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MAX_YAML_VALUES:
+        raise ValueError("it holds far more values than any file of memopt's")
+    data = yaml.load(text, _PlainLoader)
+    _check_values(data)
+    return data
+
+
+def why_unreadable(text: bytes) -> str:
+    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would read that."""
+    if len(text) > _MAX_YAML_BYTES:
+        return f"it is larger than {format_bytes(_MAX_YAML_BYTES)}"
+    try:
+        _yaml_values(text)
+    except Exception as err:  # as in read_yaml
+        return printable(_one_line(err))
+    return ""
 
 
 def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:

@@ -25,7 +25,10 @@ _WRITE: Final = "build.py is a file that you write, of two lines: from net impor
 
 
 def build_hint(weights: str) -> str:
-    """Return what to type for ``weights``, a file that has no model."""
+    """Return what to type for ``weights``, a file that has no model: the folder, if it holds a model of a library."""
+    folder = os.path.dirname(weights)
+    if folder and os.path.isfile(os.path.join(folder, "config.json")):
+        return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
     return (
         "Name the function that builds the model, as build.py:build for build() in build.py: "
         f"build.py:build `--weights {quoted_path(weights)}`; {_WRITE}"

@@ -15,7 +15,7 @@ from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place
 from memopt_cli.trace.inputs import codecs_failing_on_zeros, record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
 from memopt_cli.trace.meter import Meter, meter_on
-from memopt_cli.trace.modules import asked_compressor, codec_paths, listed_modules
+from memopt_cli.trace.modules import codec_paths, listed_modules, requested_compressor
 from memopt_cli.trace.recording import record
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Meter",
     "OperatorTime",
     "StorageLog",
-    "asked_compressor",
     "built_without_data",
     "codec_paths",
     "codecs_failing_on_zeros",
@@ -40,6 +39,7 @@ __all__ = [
     "place_fake",
     "record",
     "record_inputs",
+    "requested_compressor",
     "resident_bytes",
     "segment_overhead",
     "time_operators",

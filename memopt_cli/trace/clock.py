@@ -24,26 +24,25 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.training.step import Step, begin, synchronize
 
-_ENOUGH_S, _MAX_STEPS = 1.0, 5
-"""Seconds and number of timed steps after which no further one is taken.  On a busy machine, a third of the operators
+_MAX_TIMED_S, _MAX_STEPS = 1.0, 5
+"""Seconds and number of timed steps after which no further step is taken.  On a busy machine, a third of the operators
 varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
 """Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
 """Number of timed packings; the first ones are slow."""
 _CACHES_BYTES = 2**26
-"""Bytes written before each timed packing, more than caches hold: from the caches, a tensor is packed in half the time
-that it takes in a step."""
+"""Bytes written before each timed packing, more than caches hold: a tensor in the caches is packed in half the time."""
 _SENT_BYTES = 2**24
 """Size of the tensor whose copies to a place and back are timed."""
-_LINK_S = 0.2
-"""Least seconds for which such copies are timed."""
+_MIN_COPYING_S = 0.2
+"""Least seconds for which copies to a place and back are timed."""
 _LAYERS = 10
-"""Tiny layers in the segment whose overhead is measured."""
+"""Number of tiny layers in the segment whose overhead is measured."""
 _SEGMENT_RUNS = 12
-"""Number of its timed runs; the first ones check more."""
+"""Number of timed runs of the segment; the first ones check more."""
 _SEGMENT_S = 1.2e-3
-"""Seconds of its overhead on the machine where the constants of the cost model come from
+"""Seconds of the segment's overhead on the machine where the constants of the cost model come from
 (``benchmarks/overhead.py``)."""
 
 
@@ -84,27 +83,27 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     """
     device, start = step.settings.device, StartingState(step.model)
     steps: list[list[OperatorTime]] = []
-    spent_s = 0.0
-    while not steps or (spent_s < _ENOUGH_S and len(steps) < _MAX_STEPS):
+    timed_s = 0.0
+    while not steps or (timed_s < _MAX_TIMED_S and len(steps) < _MAX_STEPS):
         clock = Clock(device)
-        spent_s += _step_s(step, start, clock)
+        timed_s += _step_s(step, start, clock)
         steps.append(clock.times)
-    times = shortest(steps)
-    return times if device == "cpu" else together(times, min(_step_s(step, start) for _ in range(2)))
+    times = shortest_times(steps)
+    return times if device == "cpu" else scale_to(times, min(_step_s(step, start) for _ in range(2)))
 
 
-def shortest(steps: Sequence[Sequence[OperatorTime]]) -> tuple[OperatorTime, ...]:
-    """Return the operators of the last of ``steps``, each with its shortest time in all steps that ran the same ones.
+def shortest_times(steps: Sequence[Sequence[OperatorTime]]) -> tuple[OperatorTime, ...]:
+    """Return the operators of the last of ``steps``, each with its shortest time in any step with the same operators.
 
     The first step may run other operators, such as those that make the optimizer's state.
     """
     names = [timed.name for timed in steps[-1]]
-    alike = [times for times in steps if [timed.name for timed in times] == names]
-    return tuple(min(calls, key=lambda timed: timed.seconds) for calls in zip(*alike, strict=True))
+    same_steps = [times for times in steps if [timed.name for timed in times] == names]
+    return tuple(min(calls, key=lambda timed: timed.seconds) for calls in zip(*same_steps, strict=True))
 
 
-def together(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime, ...]:
-    """Scale ``times`` down so that they add up to ``step_s``, if they are more."""
+def scale_to(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime, ...]:
+    """Scale ``times`` down so that they add up to ``step_s``, if they add up to more."""
     share = step_s / max(step_s, sum(timed.seconds for timed in times))
     return tuple(replace(timed, seconds=timed.seconds * share) for timed in times)
 
@@ -164,7 +163,7 @@ def _rates(target: Place, device: str) -> tuple[float, float, float]:
     """Measure copies from ``device`` to ``target``: bytes a second there and back, CPU seconds a byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
-    while out_s + in_s < _LINK_S or rounds < 1:
+    while out_s + in_s < _MIN_COPYING_S or rounds < 1:
         cpu_s = time.process_time()  # of all threads, as others copy while this one waits
         sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
@@ -172,9 +171,9 @@ def _rates(target: Place, device: str) -> tuple[float, float, float]:
 
         def fetch(sent: Sent = sent) -> None:
             sent.fetch(tensor)
-            sent.arrived()
+            sent.wait_until_fetched()
 
-        (_, sending_s), (_, fetching_s) = _timed(sent.has_gone, device), _timed(fetch, device)
+        (_, sending_s), (_, fetching_s) = _timed(sent.wait_until_sent, device), _timed(fetch, device)
         sent.release()
         rounds += 1
         if rounds:  # not the first round, in which the file grows, or memory is pinned
@@ -186,7 +185,7 @@ def _rates(target: Place, device: str) -> tuple[float, float, float]:
 
 @functools.cache
 def segment_overhead(device: str) -> float:
-    """Return the overhead of a segment on ``device``, divided by that on the CPU of the cost model's constants.
+    """Return the overhead of a segment on ``device``, divided by the overhead that the cost model's constants describe.
 
     On a CPU it is taken to be 1.  On other devices a small segment is run, once in a process.
     """
@@ -194,7 +193,7 @@ def segment_overhead(device: str) -> float:
 
 
 def segment_s(device: str) -> float:
-    """Measure the overhead of a segment of ten small layers in seconds: what it takes beside its operators."""
+    """Measure the overhead of a segment of ten small layers: the seconds that it takes beside its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)
@@ -213,7 +212,10 @@ def segment_s(device: str) -> float:
 
 
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
-    """Return ``trace`` with ``times``, and an empty note; unchanged, and why, if the timed step ran other operators."""
+    """Return ``trace`` with ``times``, and an empty note.
+
+    If the timed step ran other operators, ``trace`` stays unchanged, and the note says why.
+    """
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         return trace, (
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "

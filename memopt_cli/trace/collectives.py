@@ -1,8 +1,8 @@
-"""The exchange among ranks in a step: counts its collectives and their bytes, and labels the tensors that serve it.
+"""The exchange among ranks in a step: counts collectives and their bytes, and labels the tensors of the exchange.
 
-FSDP2 gathers parameters into buffers of its own, frees these by resizing their storages (which is not an operator), and
-reduces gradients in other buffers.  Its operators (``fsdp::``) and those of process groups (``c10d::``) tell which
-buffer is which.
+FSDP2 gathers parameters into buffers of its own, frees the buffers by resizing their storages (which is not an
+operator), and reduces gradients in other buffers.  Operators of FSDP (``fsdp::``) and of process groups (``c10d::``)
+tell which buffer is which.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {
 
 @functools.cache
 def collective_of(func: Any) -> str:
-    """Return the kind of collective that ``func`` is (``all-gather``); empty if it is none."""
+    """Return the kind of collective that ``func`` is (``all-gather``), or an empty text."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
         return ""
@@ -48,7 +48,7 @@ def collective_of(func: Any) -> str:
     return next((kind for begin, kind in _KINDS.items() if plain.startswith(begin)), "")
 
 
-class Exchanged:
+class Collectives:
     """The collectives of a step so far."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class Exchanged:
         self._bytes: Counter[str] = Counter()
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Count ``func`` if it is a collective, with the bytes of its largest tensor, which is the whole one."""
+        """Count ``func`` if it is a collective, with the bytes of its largest tensor, which all ranks share."""
         kind = collective_of(func)
         if kind:
             self._calls[kind] += 1
             self._bytes[kind] += max(map(_bytes_of, (*args, *kwargs.values(), output)))
 
     def records(self) -> tuple[Collective, ...]:
-        """Return the collectives so far, those that exchange most first."""
+        """Return the collectives so far, in descending order of their bytes."""
         kinds = sorted(self._calls, key=lambda kind: (-self._bytes[kind], kind))
         return tuple(Collective(kind=k, calls=self._calls[k], whole_bytes=self._bytes[k]) for k in kinds)
 
@@ -72,18 +72,18 @@ def _bytes_of(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def labelled(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
+def exchange_buffers(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
     """Yield the tensors that ``func`` fills for an exchange, with their kind: ``gathered`` or ``reduction``."""
-    kind, places = _label_of(func)
-    for place in places:
-        for leaf in tree_leaves(kwargs.get(place) if isinstance(place, str) else args[place]):
+    kind, arguments = _label_of(func)
+    for argument in arguments:
+        for leaf in tree_leaves(kwargs.get(argument) if isinstance(argument, str) else args[argument]):
             if isinstance(leaf, Tensor):
                 yield leaf, kind
 
 
 @functools.cache
 def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
-    """Return the kind of the tensors that ``func`` fills for an exchange, and its arguments that are such tensors."""
+    """Return the kind of the tensors that ``func`` fills for an exchange, and the arguments with such tensors."""
     return _LABELS.get(func.name().partition(".")[0], ("", ()))
 
 
@@ -93,19 +93,19 @@ _LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "fsdp::chunk_cat": ("reduction", ("out",)),
     "c10d::_reduce_scatter_base_": ("reduction", (0,)),
 }
-"""Operator -> the kind of the tensors that it fills for an exchange, and which of its arguments these are.  The first
-has a second one, its input, which is a copy if it casts.  The last fills gradients, which are labelled as such
-later."""
+"""Operator -> the kind of the tensors that it fills for an exchange, and the arguments with such tensors.  The second
+argument of the first operator is its input, which is a copy if it casts.  The last operator fills gradients, which get
+their own label later."""
 
 
 @contextlib.contextmanager
-def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Call ``seen`` with every storage that Python code in the block resizes."""
+def resizes_seen(report: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call ``report`` with every storage that Python code in the block resizes."""
 
     def resizing(plain: Any) -> Any:
         def resize_(storage: Any, size: int) -> Any:
             resized = plain(storage, size)
-            seen(storage)
+            report(storage)
             return resized
 
         return resize_

@@ -1,7 +1,7 @@
-"""The choice of codecs by the values of tensors: which codec holds each input and each saved tensor in fewest bytes.
+"""The choice of codecs by the values of tensors: each input and each saved tensor gets the codec of the fewest bytes.
 
-Only real tensors have values, so codecs are found in a step of a few samples, and carried over to the record of the
-full step on tensors without data (:func:`with_contents`).
+Only real tensors have values.  So codecs are found in a step of a few samples, and copied to the record of the full
+step, which was taken on tensors without data (:func:`with_contents`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt_cli.runtime.packing import codec_for
 from memopt_cli.runtime.private_torch import unseen, version_counter
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import held_bytes
-from memopt_cli.trace.workspace import ASIDE
+from memopt_cli.trace.workspace import ASIDE_LABEL
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Codecs that are tried for inputs of segments."""
@@ -32,20 +32,20 @@ class Contents:
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log
-        self._known: dict[tuple[int, ...], dict[CompressorName, int]] = {}
+        self._sizes: dict[tuple[int, ...], dict[CompressorName, int]] = {}
         """Storage, version, offset and length of a tensor -> its bytes in each codec."""
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
-        """Return the codec that packs ``tensors`` in the fewest bytes, and these; ``null`` unless it halves them."""
+        """Return the codec of the fewest bytes for ``tensors``, and its bytes; ``null`` unless it halves the bytes."""
         best: CompressorName = "null"
-        least = held_bytes(tensors)
-        limit = least // 2
-        packed = [self._packed_bytes(t) for t in tensors]
+        least_bytes = held_bytes(tensors)
+        max_bytes = least_bytes // 2
+        all_sizes = [self._packed_bytes(t) for t in tensors]
         for name in _CODECS:
-            held = sum(sizes[name] for sizes in packed)
-            if held <= limit and held < least:
-                best, least = name, held
-        return best, least
+            nbytes = sum(sizes[name] for sizes in all_sizes)
+            if nbytes <= max_bytes and nbytes < least_bytes:
+                best, least_bytes = name, nbytes
+        return best, least_bytes
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
         """Return the codec that packing outside of segments chooses for ``tensor``, and its packed bytes."""
@@ -57,13 +57,13 @@ class Contents:
         return cast(CompressorName, codec.name), packed.nbytes
 
     def _packed_bytes(self, tensor: Tensor) -> dict[CompressorName, int]:
-        storage = self._log.known(tensor)
+        storage = self._log.find(tensor)
         if storage is None:
             return _packed_bytes(tensor)
         key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()
-        if key not in self._known:
-            self._known[key] = _packed_bytes(tensor)
-        return self._known[key]
+        if key not in self._sizes:
+            self._sizes[key] = _packed_bytes(tensor)
+        return self._sizes[key]
 
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
@@ -73,73 +73,79 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Keep the block out of the step: dispatch modes do not see it, and a profile marks it with a label."""
-    with torch.no_grad(), unseen(), record_function(ASIDE):
+    """Keep the block out of the step: hide it from dispatch modes, and mark it with a label in profiles."""
+    with torch.no_grad(), unseen(), record_function(ASIDE_LABEL):
         yield
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
-    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples, and a note.
+    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples; and a note.
 
-    If the small step ran other operators, only modules get their codecs, and the note says so; otherwise it is empty.
+    If the small step ran other operators, only modules get their codecs, and the note says so.  Otherwise the note is
+    empty.
     """
-    seen = {module.path: module for module in small.modules}
-    modules = tuple(_module_with(module, seen.get(module.path)) for module in full.modules)
+    small_modules = {module.path: module for module in small.modules}
+    modules = tuple(_with_codec_of(module, small_modules.get(module.path)) for module in full.modules)
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
             "a step of a few samples runs other operators than the full one, so it is not known whether saved tensors "
             "can be packed: they are assumed not to be"
         )
-    known = dict(zip(_born_in_turn(full), (small.storages[i] for i in _born_in_turn(small)), strict=True))
-    storages = (_storage_with(s, known[i]) if i in known else s for i, s in enumerate(full.storages))
+    small_storages = (small.storages[index] for index in _comparable_storages(small))
+    pairs = dict(zip(_comparable_storages(full), small_storages, strict=True))
+    storages = (_packed_like(s, pairs[i]) if i in pairs else s for i, s in enumerate(full.storages))
     return replace(full, storages=tuple(storages)), ""
 
 
 def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tuple[StorageTrace, ...]:
-    """Set the codec ``parts`` for concatenations of which some parts are saved anyway: the codec refers to these."""
+    """Set the codec ``parts`` for concatenations with parts that are saved anyway: the codec refers to such parts."""
 
     def as_parts(storage: StorageTrace) -> StorageTrace:
-        made = ops[storage.born] if storage.born >= 0 else None
-        if made is None or made.name != "aten::cat" or storage.compressor != "null":
+        maker = ops[storage.born] if storage.born >= 0 else None
+        if maker is None or maker.name != "aten::cat" or storage.compressor != "null":
             return storage
-        held = sum(storages[index].nbytes for index in made.reads if storages[index].saved_by)
-        packed_bytes = max(0, storage.nbytes - held)
-        return replace(storage, compressor="parts", packed_bytes=packed_bytes) if held else storage
+        saved_bytes = sum(storages[index].nbytes for index in maker.reads if storages[index].saved_by)
+        packed_bytes = max(0, storage.nbytes - saved_bytes)
+        return replace(storage, compressor="parts", packed_bytes=packed_bytes) if saved_bytes else storage
 
     return tuple(map(as_parts, storages))
 
 
-_LIKE = ("forward", "backward")
+_COMPARED_PHASES = ("forward", "backward")
 """Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:
     """Return whether ``full`` and ``small`` ran the same operators, and each made as many storages."""
-    first, other = ([(op.name, len(op.makes)) for op in trace.ops if op.phase in _LIKE] for trace in (full, small))
-    return first == other and len(_born_in_turn(full)) == len(_born_in_turn(small))
+    ops_of_full, ops_of_small = (
+        [(op.name, len(op.makes)) for op in trace.ops if op.phase in _COMPARED_PHASES] for trace in (full, small)
+    )
+    return ops_of_full == ops_of_small and len(_comparable_storages(full)) == len(_comparable_storages(small))
 
 
-def _born_in_turn(trace: StepTrace) -> list[int]:
-    """Return the indices of storages in the order of birth, but for the optimizer's and those made after backward."""
-    updates = {index for op in trace.ops if op.phase not in _LIKE for index in op.makes}
+def _comparable_storages(trace: StepTrace) -> list[int]:
+    """Return the indices of storages in the order of birth, without the optimizer's, and none made after backward."""
+    updates = {index for op in trace.ops if op.phase not in _COMPARED_PHASES for index in op.makes}
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 
 
-def _module_with(module: ModuleTrace, seen: ModuleTrace | None) -> ModuleTrace:
-    if seen is None or not seen.input_bytes:
+def _with_codec_of(module: ModuleTrace, small: ModuleTrace | None) -> ModuleTrace:
+    """Return ``module`` with the codec that ``small``, its record in a smaller step, has."""
+    if small is None or not small.input_bytes:
         return module
     return replace(
         module,
-        compressor=seen.compressor,
-        codec_misfit=seen.codec_misfit,
-        packed_input_bytes=module.input_bytes * seen.packed_input_bytes // seen.input_bytes,
-        refusal=module.refusal or seen.refusal,
+        compressor=small.compressor,
+        codec_misfit=small.codec_misfit,
+        packed_input_bytes=module.input_bytes * small.packed_input_bytes // small.input_bytes,
+        refusal=module.refusal or small.refusal,
     )
 
 
-def _storage_with(storage: StorageTrace, seen: StorageTrace) -> StorageTrace:
-    if seen.compressor == "null" or not seen.nbytes:
+def _packed_like(storage: StorageTrace, small: StorageTrace) -> StorageTrace:
+    """Return ``storage`` with the codec of ``small``, packed by the same ratio."""
+    if small.compressor == "null" or not small.nbytes:
         return storage
-    packed = storage.nbytes * seen.packed_bytes // seen.nbytes
-    return replace(storage, compressor=seen.compressor, packed_bytes=packed)
+    packed_bytes = storage.nbytes * small.packed_bytes // small.nbytes
+    return replace(storage, compressor=small.compressor, packed_bytes=packed_bytes)

@@ -18,10 +18,10 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step
 
 Life = tuple[int, int, int | None]
-"""Bytes of a storage; the operator that made it, or -1 if it existed before the step; and the first operator that ran
-without it, or ``None`` if it outlives the step."""
+"""Bytes of a storage, the operator that made it (-1: it existed before the step), and the first operator that ran
+without it (``None``: it outlives the step)."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
-"""Function of the lives of storages, in the order of birth: the most bytes that an allocator takes for them."""
+"""Returns the most bytes that an allocator takes for storages with the given lives, in the order of birth."""
 
 
 def count(
@@ -33,9 +33,9 @@ def count(
 ) -> Counted:
     """Run one ``step`` under the counter of storages, and remove its gradients.
 
-    ``codecs`` are those in which tensors without data are packed.  ``allocated`` computes the allocated peak of another
-    device.  With ``stand_ins``, of many equal chunks only the first and last ones run; the bytes of the others are
-    attributed to the module in chunks, and not to its parts.
+    ``codecs`` pack tensors without data.  ``allocated`` computes the allocated peak of another device.  With
+    ``stand_ins``, only the first and last of many equal chunks run; the bytes of all others count for the module in
+    chunks, and not for its parts.
     """
     step.reset_gradients()
     with module_stack(step.named) as running:
@@ -54,9 +54,9 @@ def count(
         breakdown=break_down((s.kind, s.nbytes) for s in log.storages.alive_at(log.peaks.tensor_tick)),
         holders=_holders(log.storages.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
-        collectives=log.exchanged.records(),
+        collectives=log.collectives.records(),
         operators=log.storages.tick,
-        elsewhere_bytes=elsewhere.most_bytes,
+        elsewhere_bytes=elsewhere.peak_bytes,
     )
 
 
@@ -72,19 +72,19 @@ def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
     A module whose forward makes its storages by other operators in ``dry_run`` is left out.
     """
     real, dry = _made_in_forward(trace), _made_in_forward(dry_run)
-    alike = (path for path in real.keys() & dry.keys() if [op for op, _ in real[path]] == [op for op, _ in dry[path]])
-    saved = {(path, n): s.compressor for path in alike for n, (_, s) in enumerate(real[path]) if s.compressor != "null"}
+    paths = (path for path in real.keys() & dry.keys() if [op for op, _ in real[path]] == [op for op, _ in dry[path]])
+    saved = {(path, n): s.compressor for path in paths for n, (_, s) in enumerate(real[path]) if s.compressor != "null"}
     inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
-    return Codecs(saved=saved, outputs=_of_outputs(trace), inputs=inputs)
+    return Codecs(saved=saved, outputs=_output_codecs(trace), inputs=inputs)
 
 
-def _of_outputs(trace: StepTrace) -> dict[tuple[str, int], str]:
+def _output_codecs(trace: StepTrace) -> dict[tuple[str, int], str]:
     """Return module, and index of an output -> its codec, for outputs that have the same codec in every call."""
-    found: dict[tuple[str, int], set[str]] = defaultdict(set)
+    codecs: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in trace.calls:
-        for place, index in enumerate(call.outputs):
-            found[call.path, place].add(trace.storages[index].compressor)
-    return {key: codec for key, (codec, *others) in found.items() if not others and codec != "null"}
+        for number, index in enumerate(call.outputs):
+            codecs[call.path, number].add(trace.storages[index].compressor)
+    return {key: codec for key, (codec, *further) in codecs.items() if not further and codec != "null"}
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
@@ -98,9 +98,9 @@ def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace
 
 def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
     """Return the bytes of activations and temporaries in ``storages`` by module, most bytes first."""
-    held: dict[str, int] = defaultdict(int)
+    bytes_by_path: dict[str, int] = defaultdict(int)
     for s in storages:
         if s.kind in ("activations", "temporaries"):
-            held[s.path] += s.nbytes
-    ordered = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+            bytes_by_path[s.path] += s.nbytes
+    ordered = sorted(bytes_by_path.items(), key=lambda item: (-item[1], item[0]))
     return tuple(ModuleShare(path=path, held_bytes=nbytes) for path, nbytes in ordered)

@@ -2,8 +2,8 @@
 
 Many formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which is true of
 every tensor in a *watched* step, one under a dispatch mode.  Then they write nothing in place: where a plain step has
-one tensor, the watched one has two, and some formulas compute in another way altogether.  This cannot be turned off, as
-fake tensors are subclasses.  So the tensors of a watched formula are counted as if they were those of the plain one.
+one tensor, the watched step has two, and some formulas compute in another way altogether.  This cannot be turned off,
+as fake tensors are subclasses.  So the tensors of a watched formula are counted as in a plain one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _WRITES = {
     "aten::scatter",
     "aten::scatter_add",
 }
-"""Operators that a watched formula calls on its own results where the plain one calls the in-place operator."""
+"""Operators that a watched formula calls on its own results, where the plain formula calls the in-place operator."""
 
 _COMBINES = {"aten::logical_and", "aten::logical_or"}
-"""Operators on masks that the plain formula calls in place, too, even where it keeps the mask."""
+"""Operators on masks that the plain formula calls in place as well, even if it keeps the mask."""
 
 _WRITES_IN = {
     "BinaryCrossEntropyBackward0": {"aten::mul"},
     "AminmaxBackward0": {"aten::add"},
     "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
 }
-"""Formula -> further operators that the plain one calls in place."""
+"""Formula -> further operators that the plain formula calls in place."""
 
 
 def _without(*operators: str) -> dict[str, float]:
@@ -70,10 +70,10 @@ _SHARES: dict[str, dict[str, float]] = {
     )
     | {"aten::cat#1": 2.0},  # PyTorch 2.8's, which goes from row to row where a plain one sums all at once
 }
-"""Formula -> operators that only the watched one calls, each with the share of its bytes that the plain one takes.
+"""Formula -> operators that only the watched formula calls, each with the share of its bytes that a plain one takes.
 
-A plain formula chooses a shorter way by the values of its input, which a watched one may not read; the plain one is
-assumed to find no zeros in a product, and no NaN.  ``aten::cumsum#1`` is the first call of that operator.
+A plain formula chooses a shorter way by the values of its input, which a watched formula may not read.  It is assumed
+to find no zeros in a product, and no NaN.  ``aten::cumsum#1`` is the first call of that operator.
 """
 
 

@@ -1,8 +1,8 @@
 """Corrections of the counted bytes where autograd writes in place, but not under a dispatch mode.
 
-If a tensor has several gradients, autograd adds each of them to the first in place, unless something else holds the
-first.  Under a dispatch mode, or on fake tensors, autograd makes a new tensor instead.  Such a sum is therefore counted
-as replacing its first summand; and so is the result of a derivative formula that would be written in place
+If a tensor has several gradients, autograd adds each to the first in place, unless something else holds the first.
+Under a dispatch mode, or on fake tensors, autograd makes a new tensor instead.  Such a sum is therefore counted as
+replacing its first summand.  The result of a derivative formula that would be written in place is counted likewise
 (:mod:`memopt_cli.trace.formulas`).  Whether something else holds the summand shows only once the operator has returned:
 the account of an operator is settled when the next one begins.
 """
@@ -22,19 +22,20 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages
 
 
 class InPlace:
-    """Keeps account of the storage to which the last operator of backward would have written in a plain step."""
+    """Corrects the peaks for the last operator of backward, if it writes in place in a plain step."""
 
     def __init__(self, storages: Storages, peaks: Peaks) -> None:
         self._storages = storages
         self._peaks = peaks
         self._formula: Formula | None = None
-        """Derivative formula that the last operator belongs to; ``None`` if it belongs to none."""
-        self._first: Storage | None = None
-        """Storage that the last operator would have written to, if nobody else holds it; ``None`` for a new one."""
-        self._with_first_bytes = 0
-        """Bytes alive with both ``_first`` and the result."""
-        self._written: Storage | None = None
-        """Result of the last operator, if a plain step writes it into ``_first`` even where others hold that."""
+        """Derivative formula of the last operator.  ``None``: it is part of no formula."""
+        self._target: Storage | None = None
+        """Storage that the last operator writes to in a plain step, if nothing else holds it.  ``None``: it makes a new
+        one."""
+        self._uncorrected_bytes = 0
+        """Bytes alive with both the target and the result."""
+        self._forced: Storage | None = None
+        """Result of the last operator, if a plain step writes it into the target although something holds that."""
 
     def share_of(self, func: Any, *, differentiates: bool) -> float:
         """Return the share of the result's bytes that a plain step takes; call it once, before the operator counts."""
@@ -43,67 +44,67 @@ class InPlace:
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
         """Return the bytes of the storage to which a plain step would write ``output``; 0 if it makes a new one."""
-        if not self._is_written(func, args) and not self._is_sum(func, args):
+        if not self._writes_in_formula(func, args) and not self._is_sum(func, args):
             return 0
-        self._first, self._with_first_bytes = self._storages.known(args[0]), self._storages.live_bytes
+        self._target, self._uncorrected_bytes = self._storages.find(args[0]), self._storages.live_bytes
         combines = self._formula is not None and self._formula.combines(name_of(func))
-        self._written = self._storages.known(output) if combines else None
-        if self._first is None:
+        self._forced = self._storages.find(output) if combines else None
+        if self._target is None:
             return 0
-        self._first.is_replaced = True
-        return self._first.nbytes
+        self._target.is_replaced = True
+        return self._target.nbytes
 
     def settle(self) -> None:
         """Settle the account of the last operator.
 
-        If something else still holds the storage to write to, a plain step makes a new one as well, which then counts.
-        Masks are an exception: formulas combine them in place in any case.
+        If something else still holds the target, a plain step makes a new storage as well, which then counts.  Masks
+        are an exception: formulas combine them in place in any case.
         """
-        if self._first is not None:
-            self._first.is_replaced = False
-            if self._first.died is None:
-                if self._written is None:
-                    self._peaks.rise(self._storages.tick, self._with_first_bytes, 0)
+        if self._target is not None:
+            self._target.is_replaced = False
+            if self._target.died is None:
+                if self._forced is None:
+                    self._peaks.rise(self._storages.tick, self._uncorrected_bytes, 0)
                 else:
-                    self._storages.drop(self._written)
-        self._first = self._written = None
+                    self._storages.drop(self._forced)
+        self._target = self._forced = None
 
-    def _is_written(self, func: Any, args: Any) -> bool:
+    def _writes_in_formula(self, func: Any, args: Any) -> bool:
         """Return whether a formula calls ``func`` where, in a plain step, it writes to its first argument."""
         formula = self._formula
-        return formula is not None and formula.writes(name_of(func)) and self._is_of(formula, args[0])
+        return formula is not None and formula.writes(name_of(func)) and self._is_made_by(formula, args[0])
 
     def _is_sum(self, func: Any, args: Any) -> bool:
         """Return whether ``func`` is autograd's sum of gradients, and not a sum inside a derivative formula."""
         formula = self._formula
         return _adds_gradients(func, args) and (
-            formula is None or formula.is_shared or not self._is_of(formula, args[0])
+            formula is None or formula.is_shared or not self._is_made_by(formula, args[0])
         )
 
-    def _is_of(self, formula: Formula, tensor: Tensor) -> bool:
-        made = self._storages.known(tensor)
-        return made is not None and made.born > formula.began
+    def _is_made_by(self, formula: Formula, tensor: Tensor) -> bool:
+        storage = self._storages.find(tensor)
+        return storage is not None and storage.born > formula.began
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
     """Return whether autograd's engine, and not the code of a node, calls ``func`` to sum gradients of a tensor.
 
     The engine adds in place only to a gradient that is dense, without overlaps, and not a view, whose base may be in
-    use; and a sparse gradient only to a contiguous one.
+    use.  It adds a sparse gradient only to a contiguous one.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
-    first, other = args
-    if not isinstance(other, Tensor) or is_view(first) or not is_dense(first):
+    first, second = args
+    if not isinstance(second, Tensor) or is_view(first) or not is_dense(first):
         return False
-    if other.layout is not torch.strided and not first.is_contiguous():
+    if second.layout is not torch.strided and not first.is_contiguous():
         return False
-    caller = caller_beyond(_AROUND)
+    caller = caller_beyond(_OWN_MODULES)
     return caller is not None and is_engine(caller)
 
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 """Operator whose result represents zeros without memory."""
 
-_AROUND = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
+_OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
 """Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""

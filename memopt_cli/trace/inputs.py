@@ -13,7 +13,7 @@ from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents
 from memopt_cli.trace.log import StorageLog, active, module_stack
-from memopt_cli.trace.modules import ModuleNotes, asked_compressor, taking_notes
+from memopt_cli.trace.modules import ModuleNotes, requested_compressor, taking_notes
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.step import Step
 
@@ -40,17 +40,17 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
 def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
     """Return path of a module -> how its ``x_compressor`` fails on zeros with the shape and dtype of its inputs.
 
-    Every codec can hold zeros, so one that fails here fits no input of that shape and dtype.  The forward that this
-    runs advances the model's state.
+    Every codec can hold zeros, so a codec that fails on them fits no input of this shape and dtype.  The forward that
+    is run for this advances the model's state.
     """
-    found: dict[str, str] = {}
+    reason_by_path: dict[str, str] = {}
 
-    def enter(path: str, module: nn.Module, given: Any) -> None:
-        if asked_compressor(module) == OWN_COMPRESSOR:
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        if requested_compressor(module) == OWN_COMPRESSOR:
             codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
-            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(given))
-            found.setdefault(path, next(filter(None, reasons), ""))
+            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(inputs))
+            reason_by_path.setdefault(path, next(filter(None, reasons), ""))
 
     with torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):
         step.forward()
-    return {path: reason for path, reason in found.items() if reason}
+    return {path: reason for path, reason in reason_by_path.items() if reason}

@@ -35,7 +35,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 
 _aten = torch.ops.aten
 _MAX_VALUES = 1 << 24
-"""Most elements of a tensor that is computed to read a number, as of a mask of 4096 by 4096."""
+"""Maximum number of elements of a tensor that is computed to read a number: a mask of 4096 by 4096."""
 _SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_indices triu_indices zeros".split())
 """Operators that make tensors from numbers."""
 _CONSTANT = _aten.lift_fresh.default
@@ -51,15 +51,15 @@ class NumbersKnown(TorchDispatchMode):
         """Key of a storage without data -> that storage, the operator that makes it, and which of its results it is."""
 
     def tell(self, tensor: Tensor, values: Tensor) -> None:
-        """Note that ``tensor``, which has no data, has ``values``; these must not be written to."""
+        """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
         self._note([tensor], _Made.of(values))
 
     @contextmanager
     def known_to_libraries(self) -> Iterator[None]:
         """Let the transformers library read known numbers in the block, as it does in a real step.
 
-        To find out whether a mask is needed, it reads the mask, unless that is fake: then it makes a mask in any case,
-        and copies of keys and values, which a real step does not make.
+        To find out whether a mask is needed, the library reads the mask.  If the mask is fake, it makes one in any
+        case, and copies of keys and values, which a real step does not make.
         """
         library = sys.modules.get("transformers.utils.import_utils")
         if library is None or not hasattr(library, "is_fake_tensor"):
@@ -94,7 +94,7 @@ class NumbersKnown(TorchDispatchMode):
         return result
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of ``func``, which fails without data, by known numbers; ``None`` if they are not known."""
+        """Return the result of ``func``, which fails without data, from known numbers; ``None`` if one is not known."""
         if takes := _TAKES.get(func):
             masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
             values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
@@ -125,12 +125,12 @@ class NumbersKnown(TorchDispatchMode):
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
         """Note that ``tensors`` are the results of ``made``; views need no note, as their storage has one."""
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) not in self._made
             if is_new and tensor.numel() <= _MAX_VALUES:
                 forget = functools.partial(self._forget, memory_of(tensor))
-                self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, place
-                made.strides[place] = tensor.stride()
+                self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, index
+                made.strides[index] = tensor.stride()
 
     def _forget(self, key: int, _: object) -> None:
         self._made.pop(key, None)
@@ -139,8 +139,8 @@ class NumbersKnown(TorchDispatchMode):
         """Return ``leaf``, an argument of an operator, in a form that does not keep tensors alive, for the CPU."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-        _, made, place = self._made[memory_of(leaf)]
-        return _View(leaf, made, place)
+        _, made, index = self._made[memory_of(leaf)]
+        return _View(leaf, made, index)
 
 
 class _Made:
@@ -160,14 +160,14 @@ class _Made:
         version = version_counter(values)
         return cls(lambda: values if version_counter(values) == version else None)
 
-    def result(self, place: int) -> Tensor | None:
-        """Return the result at ``place``; ``None`` if it cannot be computed."""
+    def result(self, index: int) -> Tensor | None:
+        """Return the result at ``index``; ``None`` if it cannot be computed."""
         if self._run is not None:
             with suppress(RuntimeError):  # the CPU lacks an operator, or the chain of operators is too long to recurse
                 self._results = tensors_of(self._run())
             self._run = None
-        result = self._results[place] if self._results else None
-        if result is None or result.stride() != self.strides.get(place, result.stride()):
+        result = self._results[index] if self._results else None
+        if result is None or result.stride() != self.strides.get(index, result.stride()):
             return None  # the views that were noted would show other elements
         return result
 
@@ -175,14 +175,14 @@ class _Made:
 class _View:
     """An argument of an operator: a view of the result of an earlier one, without the tensor itself."""
 
-    def __init__(self, tensor: Tensor, made: _Made, place: int) -> None:
-        self._made, self._place, self._dtype = made, place, tensor.dtype
+    def __init__(self, tensor: Tensor, made: _Made, index: int) -> None:
+        self._made, self._index, self._dtype = made, index, tensor.dtype
         self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
         self._is_plain = _is_plain(tensor)
 
     def values(self) -> Tensor | None:
         """Return the values of the view on the CPU; ``None`` if they cannot be computed."""
-        result = self._made.result(self._place)
+        result = self._made.result(self._index)
         if result is None or result.dtype != self._dtype or not (self._is_plain and _is_plain(result)):
             return None
         with unseen(), torch.no_grad():
@@ -199,7 +199,7 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
             continue
         with unseen():
             true_at = next(values).nonzero(as_tuple=True)
-        places += [numbers.made_known(place, x.device) for place in true_at]
+        places += [numbers.made_known(index, x.device) for index in true_at]
     taken: Tensor = _aten.index.Tensor(x, places)
     return taken
 

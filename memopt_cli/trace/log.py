@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_beside_the_model, recorded_shares
+from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.collectives import Exchanged, labelled, resizes_seen, staging_unseen
+from memopt_cli.trace.collectives import Collectives, exchange_buffers, resizes_seen, staging_unseen
 from memopt_cli.trace.in_place import InPlace
 from memopt_cli.trace.operators import is_bookkeeping, name_of
 from memopt_cli.trace.real_storages import as_on_real_tensors
@@ -50,7 +50,7 @@ class StorageLog(TorchDispatchMode):
         """Whether the step is a user's own, whose function may read numbers from tensors, such as losses to log."""
         self.peaks = Peaks()
         self.module_running = module_running
-        self.exchanged = Exchanged()
+        self.collectives = Collectives()
         self._in_place = InPlace(self.storages, self.peaks)
         self._made: Counter[str] = Counter()
         """Path of a module -> number of storages that it has made in forward."""
@@ -62,34 +62,34 @@ class StorageLog(TorchDispatchMode):
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two of three calls ask for this, and the fake mode below answers slowly
         updating = self.phase == "update" or is_updating()
-        # Optimizers, and a user's own function between its models, may read numbers: no size depends on these.
+        # Optimizers, and a user's own function between its models, may read numbers: no size depends on such numbers.
         guesses = updating or (self.is_own and not self.module_running())
         output: Any = guessed_number(func, args, updating=updating) if guesses else None
         if output is None:
             output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
-        counts = not is_bookkeeping(func)
+        is_counted = not is_bookkeeping(func)
         differentiates = self.phase == "backward" and not updating
         share = self._in_place.share_of(func, differentiates=differentiates)
         storages = self.storages
-        storages.tick += counts
+        storages.tick += is_counted
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
         self._label(func, args, kwargs or {}, output)
         workspace = self.workspaces.of(name_of(func), shapes_of(args)) if self.workspaces and share else 0
-        replaced = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
-        self.peaks.rise(storages.tick, storages.live_bytes - replaced, workspace)
-        if counts:
+        replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
+        self.peaks.rise(storages.tick, storages.live_bytes - replaced_bytes, workspace)
+        if is_counted:
             self.ran(func, args, kwargs or {}, output, workspace)
         return output
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
-        self.exchanged.note(func, args, kwargs, output)
-        for tensor, kind in labelled(func, args, kwargs):
-            made = self.known(tensor)
-            if made is not None and made.kind in _MADE:
-                made.kind = kind
+        self.collectives.note(func, args, kwargs, output)
+        for tensor, kind in exchange_buffers(func, args, kwargs):
+            storage = self.find(tensor)
+            if storage is not None and storage.kind in _PRELIMINARY_KINDS:
+                storage.kind = kind
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         """Do nothing; subclasses note an operator that ran."""
@@ -98,7 +98,7 @@ class StorageLog(TorchDispatchMode):
         """Count ``storage`` anew after Python code resized it, as FSDP does to free and restore parameters."""
         self.settle()
         storages, nbytes = self.storages, storage.nbytes()
-        if storages.as_it_was(storage, storages.tick) is None and nbytes:
+        if storages.find_unresized(storage, storages.tick) is None and nbytes:
             storages.tick += 1
             self._begin(storage, None, None, 1.0)
             self.peaks.rise(storages.tick, storages.live_bytes, 0)
@@ -122,14 +122,14 @@ class StorageLog(TorchDispatchMode):
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        known = self.storages.as_it_was(storage, self.storages.tick - 1)
-        return known or self._begin(storage, kind, path, share)
+        record = self.storages.find_unresized(storage, self.storages.tick - 1)
+        return record or self._begin(storage, kind, path, share)
 
     def _begin(self, storage: torch.UntypedStorage, kind: str | None, path: str | None, share: float) -> Storage:
         if path is None:
             path = self.module_running()
         record = self.storages.begin(storage, path, kind or self._kind(), share)
-        if kind is None and self.phase == "forward" and not is_beside_the_model():
+        if kind is None and self.phase == "forward" and not makes_internal_tensors():
             record.rank = self._made[path]
             self._made[path] += 1
         return record
@@ -144,9 +144,9 @@ class StorageLog(TorchDispatchMode):
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
-    def known(self, tensor: Tensor) -> Storage | None:
+    def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
-        return self.storages.known(tensor)
+        return self.storages.find(tensor)
 
     def _kind(self) -> str:
         return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
@@ -195,24 +195,24 @@ class Codecs:
 @contextmanager
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     """Pack tensors without data in the block, which ``log`` watches, by the codecs that ``codecs`` names."""
-    known = codecs or Codecs()
+    codecs = codecs or Codecs()
     codec_of_whole: dict[int, str] = {}
     """Index of the storage of an output that was concatenated from chunks -> its codec."""
 
     def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
-        for place, output in enumerate(outputs):
-            if (storage := log.known(output)) is not None:
-                codec_of_whole[storage.index] = known.outputs.get((path, place), "null")
+        for index, output in enumerate(outputs):
+            if (storage := log.find(output)) is not None:
+                codec_of_whole[storage.index] = codecs.outputs.get((path, index), "null")
 
     def codec_of(tensor: Tensor) -> str:
-        storage = log.known(tensor)
+        storage = log.find(tensor)
         if storage is None:
             return "null"
-        return codec_of_whole.get(storage.index) or known.saved.get((storage.path, storage.rank), "null")
+        return codec_of_whole.get(storage.index) or codecs.saved.get((storage.path, storage.rank), "null")
 
     def share_of_inputs() -> float:
-        return known.inputs.get(log.module_running(), 1.0)
+        return codecs.inputs.get(log.module_running(), 1.0)
 
     with recorded_answers(codec_of, note_concatenated), recorded_shares(share_of_inputs):
         yield
@@ -281,7 +281,7 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
                 storage.kind = "gradients"
 
 
-_MADE = frozenset(("activations", "temporaries"))
+_PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
 """Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
 
 _DEVICE = torch.ops.prim.device.default

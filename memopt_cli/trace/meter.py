@@ -26,7 +26,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self.found = Workspaces()
+        self.workspaces = Workspaces()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
@@ -34,6 +34,6 @@ class Meter(TorchDispatchMode):
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         output = func(*args, **(kwargs or {}))
-        most, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
-        self.found.record(name_of(func), shapes_of(args), most - max(before, after))
+        peak, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        self.workspaces.record(name_of(func), shapes_of(args), peak - max(before, after))
         return output

@@ -30,7 +30,7 @@ class ModuleNotes:
     packed_bytes: int = 0
     """Bytes of the inputs in their codec."""
     compressor: CompressorName | None = None
-    """Codec of the inputs in all calls so far; ``null`` if calls differ, and ``None`` before the first call."""
+    """Codec of the inputs in all calls so far.  ``null``: calls differ.  ``None``: there was no call."""
     codec_misfit: str = ""
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
@@ -49,18 +49,18 @@ class ModuleNotes:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
         self.calls += 1
         self.versions = [(t, version_counter(t)) for t in inputs]
-        nbytes = packed = held_bytes(inputs)
+        nbytes = packed_bytes = held_bytes(inputs)
         name: CompressorName = "null"
         if contents is not None:
-            name, held = contents.smallest_codec(inputs)
-            packed = nbytes if name == "null" else held
-            requested = asked_compressor(module)
+            name, smallest_bytes = contents.smallest_codec(inputs)
+            packed_bytes = nbytes if name == "null" else smallest_bytes
+            requested = requested_compressor(module)
             if requested is not None:
-                packed = _bytes_in(requested, module, inputs)
-                name = requested if packed < nbytes else "null"  # a codec that saves nothing would only take time
+                packed_bytes = _bytes_in(requested, module, inputs)
+                name = requested if packed_bytes < nbytes else "null"  # a codec that saves nothing would only take time
                 self.codec_misfit = self.codec_misfit or _misfit(requested, module, inputs)
         self.input_bytes += nbytes
-        self.packed_bytes += packed
+        self.packed_bytes += packed_bytes
         self.compressor = name if self.compressor in (None, name) else "null"
 
     def leave(self, outputs: list[Storage | None], state_bytes: int) -> None:
@@ -101,7 +101,7 @@ def taking_notes(
 ) -> Iterator[None]:
     """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
 
-    ``contents`` finds the codec that holds the inputs of a module exactly; ``None`` for inputs without data.
+    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None``: the inputs have no data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -111,26 +111,26 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            known = ((tensor, log.known(tensor)) for tensor in matrices_of(module))
-            made = [tensor for tensor, storage in known if storage is not None and storage.kind == "activations"]
-            notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(made))
+            storages = ((tensor, log.find(tensor)) for tensor in matrices_of(module))
+            state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
+            notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(state))
 
     with module_hooks(model, enter, leave):
         yield
 
 
-def asked_compressor(module: nn.Module) -> CompressorName | None:
+def requested_compressor(module: nn.Module) -> CompressorName | None:
     """Return the codec that ``x_compressor`` of ``module`` asks for; ``None`` if none, or it cannot be a segment."""
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of modules that can be segments and whose ``x_compressor`` asks for packed inputs."""
-    return tuple(path for path, module in named_parts(model) if asked_compressor(module) not in (None, "null"))
+    return tuple(path for path, module in named_parts(model) if requested_compressor(module) not in (None, "null"))
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return how the user's own codec fails to restore ``tensors``; empty if it restores them, or is memopt's."""
+    """Return how the user's own codec fails to restore ``tensors``, or an empty text."""
     if name != OWN_COMPRESSOR:
         return ""
     codec = OwnCompressor(cast("Codec", module.x_compressor))
@@ -150,14 +150,8 @@ def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
         ModuleTrace(
             path=path,
             class_name=type(module).__name__,
-            calls=0,
             order=order,
-            input_bytes=0,
-            packed_input_bytes=0,
-            compressor=asked_compressor(module) or "null",
-            input_shape=(),
-            output_bytes=0,
-            saved_bytes=0,
+            compressor=requested_compressor(module) or "null",
             refusal=refusal(module),
             spatial_split=hasattr(module, "__spatial_split__"),
         )

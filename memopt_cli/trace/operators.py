@@ -27,9 +27,9 @@ def is_bookkeeping(func: Any) -> bool:
     return func is _aten.detach.default or func.name().startswith("prim::")
 
 
-def modified(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a call of ``func`` writes in place."""
-    names = _written(func)
+    names = _written_names(func)
     if not names:
         return []
     arguments = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
@@ -42,7 +42,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of ``func`` draws from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    # Fused attention has the tag, too, but draws only with dropout.
+    # Fused attention has the tag as well, but draws only with dropout.
     arguments = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
     rates = [arguments.get(name, 0) for name in ("dropout_p", "dropout") if name in _parameters(func)]
     return not rates or any(rates)
@@ -74,7 +74,7 @@ def _parameters(func: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def _written(func: Any) -> tuple[str, ...]:
+def _written_names(func: Any) -> tuple[str, ...]:
     """Return the names of the arguments of ``func`` that a call may write."""
     if not has_schema(func):
         return ()

@@ -7,6 +7,7 @@ this file turns the notes into records.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,10 +37,10 @@ def record(
 ) -> StepTrace:
     """Record one ``step`` of ``batch`` samples; the model's state is restored, and its gradients are removed.
 
-    With ``contents`` (not on fake tensors), the values of every module's inputs and of the tensors that autograd saves
-    are examined for the codec that holds them exactly.  With ``frees``, forward runs once more without autograd, to
-    learn when the model itself releases each storage; otherwise that is taken to be the last use in forward.
-    ``workspaces`` were measured in a step with data; ``codecs`` are those in which tensors without data are packed.
+    With ``contents`` (not on fake tensors), the values of every module's inputs and of saved tensors are examined for
+    the codec that holds them exactly.  With ``frees``, forward runs once more without autograd, to learn when the model
+    itself releases each storage; otherwise the last use in forward counts.  ``workspaces`` were measured in a step with
+    data.  ``codecs`` pack tensors without data.
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
@@ -48,29 +49,29 @@ def record(
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.named) as running:
         log = StepLog(running, workspaces)
-        looking = Contents(log) if contents else None
+        examiner = Contents(log) if contents else None
         with (
             packed_as(log, codecs),
             active(log, step),
-            taking_notes(step.named, log, notes, looking),
-            log.watching(step.named, looking),
+            taking_notes(step.named, log, notes, examiner),
+            log.watching(step.named, examiner),
         ):
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     start.enter()  # the forward in _lives_without_autograd begins with the same state
     records = _Records(log)
-    own = isinstance(step, OwnStep)
-    freed = records.freed(_lives_without_autograd(step)) if frees and not own else records.last_uses()
+    is_own = isinstance(step, OwnStep)
+    freed = records.freed(_lives_without_autograd(step)) if frees and not is_own else records.last_uses()
     before.restore()
     saved = records.saved_bytes()
     ops = records.op_records()
     return StepTrace(
         modules=(
-            *([_around_models(saved[""])] if own else []),
+            *([_own_root(saved[""])] if is_own else []),
             *(
                 note.to_record(path, find_part(step.named, path), order, saved[path])
-                for order, (path, note) in enumerate(notes.items(), own)
+                for order, (path, note) in enumerate(notes.items(), is_own)
             ),
         ),
         tensor_peak_bytes=log.peaks.tensor_bytes,
@@ -83,21 +84,10 @@ def record(
     )
 
 
-def _around_models(saved_bytes: int) -> ModuleTrace:
+def _own_root(saved_bytes: int) -> ModuleTrace:
     """Return the root's entry for a user's own step, which runs no module around its models."""
-    return ModuleTrace(
-        path="",
-        class_name="Step",
-        calls=1,
-        order=0,
-        input_bytes=0,
-        input_shape=(),
-        packed_input_bytes=0,
-        compressor="null",
-        output_bytes=0,
-        saved_bytes=saved_bytes,
-        refusal="the step runs its models one by one",
-    )
+    reason = "the step runs its models one by one"
+    return ModuleTrace(path="", class_name="Step", calls=1, order=0, saved_bytes=saved_bytes, refusal=reason)
 
 
 def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
@@ -135,13 +125,11 @@ class _Records:
     def freed(self, lives: list[tuple[int, int, int | None]]) -> list[int | None]:
         """Return for each storage the tick at which the model itself released it.
 
-        ``lives`` come from a forward in which autograd saved nothing.  If it made other storages than the recorded one,
-        the last uses in forward are returned instead.
+        ``lives`` come from a forward in which autograd saved nothing.  If it made other storages than the recorded
+        forward, the last uses in forward are returned instead.
         """
-        same = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]] == [
-            (born, size) for born, size, _ in lives
-        ]
-        if not same:
+        births = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]]
+        if births != [(born, nbytes) for born, nbytes, _ in lives]:
             return self.last_uses()
         ends = dict(enumerate(died for *_, died in lives))
         return [s.died if ends.get(s.index) is None else ends[s.index] for s in self._log.storages.made]
@@ -152,8 +140,8 @@ class _Records:
         For a user's own step nothing better is known, as it cannot run without autograd.
         """
         log = self._log
-        forward = ((op, ran) for op, ran in enumerate(log.ops[: log.last_forward_end], 1) if ran.phase == "forward")
-        uses = {index: op for op, ran in forward for index in ran.reads}
+        ran = ((tick, op.record) for tick, op in enumerate(log.ops[: log.last_forward_end], 1))
+        uses = {index: tick for tick, op in ran if op.phase == "forward" for index in op.reads}
         saved = {s.index for s in log.storages.made if s.born > 0 and s.index in log.savers and log.forward_end(s)}
         return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages.made]
 
@@ -162,26 +150,7 @@ class _Records:
         made: dict[int, list[int]] = defaultdict(list)
         for s in self._log.storages.made:
             made[s.born - 1].append(s.index)
-        return tuple(
-            OpTrace(
-                name=op.name,
-                module=op.module,
-                phase=op.phase,
-                reads=op.reads,
-                makes=tuple(made[index]),
-                mutates=op.mutates,
-                recomputes=op.recomputes,
-                packs=op.packs,
-                random=op.random,
-                flops=op.flops,
-                dtype=op.dtype,
-                moved_bytes=op.moved_bytes,
-                workspace_bytes=op.workspace_bytes,
-                fixed_workspace_bytes=op.fixed_workspace_bytes,
-                line=op.line,
-            )
-            for index, op in enumerate(self._log.ops)
-        )
+        return tuple(replace(op.record, makes=tuple(made[index])) for index, op in enumerate(self._log.ops))
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
         """Return a record of every storage; ``freed`` has the ticks at which the model itself released them."""
@@ -196,7 +165,7 @@ class _Records:
         return StorageTrace(
             nbytes=s.nbytes,
             kind=s.kind,
-            module=self._log.ops[s.born - 1].module if s.born else s.path,
+            module=self._log.ops[s.born - 1].record.module if s.born else s.path,
             born=s.born - 1,
             died=self._end_of(s.died),
             freed=self._end_of(freed),
@@ -207,7 +176,7 @@ class _Records:
         )
 
     def _end_of(self, tick: int | None) -> int | None:
-        """Return the first operator after ``tick``; ``None`` if there is none."""
+        """Return the first operator after ``tick``.  ``None``: there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:

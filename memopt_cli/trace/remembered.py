@@ -1,8 +1,8 @@
-"""A cache of operators' results in dry runs, which makes these faster.
+"""A cache of operators' results in dry runs, which makes dry runs faster.
 
 On tensors without data, a result depends on the shapes and settings of the arguments alone, and a step runs the same
-operators on the same shapes over and over.  PyTorch has such a cache, too, but a look-up in it takes longer than most
-kernels run.  What may be cached is left to PyTorch: an entry is made here where it made one.
+operators on the same shapes over and over.  PyTorch has such a cache as well, but a look-up takes longer than most
+kernels run.  PyTorch decides what may be cached: an entry is made here where PyTorch made one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import (
 
 _aten = torch.ops.aten
 _MAX_NOTES = 1 << 16
-"""Most entries; each takes about a thousand bytes."""
+"""Maximum number of entries; each takes about a thousand bytes."""
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
 """Types of arguments that can be part of a key."""
 _ALIASES = frozenset(
@@ -33,7 +33,7 @@ _ALIASES = frozenset(
         *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int),
     )
 )
-"""Operators that are cached here although PyTorch does not: it only caches single results that are new or declared
+"""Operators whose results are cached here, but not by PyTorch: it only caches single results that are new or declared
 views."""
 
 
@@ -76,14 +76,14 @@ class RememberingDryRun(DryRun):
         if key in self._notes:
             return self._made(self._notes[key], args)
         before = calls_without_notes()
-        made = super().dispatch(func, types, args, kwargs)
-        if calls_without_notes() == before or func in _ALIASES:  # PyTorch cached it, or it is one of ours
-            note = _note(args, made)
+        result = super().dispatch(func, types, args, kwargs)
+        if calls_without_notes() == before or func in _ALIASES:  # PyTorch has cached the result, or never does
+            note = _note(args, result)
             if note is not ...:
                 if len(self._notes) >= _MAX_NOTES:
                     self._notes.clear()
                 self._notes[key] = note
-        return made
+        return result
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return a key of all that the result of ``func`` depends on; ``None`` if an argument does not allow one."""
@@ -128,24 +128,24 @@ class RememberingDryRun(DryRun):
         return None if note is None else args[note]
 
 
-def _note(args: Sequence[Any], made: Any) -> Any:
-    """Return the cache entry for the result ``made``; ``...`` if it cannot be cached."""
-    if made is None:
+def _note(args: Sequence[Any], result: Any) -> Any:
+    """Return the cache entry for ``result``; ``...`` if it cannot be cached."""
+    if result is None:
         return None
-    if type(made) in (list, tuple):
-        notes = tuple(_note(args, one) for one in made)
-        return ... if ... in notes else _Several(type(made), notes)
-    if type(made) is not FakeTensor or made.constant is not None or made.layout is not torch.strided:
+    if type(result) in (list, tuple):
+        notes = tuple(_note(args, one) for one in result)
+        return ... if ... in notes else _Several(type(result), notes)
+    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
         return ...
-    if made.requires_grad or made.is_inference() or made.is_conj() or made.is_neg():
+    if result.requires_grad or result.is_inference() or result.is_conj() or result.is_neg():
         return ...
-    new = _New(tuple(made.shape), made.stride(), made.dtype, made.fake_device)
-    for place, arg in enumerate(args):
-        if arg is made:
-            return place
-        if isinstance(arg, Tensor) and memory_of(arg) == memory_of(made):
-            return _View(place, int(made.storage_offset()), new)
-    return new if _without_data(new).untyped_storage().nbytes() == made.untyped_storage().nbytes() else ...
+    new = _New(tuple(result.shape), result.stride(), result.dtype, result.fake_device)
+    for index, arg in enumerate(args):
+        if arg is result:
+            return index
+        if isinstance(arg, Tensor) and memory_of(arg) == memory_of(result):
+            return _View(index, int(result.storage_offset()), new)
+    return new if _without_data(new).untyped_storage().nbytes() == result.untyped_storage().nbytes() else ...
 
 
 def _without_data(note: _New) -> Tensor:

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt_cli.records import CompressorName, Phase
+from memopt_cli.records import CompressorName, OpTrace, Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import is_beside_the_model
+from memopt_cli.runtime.compressor import makes_internal_tensors
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
-from memopt_cli.trace.operators import draws, dtype_of, flops_of, modified, name_of
+from memopt_cli.trace.operators import draws, dtype_of, flops_of, name_of, written_tensors
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -46,7 +46,7 @@ class CalledModule:
 
     path: str
     caller: int
-    """Index of the call around it; -1 for none."""
+    """Index of the call around it.  -1: there is none."""
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]
@@ -60,26 +60,13 @@ class CalledModule:
 
 
 @dataclass(slots=True)
-class RanOp:
-    """One operator of the step; :class:`~memopt_cli.records.OpTrace` explains the fields of the same names."""
+class LoggedOp:
+    """One operator of the step."""
 
-    name: str
-    phase: Phase
-    module: str
+    record: OpTrace
+    """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call whose forward it differentiates, or -1 outside of modules; ``None`` elsewhere."""
-    reads: tuple[int, ...]
-    mutates: tuple[int, ...]
-    random: bool
-    flops: int
-    dtype: str
-    moved_bytes: int
-    workspace_bytes: int
-    fixed_workspace_bytes: int
-    line: str
-    recomputes: str | None = None
-    """Path of the segment that is being recomputed; ``None`` for none."""
-    packs: bool = False
+    """In backward, index of the call whose forward it differentiates.  -1: of no module.  ``None``: not in backward."""
 
 
 class StepLog(StorageLog):
@@ -88,7 +75,7 @@ class StepLog(StorageLog):
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
         super().__init__(module_running, workspaces)
         self._contents: Contents | None = None
-        self.ops: list[RanOp] = []
+        self.ops: list[LoggedOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
         """Index of the innermost call that is running; -1 for none."""
@@ -117,45 +104,27 @@ class StepLog(StorageLog):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         arguments = tree_leaves((args, kwargs))
         fixed = self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
-        self.ops.append(
-            RanOp(
-                name=name_of(func),
-                phase=phase,
-                module=module,
-                call=call,
-                reads=self._indices(arguments),
-                mutates=self._indices(modified(func, args, kwargs)),
-                random=draws(func, args, kwargs),
-                flops=flops_of(func, args, kwargs, output),
-                dtype=dtype_of(arguments),
-                moved_bytes=self._bytes_of([*arguments, *tree_leaves(output)]),
-                workspace_bytes=workspace_bytes,
-                fixed_workspace_bytes=fixed,
-                line=line_of_the_model() if self.phase == "forward" else "",
-                recomputes=self._path_of.get(id(recomputing_module())),
-                packs=is_beside_the_model(),
-            )
+        record = OpTrace(
+            name=name_of(func),
+            phase=phase,
+            module=module,
+            reads=self._indices(arguments),
+            mutates=self._indices(written_tensors(func, args, kwargs)),
+            random=draws(func, args, kwargs),
+            flops=flops_of(func, args, kwargs, output),
+            dtype=dtype_of(arguments),
+            moved_bytes=self._bytes_of([*arguments, *tree_leaves(output)]),
+            workspace_bytes=workspace_bytes,
+            fixed_workspace_bytes=fixed,
+            line=line_of_the_model() if self.phase == "forward" else "",
+            recomputes=self._path_of.get(id(recomputing_module())),
+            packs=makes_internal_tensors(),
         )
+        self.ops.append(LoggedOp(record, call))
 
     def grew(self, nbytes: int) -> None:
         phase, call = self._phase_and_call()
-        self.ops.append(
-            RanOp(
-                name=GREW,
-                phase=phase,
-                module=self.module_running(),
-                call=call,
-                reads=(),
-                mutates=(),
-                random=False,
-                flops=0,
-                dtype="",
-                moved_bytes=0,
-                workspace_bytes=0,
-                fixed_workspace_bytes=0,
-                line="",
-            )
-        )
+        self.ops.append(LoggedOp(OpTrace(name=GREW, phase=phase, module=self.module_running()), call))
 
     def enter(self, phase: Phase) -> None:
         if phase == "backward":
@@ -164,9 +133,9 @@ class StepLog(StorageLog):
 
     def forward_end(self, storage: Storage) -> int:
         """Return the number of operators run by the end of the forward that made ``storage``; 0 if no forward did."""
-        place = bisect.bisect_left(self._forward_ends, storage.born)
-        is_of_forward = not storage.born or self.ops[storage.born - 1].phase == "forward"
-        return self._forward_ends[place] if is_of_forward and place < len(self._forward_ends) else 0
+        index = bisect.bisect_left(self._forward_ends, storage.born)
+        is_of_forward = not storage.born or self.ops[storage.born - 1].record.phase == "forward"
+        return self._forward_ends[index] if is_of_forward and index < len(self._forward_ends) else 0
 
     @property
     def last_forward_end(self) -> int:
@@ -187,8 +156,8 @@ class StepLog(StorageLog):
         def leave(path: str, module: nn.Module, output: Any) -> None:
             if self.phase == "forward":
                 call = self.calls[self._innermost]
-                seen = filter(None, map(self.known, tensors_of(output)))
-                call.end, call.outputs = len(self.ops), tuple(storage.index for storage in seen)
+                storages = filter(None, map(self.find, tensors_of(output)))
+                call.end, call.outputs = len(self.ops), tuple(storage.index for storage in storages)
                 self._begin_call(call.caller)
 
         with module_hooks(model, enter, leave, always_leave=True), saved_tensors_hooks(self._save, lambda alias: alias):
@@ -207,10 +176,10 @@ class StepLog(StorageLog):
             return "forward", None
         number = number_of(node)
         if number <= self._last_node:
-            place = bisect.bisect_right(self._call_from_node, (number, len(self.calls))) - 1
-            return "backward", self._call_from_node[place][1]
+            index = bisect.bisect_right(self._call_from_node, (number, len(self.calls))) - 1
+            return "backward", self._call_from_node[index][1]
         # AccumulateGrad, which adds a gradient to a parameter, has a number above all others.  It runs as soon as the
-        # gradient is complete, so it belongs where the operator before it does.
+        # gradient is complete, so it belongs to the same call as the operator before it.
         return "backward", (self.ops[-1].call if self.ops[-1].call is not None else -1)
 
     @property
@@ -219,21 +188,21 @@ class StepLog(StorageLog):
 
     def _save(self, alias: Tensor) -> Tensor:
         """Note that autograd saves ``alias``, and return it unchanged, so that no storage lives longer than usual."""
-        storage = self.known(alias)
+        storage = self.find(alias)
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self.packed:
-                held = next(parts_of(alias))
+                part = next(parts_of(alias))
                 with aside():
-                    whole = held if held.nbytes == storage.nbytes else held.new_empty(0).set_(held.untyped_storage())
+                    whole = part if part.nbytes == storage.nbytes else part.new_empty(0).set_(part.untyped_storage())
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias
 
     def _bytes_of(self, leaves: list[Any]) -> int:
         """Return the bytes of the tensors in ``leaves``; an expanded tensor counts as its storage at most."""
-        tensors = ((leaf, self.known(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+        tensors = ((leaf, self.find(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
         return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
-        seen = (self.known(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        return tuple(dict.fromkeys(storage.index for storage in seen if storage is not None))
+        storages = (self.find(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(dict.fromkeys(storage.index for storage in storages if storage is not None))

@@ -59,7 +59,7 @@ class Peaks:
         self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
     def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
-        """Raise the peaks to ``live_bytes``, and to these with ``workspace_bytes``, if those are more."""
+        """Raise the tensor peak to ``live_bytes``, and the allocated peak to the sum of both, if they are more."""
         with_workspace = live_bytes + workspace_bytes
         if self.phase is not None:
             self.phases[self.phase] = self.phases[self.phase].raised(live_bytes, with_workspace)
@@ -74,7 +74,7 @@ class Storages:
 
     def __init__(self) -> None:
         self.tick = 0
-        """Operators that have run so far."""
+        """Number of operators that have run so far."""
         self.made: list[Storage] = []
         """Storages in the order of birth."""
         self.live_bytes = 0
@@ -95,18 +95,19 @@ class Storages:
         record.died = tick - record.is_replaced  # a plain step ends it as it writes the operator's result there
         self.live_bytes -= record.nbytes
 
-    def as_it_was(self, storage: torch.UntypedStorage, until: int) -> Storage | None:
-        """Return the record of ``storage`` if it is alive; if it was resized, end its record at ``until`` instead."""
+    def find_unresized(self, storage: torch.UntypedStorage, tick: int) -> Storage | None:
+        """Return the record of ``storage`` if it is alive; if it was resized, end its record at ``tick`` instead."""
         key = storage_key(storage)
-        known = self._alive.get(key)
-        if known is None:
+        entry = self._alive.get(key)
+        if entry is None:
             return None
-        if known[2] == storage.nbytes():
-            return known[1]
-        self._end(key, until)
+        _, record, nbytes = entry
+        if nbytes == storage.nbytes():
+            return record
+        self._end(key, tick)
         return None
 
-    def known(self, tensor: Tensor) -> Storage | None:
+    def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         part = next(parts_of(tensor), tensor)
         entry = self._alive.get(memory_of(part)) if has_storage(part) else None
@@ -123,7 +124,7 @@ class Storages:
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that ``tensors`` take to hold: those of the tensors, or of their storages if these are fewer."""
+    """Return the bytes of ``tensors``, or of their storages if these have fewer."""
     return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
 
 

@@ -1,7 +1,7 @@
 """Workspaces: memory that kernels allocate for themselves while they run, which only the allocator sees.
 
 They are recorded once in a real step, by operator and shapes of its arguments.  A dry run then looks them up to predict
-the allocated peak of a plan, whose chunks have other shapes: those are interpolated from the recorded ones.
+the allocated peak of a plan.  For chunks, which have other shapes, workspaces are interpolated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import ne
 
-ASIDE = "memopt: set aside"
+ASIDE_LABEL = "memopt: set aside"
 """Label in a profile for code that is not part of the step, whose operators and memory do not count."""
 MIN_BYTES = 1 << 16
 """Least workspace of an operator that is counted."""
@@ -24,52 +24,53 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
     """Return ``shapes`` without empty ones at the end, since the dispatcher leaves out trailing defaults."""
-    kept = [tuple(shape) for shape in shapes]
-    while kept and not kept[-1]:
-        kept.pop()
-    return tuple(kept)
+    trimmed = [tuple(shape) for shape in shapes]
+    while trimmed and not trimmed[-1]:
+        trimmed.pop()
+    return tuple(trimmed)
 
 
 @dataclass(slots=True)
 class _Run:
     shapes: Shapes
     nbytes: int
-    """Bytes of its workspace."""
+    """Bytes of the run's workspace."""
     smaller: _Run | None = None
-    """Corresponding run in a step of a smaller batch; ``None`` if there is none."""
+    """Corresponding run in a step of a smaller batch.  ``None``: there is none."""
 
     def scaled(self, shapes: Shapes) -> int:
         """Return the bytes for other ``shapes``, on the line through this run and the smaller one.
 
-        The line need not go through zero, as a part of a workspace may not grow with the batch, such as weights in
-        another layout.  Its abscissa is the number of elements of the tensor whose shape differs; if several differ,
-        of that with the highest :func:`_rank`.  Without a smaller run with another number, and for larger shapes if
-        the line falls, bytes are proportional to that number.
+        Bytes grow with the number of elements of the tensor whose shape differs; if several differ, of the tensor with
+        the highest :func:`_rank`.  The line need not go through zero: a part of a workspace may not grow with the
+        batch, such as weights in another layout.  It goes through zero if no smaller run has fewer elements; and for
+        larger shapes, if it would fall otherwise.
         """
-        differ = [n for n, (own, wanted) in enumerate(_in_both(self.shapes, shapes)) if own != wanted]
-        if not differ:
+        differing = [n for n, (own, other) in enumerate(_pair_shapes(self.shapes, shapes)) if own != other]
+        if not differing:
             return self.nbytes
-        largest = max(differ, key=lambda n: _rank(self.shapes[n]))
-        own, wanted = math.prod(self.shapes[largest]), math.prod(shapes[largest])
-        elements = nbytes = 0  # second point of the line: zero, or the smaller run
-        if self.smaller and (wanted < own or self.smaller.nbytes <= self.nbytes):
-            least = math.prod(self.smaller.shapes[largest])
-            if least < own:
-                elements, nbytes = least, self.smaller.nbytes
-        return max(0, nbytes + (self.nbytes - nbytes) * (wanted - elements) // max(1, own - elements))
+        largest = max(differing, key=lambda n: _rank(self.shapes[n]))
+        own_elements, elements = math.prod(self.shapes[largest]), math.prod(shapes[largest])
+        base_elements = base_bytes = 0  # second point of the line: zero, or the smaller run
+        if self.smaller and (elements < own_elements or self.smaller.nbytes <= self.nbytes):
+            smaller_elements = math.prod(self.smaller.shapes[largest])
+            if smaller_elements < own_elements:
+                base_elements, base_bytes = smaller_elements, self.smaller.nbytes
+        rise_bytes, run_elements = self.nbytes - base_bytes, max(1, own_elements - base_elements)
+        return max(0, base_bytes + rise_bytes * (elements - base_elements) // run_elements)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that do not grow with the batch: at a batch of 0, on the line through this run and the smaller one."""
         if self.smaller is None or self.smaller.nbytes > self.nbytes:
             return 0
-        pairs = _in_both(self.shapes, self.smaller.shapes)
+        pairs = _pair_shapes(self.shapes, self.smaller.shapes)
         growing = [(large, small) for large, small in pairs if math.prod(large) > math.prod(small)]
         large, small = max(growing, key=lambda pair: _rank(pair[0]), default=((0,), (0,)))
-        elements, fewer = math.prod(large), math.prod(small)
+        elements, fewer_elements = math.prod(large), math.prod(small)
         growing_bytes = self.nbytes
         if elements:
-            growing_bytes = (self.nbytes - self.smaller.nbytes) * elements // (elements - fewer)
+            growing_bytes = (self.nbytes - self.smaller.nbytes) * elements // (elements - fewer_elements)
         return max(0, self.nbytes - growing_bytes)
 
 
@@ -84,35 +85,36 @@ class Workspaces:
     """Bytes that libraries such as cuBLAS hold all the time, which count as part of every workspace."""
     _runs: dict[str, list[_Run]] = field(default_factory=lambda: defaultdict(list))
     """Operator -> its recorded runs, in their order."""
-    _known: dict[tuple[str, Shapes], int] = field(default_factory=dict)
+    _cache: dict[tuple[str, Shapes], int] = field(default_factory=dict)
     """Operator and shapes -> bytes of its workspace, recorded or looked up before."""
 
     def record(self, operator: str, shapes: Shapes, nbytes: int) -> None:
         """Remember one run of ``operator`` (``aten::convolution``) on tensors of these shapes."""
         self._runs[operator].append(_Run(shapes, nbytes))
         counted = nbytes if nbytes >= MIN_BYTES else 0
-        self._known[operator, shapes] = max(counted, self._known.get((operator, shapes), 0))
+        self._cache[operator, shapes] = max(counted, self._cache.get((operator, shapes), 0))
 
-    def compared(self, smaller: Workspaces) -> Workspaces:
-        """Return these workspaces, each run paired with that of a ``smaller`` step, to show how it grows."""
+    def pair_with(self, smaller: Workspaces) -> Workspaces:
+        """Return these workspaces, each run paired with its counterpart in a ``smaller`` step, to show how it grows."""
         paired = Workspaces(self.kept_bytes)
         for operator, runs in self._runs.items():
             for run in runs:
                 paired.record(operator, run.shapes, run.nbytes)
-            others = smaller._runs.get(operator, [])
-            if len(others) == len(runs):  # otherwise nobody knows which runs correspond
-                for run, other in zip(paired._runs[operator], others, strict=True):
-                    is_same = list(map(len, run.shapes)) == list(map(len, other.shapes))
-                    run.smaller = other if is_same and _differ_in_size(run.shapes, other.shapes) else None
+            smaller_runs = smaller._runs.get(operator, [])
+            if len(smaller_runs) == len(runs):  # otherwise nobody knows which runs correspond
+                for run, smaller_run in zip(paired._runs[operator], smaller_runs, strict=True):
+                    have_same_ranks = list(map(len, run.shapes)) == list(map(len, smaller_run.shapes))
+                    is_counterpart = have_same_ranks and _differ_in_size(run.shapes, smaller_run.shapes)
+                    run.smaller = smaller_run if is_counterpart else None
         return paired
 
     def of(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
 
-        Nearest are runs whose shapes differ only in the first dimension, as those of chunks do; then those that differ
-        in one other dimension; then those with as many dimensions, as chunks in chunks have; then all others.  Of
-        equally near runs, that of the nearest number of elements is taken.  Tensors that only one of two runs has, such
-        as an optional gradient, are not compared.
+        Runs are near in this order: shapes that differ in the first dimension alone, as in chunks; in one other
+        dimension; shapes with as many dimensions, as in chunks of chunks; all others.  Of equally near runs, the run of
+        the nearest number of elements is taken.  Tensors that only one of two runs has, such as an optional gradient,
+        are not compared.
         """
         return self.kept_bytes + self._own(operator, shapes)
 
@@ -121,22 +123,22 @@ class Workspaces:
         if operator not in self._runs:
             return 0
         key = operator, shapes
-        if key not in self._known:
-            self._known[key] = self._scaled(operator, shapes)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._scaled(operator, shapes)
+        return self._cache[key]
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
         """Return the part of the bytes that does not depend on the batch, as far as a smaller step has shown it."""
         nbytes = self._own(operator, shapes)
-        alike = (run for run in self._runs[operator] if _alike(run.shapes, shapes)) if nbytes else ()
-        return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in alike), default=0))
+        runs = (run for run in self._runs[operator] if _differ_in_first(run.shapes, shapes)) if nbytes else ()
+        return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in runs), default=0))
 
     def _scaled(self, operator: str, shapes: Shapes) -> int:
         recorded = [run for run in self._runs[operator] if run.nbytes >= MIN_BYTES]
         if not recorded:
             return 0
         elements = _elements(shapes)
-        nearness = (_alike, _differ_in_size, _have_same_ranks)
+        nearness = (_differ_in_first, _differ_in_size, _have_same_ranks)
         groups = ([run for run in recorded if is_near(run.shapes, shapes)] for is_near in nearness)
         near = next(filter(None, groups), [])
         nearest = min(near or recorded, key=lambda run: abs(_elements(run.shapes) - elements))
@@ -156,8 +158,8 @@ class OperatorRun:
 
     def calls_again(self, next_run: OperatorRun) -> bool:
         """Return whether ``next_run``, which begins next, is the same call: a dispatch mode calls operators again."""
-        same = (self.operator, self.shapes) == (next_run.operator, next_run.shapes)
-        return same and next_run.end_ns <= self.end_ns
+        is_same = (self.operator, self.shapes) == (next_run.operator, next_run.shapes)
+        return is_same and next_run.end_ns <= self.end_ns
 
 
 def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, int]]) -> Workspaces:
@@ -167,7 +169,7 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     bytes, sorted.  A workspace is the most bytes allocated during an operator, less the higher of the bytes before and
     after it.
     """
-    times = [when for when, _ in allocations]
+    times = [time_ns for time_ns, _ in allocations]
     levels = [0]
     for _, change in allocations:
         levels.append(levels[-1] + change)
@@ -184,24 +186,24 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     return workspaces
 
 
-def _alike(one: Shapes, other: Shapes) -> bool:
+def _differ_in_first(shapes: Shapes, others: Shapes) -> bool:
     """Return whether all shapes differ from their counterparts in the first dimension at most."""
-    return all(first[1:] == second[1:] for first, second in _in_both(one, other))
+    return all(first[1:] == second[1:] for first, second in _pair_shapes(shapes, others))
 
 
-def _differ_in_size(one: Shapes, other: Shapes) -> bool:
+def _differ_in_size(shapes: Shapes, others: Shapes) -> bool:
     """Return whether all shapes differ from their counterparts in the length of at most one dimension."""
-    pairs = _in_both(one, other)
+    pairs = _pair_shapes(shapes, others)
     return all(len(first) == len(second) and sum(map(ne, first, second)) <= 1 for first, second in pairs)
 
 
-def _have_same_ranks(one: Shapes, other: Shapes) -> bool:
-    return all(len(first) == len(second) for first, second in _in_both(one, other))
+def _have_same_ranks(shapes: Shapes, others: Shapes) -> bool:
+    return all(len(first) == len(second) for first, second in _pair_shapes(shapes, others))
 
 
-def _in_both(one: Shapes, other: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Pair the shapes at the same positions; a tensor that only one has is paired with itself."""
-    return [(first or second, second or first) for first, second in zip(one, other, strict=False)]
+def _pair_shapes(shapes: Shapes, others: Shapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Pair the shapes at the same positions; a shape without a counterpart is paired with itself."""
+    return [(first or second, second or first) for first, second in zip(shapes, others, strict=False)]
 
 
 def _rank(shape: tuple[int, ...]) -> tuple[bool, int]:

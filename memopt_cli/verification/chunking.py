@@ -1,10 +1,9 @@
-"""Trials of whether a module computes the same in chunks.  There is no list of classes that do: the module is run.
+"""Trials of whether a module computes the same in chunks.  There is no list of such classes: the module is run.
 
 A copy of the module, in float64 and training mode, runs whole and in even and uneven chunks, on the inputs that it gets
-in the model and on random ones.  Outputs, gradients, buffers and the state that it leaves must agree.  A module that
-looks ahead, mixes samples or draws random numbers does not pass.  Batch norms mix samples only by their statistics,
-which are gathered in passes over all chunks before; where that is impossible, chunks are inexact, and used only if the
-user allows that.
+in the model and on random inputs.  Outputs, gradients, buffers and state must agree.  A module that looks ahead, mixes
+samples or draws random numbers does not pass.  Batch norms mix samples by their statistics alone, which are gathered
+first, in passes over all chunks.  Where that is impossible, chunks are inexact, and used only if the user allows it.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from memopt_cli.verification.effects import (
     TOLERANCE,
     DoubleThroughout,
     cloned,
+    copy_state,
     difference,
     effects,
     generator_state,
     generators_kept,
     in_double,
-    state_of,
 )
 
 _AXES = (0, 1)
 """Axes of the inputs along which chunks are tried."""
-SHORT = 5
+TRIAL_LENGTH = 5
 """Length to which sequences are cut for trials with gradients on random inputs.  Captured inputs are not cut, since a
 module may do something only after some steps, such as detach its state."""
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """Raised to end the step when the module whose inputs are captured is about to run."""
 
 
@@ -63,12 +62,12 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # the copy must not carry this hook
         captured.append((copy.deepcopy(module), *cloned((args, kwargs))))
-        raise _Reached
+        raise _ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         step.reach()
-    except _Reached:
+    except _ReachedError:
         return captured[0]
     finally:
         handle.remove()
@@ -80,43 +79,45 @@ def find_rule(
 ) -> ChunkRule | Refused:
     """Find the first axis along which ``module`` computes the same in chunks, for a call with ``args`` and ``kwargs``.
 
-    With ``allow_inexact``, an axis along which only the statistics of batch norms differ will do as well.
+    With ``allow_inexact``, only the statistics of batch norms may differ.
     """
     exact_rule = _exact_rule(module, args, kwargs)
     if isinstance(exact_rule, ChunkRule) or not allow_inexact or not batch_norms(module):
         return exact_rule
     for axis in _AXES:
-        for exact in _conceivable(module, args, kwargs, axis):
-            rule = replace(exact, batch_statistics=False, inexact=True)
+        for candidate in _candidate_rules(module, args, kwargs, axis):
+            rule = replace(candidate, batch_statistics=False, inexact=True)
             if _disproof(module, args, kwargs, rule) is None:
                 return rule
     return exact_rule
 
 
 def _exact_rule(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChunkRule | Refused:
-    """Return the first rule for exact chunks that every trial agrees with, or why there is none."""
+    """Return the first rule for exact chunks that passes every trial, or why there is none."""
     norms = len(batch_norms(module))
     if norms > MAX_NORMS:
         return Refused(
             reason=f"its {norms} batch norms would take {norms + 1} passes over the chunks; a smaller part may work"
         )
-    if norms and (unfit := statistics_refusal(module, chunks=2)):
-        return Refused(reason=unfit)
+    if norms and (reason := statistics_refusal(module, chunks=2)):
+        return Refused(reason=reason)
     reasons = []
     for axis in _AXES:
-        for rule in _conceivable(module, args, kwargs, axis):
-            reason = _disproof(module, args, kwargs, rule)
-            if reason is None:
+        for rule in _candidate_rules(module, args, kwargs, axis):
+            disproof = _disproof(module, args, kwargs, rule)
+            if disproof is None:
                 return rule
-            reasons.append(f"axis {axis}: {reason}")
+            reasons.append(f"axis {axis}: {disproof}")
     return Refused(reason="; ".join(reasons) or "no tensor argument has an axis to cut")
 
 
-def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> Iterator[ChunkRule]:
+def _candidate_rules(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
+) -> Iterator[ChunkRule]:
     """Yield the rules along ``axis`` that the shapes of inputs and outputs allow.
 
-    The first inputs, and the first outputs, may be sequences, which are cut; the others are state, passed from chunk to
-    chunk, as in ``nn.LSTM``.
+    The first inputs, and the first outputs, may be sequences, which are cut.  All others are state, passed from chunk
+    to chunk, as in ``nn.LSTM``.
     """
     lengths = [t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in args]
     length = lengths[0] if lengths else 0
@@ -138,19 +139,22 @@ def _conceivable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             )
 
 
-def _counts(module: nn.Module, attribute: str, conceivable: set[int]) -> list[int]:
-    """List how many arguments, or outputs, may be sequences: as the module's ``attribute`` says, or ``conceivable``."""
+def _counts(module: nn.Module, attribute: str, possible: set[int]) -> list[int]:
+    """List numbers of arguments, or outputs, that may be sequences: by the module's ``attribute``, or all ``possible``.
+
+    The largest number comes first.
+    """
     declared = getattr(module, attribute, None)
-    return [declared] if isinstance(declared, int) else sorted(conceivable, reverse=True)
+    return [declared] if isinstance(declared, int) else sorted(possible, reverse=True)
 
 
-def _leading(lengths: list[int], wanted: int) -> int:
-    """Return how many of the first ``lengths`` are equal to ``wanted``."""
-    return next((i for i, length in enumerate(lengths) if length != wanted), len(lengths))
+def _leading(lengths: list[int], target: int) -> int:
+    """Count the first ``lengths`` that are equal to ``target``, up to one that is not."""
+    return next((i for i, length in enumerate(lengths) if length != target), len(lengths))
 
 
 def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """Return why ``rule`` is wrong; ``None`` if every trial agrees with it."""
+    """Return why ``rule`` is wrong; ``None`` if it passes every trial."""
     module = copy.deepcopy(module).double().train()
     for norm in batch_norms(module) if rule.inexact else ():
         norm.eval()  # fixed statistics: everything else must agree
@@ -163,17 +167,17 @@ def _disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: ChunkRule) -> str | None:
-    """Return why ``rule`` is wrong for ``module``, in float64; ``None`` if every trial agrees with it."""
+    """Return why ``rule`` is wrong for ``module``, in float64; ``None`` if it passes every trial."""
     length = args[0].shape[rule.axis]
-    short = min(length, SHORT)
+    short = min(length, TRIAL_LENGTH)
     if reason := _forward_disproof(module, in_double((args, kwargs)), rule):
         return reason
     cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
-    draws = _draws(in_double((args, kwargs)), in_double((cut, kwargs)))
-    for seed, (chunks, inputs) in enumerate(zip((_uneven(length), 2, short), draws, strict=True)):
-        whole, pieces = copy.deepcopy(module), _chunked(module, rule, chunks)
-        worst = difference(_effects_of(whole, inputs, seed), _effects_of(pieces, inputs, seed))
-        if reason := why_whole(pieces):
+    all_inputs = _trial_inputs(in_double((args, kwargs)), in_double((cut, kwargs)))
+    for seed, (chunks, inputs) in enumerate(zip((_uneven_number(length), 2, short), all_inputs, strict=True)):
+        whole, chunked = copy.deepcopy(module), _cut(module, rule, chunks)
+        worst = difference(_effects_of(whole, inputs, seed), _effects_of(chunked, inputs, seed))
+        if reason := why_whole(chunked):
             return f"it {reason}"
         if worst.relative > TOLERANCE:
             return f"in {chunks} chunks {worst.name} differs by {worst.relative:.1e}"
@@ -181,9 +185,9 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
-    """Return why a forward in two chunks differs; a cheap trial at full length that settles most hopeless cases."""
-    left_behind = []
-    for subject in (copy.deepcopy(module), _chunked(module, rule, 2)):
+    """Return why a forward in two chunks differs, or ``None``; this cheap trial at full length settles most cases."""
+    all_effects = []
+    for subject in (copy.deepcopy(module), _cut(module, rule, 2)):
         with generators_kept():
             seed_everything(0)
             before = generator_state()
@@ -192,15 +196,17 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
                 return f"it {reason}"
             if difference(before, generator_state()).name:
                 return "it draws random numbers"
-        left_behind.append({f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))} | state_of(subject))
-    worst = difference(*left_behind)
+        outputs = {f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))}
+        all_effects.append(outputs | copy_state(subject))
+    worst = difference(*all_effects)
     return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
 
 
-def _chunked(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
-    subject = copy.deepcopy(module)
-    install_segment(subject, SegmentConfig(chunks=chunks, **asdict(rule)))
-    return subject
+def _cut(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
+    """Return a copy of ``module`` that runs in ``chunks`` by ``rule``."""
+    chunked = copy.deepcopy(module)
+    install_segment(chunked, SegmentConfig(chunks=chunks, **asdict(rule)))
+    return chunked
 
 
 def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
@@ -208,13 +214,13 @@ def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
 
 
-def _uneven(length: int) -> int:
+def _uneven_number(length: int) -> int:
     """Return the fewest chunks from three on that are not all equally long; 2 if ``length`` has no such number."""
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 
-def _draws(captured: Any, cut: Any) -> Iterator[Any]:
-    """Yield the ``captured`` inputs, then two random ones like ``cut``, since one may agree by chance."""
+def _trial_inputs(captured: Any, cut: Any) -> Iterator[Any]:
+    """Yield the ``captured`` inputs, then random ones like ``cut``, twice, since one trial may pass by chance."""
     yield captured
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
@@ -225,9 +231,9 @@ def _redrawn(x: Any, generator: torch.Generator, scale: float) -> Any:
     """Return ``x`` with its elements shuffled and, unless they are integers, zeros or ones, noise of ``scale``."""
     if not isinstance(x, Tensor):
         return x
-    shuffled = torch.randperm(x.numel(), generator=generator).to(x.device)
-    mixed = x.flatten()[shuffled].view(x.shape)
+    order = torch.randperm(x.numel(), generator=generator).to(x.device)
+    shuffled = x.flatten()[order].view(x.shape)
     if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
-        return mixed
+        return shuffled
     noise = 1 + torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-    return mixed + scale * noise * (x.std() if x.numel() > 1 else 1.0)
+    return shuffled + scale * noise * (x.std() if x.numel() > 1 else 1.0)

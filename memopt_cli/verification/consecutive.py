@@ -1,6 +1,6 @@
-"""Consecutive training steps for ``memopt verify``: takes them, and records the fingerprint of all that each leaves.
+"""Consecutive training steps for ``memopt verify``: takes them, and records fingerprints of all that they leave.
 
-Two models run in two processes, and only these records are compared (:mod:`memopt_cli.pipeline.equivalence`).  One
+Two models run in two processes, and only their records are compared (:mod:`memopt_cli.pipeline.equivalence`).  One
 step may also be *watched*: then the calls of its modules are recorded, to name the module that first differs.
 """
 
@@ -27,58 +27,66 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
-from memopt_cli.verification.effects import Updates, as_leaf, copied, generators_kept, parameters_kept
+from memopt_cli.verification.effects import UpdateGradients, as_leaf, copied, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
-from memopt_cli.verification.named import Others, computed, effects_on, numbers_by_name, own_positions, tensors_by_name
-from memopt_cli.verification.updates import RATE, set_rate
+from memopt_cli.verification.named import (
+    AttributeValues,
+    compute_deferred,
+    named_tensors_on,
+    numbers_by_name,
+    own_generator_states,
+    tensors_by_name,
+)
+from memopt_cli.verification.updates import LEARNING_RATE, set_learning_rate
 
 _LIBRARIES = ("torch", "memopt_cli")
 """Packages whose hooks are not the user's."""
 
 
-def consecutive(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
+def take_steps(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
-    The optimizer is that of ``step``, or SGD.  ``between`` is called with the model before each step, but not for a
-    user's own step.  ``watched`` is the index of the step in which calls of modules are recorded, too; ``None`` for no
-    step.  A step that fails is the last, and its record tells why; only an out-of-memory error is raised.
+    The steps use the optimizer of ``step``, or SGD.  ``between`` is called with the model before each step, but not for
+    a user's own step.  ``watched`` is the index of the step in which calls of modules are recorded as well; ``None``:
+    in no step.  A step that fails is the last, and its record tells why; only an out-of-memory error is raised.
     """
-    is_unseen = any(map(is_compiled, step.model.modules()))  # hooks and modes do not see into compiled code
-    with compiled_anew() if is_unseen else contextlib.nullcontext(), generators_kept(), _from_start(step) as training:
+    # Hooks and modes do not see into compiled code.
+    has_compiled = any(map(is_compiled, step.model.modules()))
+    with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
-        start, others = _prints(_parameters(model) | effects_on(model)), Others.of(model)
+        start, values = _prints(_parameters(model) | named_tensors_on(model)), AttributeValues.of(model)
         seed_everything(step.settings.seed)
-        begun = _drawn(model)
+        first_digest = _generator_digest(model)
 
         def take(index: int) -> StepPrint:
-            return _taken(training, others, between, watched=index == watched and not is_unseen)
+            return _record_step(training, values, between, watched=index == watched and not has_compiled)
 
-        taken = [_first(lambda: take(0), step.settings.seed)]
-        while len(taken) < count and not taken[-1].failed:
-            taken.append(take(len(taken)))
+        records = [_take_first(lambda: take(0), step.settings.seed)]
+        while len(records) < count and not records[-1].failed:
+            records.append(take(len(records)))
         return Followed(
             start=start,
-            others=others.names,
-            steps=tuple(taken),
-            draws=_drawn(model) != begun,
-            is_compiled=is_unseen,
+            others=values.names,
+            steps=tuple(records),
+            draws=_generator_digest(model) != first_digest,
+            is_compiled=has_compiled,
             frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         )
 
 
-def _first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
+def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
     """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
-        taken = take()
-        if taken.updated or taken.failed:
-            return taken
+        record = take()
+        if record.updated or record.failed:
+            return record
         seed_everything(seed)
-    return replace(taken, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
+    return replace(record, failed=f"{NEVER_STEPPED}: {LIST_OPTIMIZERS}")
 
 
 @contextlib.contextmanager
-def _from_start(step: Step) -> Iterator[Step]:
-    """Yield ``step`` with an optimizer that moves parameters, and restore these afterwards."""
+def _trainable(step: Step) -> Iterator[Step]:
+    """Yield ``step`` with an optimizer that moves parameters, and restore the parameters afterwards."""
     if isinstance(step, OwnStep):  # a copy, as its function holds its own optimizers: the copy makes new ones
         yield replace(step, model=copy_of(step.model))
         return
@@ -87,33 +95,35 @@ def _from_start(step: Step) -> Iterator[Step]:
 
 
 def _optimizer(step: Step) -> Optimizer:
-    """Make the optimizer of ``step``, with a learning rate, as that of measured steps is zero."""
-    made = step.make_optimizer(step.model)
-    if made is None:
-        return SGD([p for p in step.model.parameters() if p.requires_grad], lr=RATE)
-    set_rate(made)
-    return made
+    """Make the optimizer of ``step`` with a learning rate, which is zero in measured steps."""
+    optimizer = step.make_optimizer(step.model)
+    if optimizer is None:
+        return SGD([p for p in step.model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    set_learning_rate(optimizer)
+    return optimizer
 
 
-def _taken(step: Step, start: Others, between: Callable[[nn.Module], object], *, watched: bool) -> StepPrint:
+def _record_step(
+    step: Step, start: AttributeValues, between: Callable[[nn.Module], object], *, watched: bool
+) -> StepPrint:
     """Take one step on fresh copies of the inputs, and return its record; ``start`` is from before the first step."""
     leaves = map_leaves(as_leaf, (step.args, step.kwargs))
     args, kwargs = copied(leaves)
     current = replace(step, args=args, kwargs=kwargs)
     watch, hooks = _Watch(step.model), list[str]()
-    watching = watch.seeing() if watched else contextlib.nullcontext()
-    with warnings.catch_warnings(record=True) as warned, _hooks_logged(step.model, hooks), watching:
+    watching = watch.recording() if watched else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as caught, _hooks_logged(step.model, hooks), watching:
         warnings.simplefilter("always")
-        left_behind = _attempted(current, start, between)
-    of_inputs = {f"gradient of {name}": t.grad for name, t in _inputs(*leaves).items() if t.grad is not None}
+        record = _attempt(current, start, between)
+    input_gradients = {f"gradient of {name}": t.grad for name, t in _inputs(*leaves).items() if t.grad is not None}
     return replace(
-        left_behind,
-        effects=left_behind.effects + _prints(of_inputs),
+        record,
+        effects=record.effects + _prints(input_gradients),
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
-        nested_backward=watch.nested,
-        warnings=tuple(dict.fromkeys(str(warning.message) for warning in warned)),
+        nested_backward=watch.is_nested,
+        warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
     )
 
 
@@ -121,22 +131,22 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
     return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
 
 
-def _attempted(step: Step, start: Others, between: Callable[[nn.Module], object]) -> StepPrint:
+def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
     """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
-        left_behind = _own_effects(step) if isinstance(step, OwnStep) else _model_effects(step, between)
+        record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
     except Exception as error:  # the model's own classes may raise anything
         if is_out_of_memory(error):
             raise
-        failed = error.message if isinstance(error, MemoptError) else first_line(error)
-        return StepPrint(effects=(), others=(), hooks=(), failed=failed)
+        message = error.message if isinstance(error, MemoptError) else first_line(error)
+        return StepPrint(effects=(), others=(), hooks=(), failed=message)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
-    moved = _prints(Others.of(step.model).moved_since(start))
-    return replace(left_behind, effects=left_behind.effects + after, others=left_behind.others + moved)
+    changes = _prints(AttributeValues.of(step.model).changes_since(start))
+    return replace(record, effects=record.effects + after, others=record.others + changes)
 
 
-def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
-    """Take ``step``, and return the prints of its outputs, gradients and state, taken before the update."""
+def _take_plain(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
+    """Take ``step``, and return fingerprints of its outputs, gradients and state, taken before the update."""
     between(step.model)
     step.reset_gradients()
     output = step.forward()
@@ -144,26 +154,27 @@ def _model_effects(step: Step, between: Callable[[nn.Module], object]) -> StepPr
     early = {name: t.detach().clone() for name, t in outputs.items() if type(t) is Tensor}  # the loss may write to them
     step.backward(output)
     step.unscale()  # the two models that are compared may have found different scales
-    effects = computed(outputs | early) | effects_on(step.model)
-    left_behind = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
+    effects = compute_deferred(outputs | early) | named_tensors_on(step.model)
+    record = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
     del output, outputs, early, effects  # the update may need their memory
     step.limit()
     step.update()
-    return left_behind
+    return record
 
 
-def _own_effects(step: OwnStep) -> StepPrint:
+def _take_own(step: OwnStep) -> StepPrint:
     """Take a user's own ``step``, whose function steps its optimizers itself, at their own rates."""
-    updates = Updates(step)
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.see(optimizer))
+    updates = UpdateGradients(step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: updates.collect(optimizer))
     try:
         output = step.models.step.run(*step.args, **step.kwargs)
     finally:
         handle.remove()
-    effects = computed(tensors_by_name("output", output)) | effects_on(step.model) | updates.gradients
-    updated = updates.count > 0 or not step.optimizers()
-    others = _prints(numbers_by_name("output", output))
-    return StepPrint(effects=_prints(effects), others=others, hooks=(), updated=updated)
+    outputs = compute_deferred(tensors_by_name("output", output))
+    effects = outputs | named_tensors_on(step.model) | updates.gradients
+    has_updated = updates.count > 0 or not step.optimizers()
+    numbers = _prints(numbers_by_name("output", output))
+    return StepPrint(effects=_prints(effects), others=numbers, hooks=(), updated=has_updated)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -174,9 +185,9 @@ def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
     return fingerprint(tensors).tensors
 
 
-def _drawn(model: nn.Module) -> str:
-    """Return a digest of the states of all random generators, those that ``model`` owns included."""
-    return hashlib.blake2b(Generators().to_bytes() + own_positions(model), digest_size=16).hexdigest()
+def _generator_digest(model: nn.Module) -> str:
+    """Return a digest of the states of all random generators, including generators that ``model`` owns."""
+    return hashlib.blake2b(Generators().to_bytes() + own_generator_states(model), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- hooks
@@ -185,17 +196,17 @@ def _drawn(model: nn.Module) -> str:
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
     """Add the name of each hook of the user's that is called in the block to ``log``."""
-    replaced: list[tuple[dict[Any, Any], Any, Any]] = []
+    replaced_hooks: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):
             for key, hook in table.items():
                 if callable(hook) and not _is_of_library(hook):
-                    replaced.append((table, key, hook))
+                    replaced_hooks.append((table, key, hook))
                     table[key] = _logged(hook, f"{getattr(hook, '__name__', type(hook).__name__)} of {path}", log)
     try:
         yield
     finally:
-        for table, key, hook in replaced:
+        for table, key, hook in replaced_hooks:
             if key in table:
                 table[key] = hook
 
@@ -227,8 +238,8 @@ _CHOICES = {
     _aten.argmax.default: 0,
     _aten.argmin.default: 0,
 }
-"""Operator that chooses among values -> index of its output that tells which were chosen.  If two values are nearly
-equal, a difference in rounding can change the choice, and then all that follows."""
+"""Operator that chooses among values -> index of the output with the indices of the chosen ones.  If two values are
+nearly equal, a difference in rounding can change the choice, and then all later results."""
 
 
 @dataclass(slots=True)
@@ -239,15 +250,15 @@ class _Watch:
     calls: list[CallPrint] = field(default_factory=list)
     """Calls that have returned."""
     choices: list[ChoicePrint] = field(default_factory=list)
-    _open: list[CallPrint] = field(default_factory=list)
+    _running: list[CallPrint] = field(default_factory=list)
     """Calls that have not returned yet, the innermost last."""
-    nested: bool = False
+    is_nested: bool = False
     """Whether a backward was started inside another."""
-    _engines: int = 0
+    _backwards: int = 0
     """Number of backwards that are running."""
 
     @contextlib.contextmanager
-    def seeing(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record the calls in the block."""
         mode = _Choosing(self.choose)
         with (
@@ -259,28 +270,28 @@ class _Watch:
 
     def choose(self, operator: str, values: Tensor, chosen: Tensor) -> None:
         """Record a choice of ``operator`` among ``values``."""
-        path = self._open[-1].path if self._open else ""
+        path = self._running[-1].path if self._running else ""
         choice = ChoicePrint(
             operator=operator,
             path=path,
-            recomputed=self._engines > 0,
+            recomputed=self._backwards > 0,
             values=_printed(values)[0],
             chosen=_printed(chosen)[0],
         )
         self.choices.append(choice)
 
     def _count(self, change: int) -> None:
-        self._engines += change
-        self.nested |= self._engines > 1
+        self._backwards += change
+        self.is_nested |= self._backwards > 1
 
     def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self._open.append(
+        self._running.append(
             CallPrint(
                 path=path,
                 class_name=type(module).__name__,
-                recomputed=self._engines > 0,
+                recomputed=self._backwards > 0,
                 training=module.training,
-                begun=_drawn(self.model),
+                begun=_generator_digest(self.model),
                 inputs=_printed(inputs),
                 outputs=(),
                 finished=False,
@@ -289,9 +300,9 @@ class _Watch:
         )
 
     def _leave(self, path: str, module: nn.Module, output: Any) -> None:
-        call = self._open.pop()
-        finished, draws = output is not None, _drawn(self.model) != call.begun
-        self.calls.append(replace(call, outputs=_printed(output), finished=finished, draws=draws))
+        call = self._running.pop()
+        draws = _generator_digest(self.model) != call.begun
+        self.calls.append(replace(call, outputs=_printed(output), finished=output is not None, draws=draws))
 
 
 def _printed(value: Any) -> tuple[TensorPrint, ...]:
@@ -307,8 +318,8 @@ class _Choosing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        place = _CHOICES.get(func)
-        if place is not None:
-            chosen = output[place] if isinstance(output, Sequence) else output
+        index = _CHOICES.get(func)
+        if index is not None:
+            chosen = output[index] if isinstance(output, Sequence) else output
             self._report(func.overloadpacket.__name__, args[0], chosen)
         return output

@@ -1,4 +1,4 @@
-"""The effects of a training step (all tensors that it leaves, by name), and the comparison of two steps by them."""
+"""The effects of a training step: collects the tensors that a step leaves, by name, and compares two steps by them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.in_backward import StateOnDemand
-from memopt_cli.runtime.module_state import ModuleState
+from memopt_cli.runtime.module_state import ModuleState, copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -26,9 +27,9 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
 
 _ROUNDING_SCALE = 1e-3
-"""Share of the step's largest gradient below which a gradient may be nothing but rounding, such as that of the keys'
-bias in attention, or of a bias before batch norm.  Differences of such gradients are divided by that share of the
-largest gradient, not by their own size."""
+"""Share of the step's largest gradient below which a gradient may be nothing but rounding.  Examples are the gradients
+of the keys' bias in attention, and of a bias before batch norm.  Differences of such gradients are divided by this
+share of the largest gradient, not by their own size."""
 
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
@@ -42,11 +43,11 @@ class Difference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor; empty if all are equal to the bit."""
+    """Name of the tensor.  Empty: all tensors are equal to the bit."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinite for another
-    shape.  For a gradient far smaller than the others, the divisor comes from :data:`_ROUNDING_SCALE`; also for running
-    statistics of a norm, where a mean is measured by the deviation, and a variance by the mean."""
+    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite: the shapes
+    differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
+    running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int
     """Number of tensors that were compared."""
 
@@ -54,7 +55,7 @@ class Difference:
 def effects(step: Step) -> dict[str, Tensor]:
     """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
 
-    For a user's own step, gradients are those that it passes to its optimizers, and those that it leaves.
+    For a user's own step, these are the gradients that it passes to its optimizers, and the gradients that it leaves.
 
     The caller's inputs and random generators stay unchanged.  The model's gradients are removed before and afterwards,
     also if the step fails half-way; the model keeps the state that the step leaves.
@@ -65,7 +66,9 @@ def effects(step: Step) -> dict[str, Tensor]:
             seed_everything(step.settings.seed)
             collected = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
             collected |= generator_state()
-        return collected | _gradients(step.model) | state_of(step.model)
+        # The gradient of an embedding with sparse=True is sparse.
+        gradients = {name: gradient.to_dense() for name, gradient in gradients_of(step.model).items()}
+        return collected | gradients | copy_state(step.model)
     finally:
         step.model.zero_grad(set_to_none=True)
 
@@ -92,13 +95,13 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
     """Run a user's own ``step``, and collect its outputs and the gradients that it passes to its optimizers."""
     args, kwargs = cloned((step.args, step.kwargs))
-    updates = Updates(step)
+    updates = UpdateGradients(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        output = replace(step, args=args, kwargs=kwargs).run(updating=updates.see)
+        output = replace(step, args=args, kwargs=kwargs).run(updating=updates.collect)
     return {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))} | updates.gradients
 
 
-class Updates:
+class UpdateGradients:
     """Collects the gradients that a user's own step passes to its optimizers."""
 
     def __init__(self, step: OwnStep) -> None:
@@ -107,7 +110,7 @@ class Updates:
         self.gradients: dict[str, Tensor] = {}
         """Name of a gradient, with the number of the update (:data:`AT_UPDATE`) -> a copy of it."""
 
-    def see(self, optimizer: Optimizer) -> None:
+    def collect(self, optimizer: Optimizer) -> None:
         """Copy the gradients of ``optimizer``, which is about to step."""
         self.count += 1
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -120,23 +123,45 @@ AT_UPDATE = " at update "
 """Words between the name of a gradient that an optimizer used and the number of the update."""
 
 
-def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return name of a parameter -> its last gradient in ``found``, the effects of a step."""
-    gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
+def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return name of a parameter -> its last gradient among the ``effects`` of a step."""
+    gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in effects.items() if name.startswith("gradient of "))
     return {name.removeprefix("gradient of "): tensor for name, tensor in gradients}
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_on(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a step left on ``model`` and on generators, not copied: gradients, buffers, state."""
+    return state_tensors(model) | generator_state() | gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of the parameters of ``model`` that have one, by name."""
+    return {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Copy the buffers of ``model`` and the tensors that it keeps in attributes, by name."""
-    return {name: t.detach().clone() for name, t in named_state(model).items()}
+    return {name: t.detach().clone() for name, t in state_tensors(model).items()}
 
 
-def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of ``model`` and the tensors that it keeps in attributes, by name."""
-    named = dict(model.named_buffers())
-    known = {id(b) for b in named.values()}
-    others = (t for t in ModuleState(model).tensors() if id(t) not in known)
-    return {f"buffer {name}": b for name, b in named.items()} | {f"state {i}": t for i, t in enumerate(others)}
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of ``model`` by name, and the tensors that it keeps in attributes by number."""
+    buffers = dict(model.named_buffers())
+    buffer_ids = {id(buffer) for buffer in buffers.values()}
+    state = (t for t in ModuleState(model).tensors() if id(t) not in buffer_ids)
+    return {f"buffer {name}": b for name, b in buffers.items()} | {f"state {i}": t for i, t in enumerate(state)}
+
+
+class CannotCopyError(StepError):
+    """Raised for a model that cannot be copied."""
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a deep copy of ``model``.  Raises :class:`CannotCopyError` with the reason."""
+    try:
+        return copy_of(model)
+    except Exception as error:  # the model's own classes may do anything
+        raise CannotCopyError(f"the model cannot be copied ({first_line(error)})") from error
 
 
 @contextmanager
@@ -158,13 +183,13 @@ def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
     A parameter whose elements share memory, like an expanded tensor, cannot be written to, and is not among them.
     """
-    movable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
-    kept = [(parameter, parameter.detach().clone()) for parameter in movable]
+    writable = [parameter for parameter in model.parameters() if not _is_expanded(parameter)]
+    values = [(parameter, parameter.detach().clone()) for parameter in writable]
     try:
-        yield movable
+        yield writable
     finally:
         with torch.no_grad():
-            for parameter, value in kept:
+            for parameter, value in values:
                 parameter.copy_(value)
 
 
@@ -190,16 +215,16 @@ def generator_state() -> dict[str, Tensor]:
 
 
 def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
-    """Find the tensor in which the effects of two steps differ most: infinitely, if only one of the steps has it."""
+    """Find the tensor in which the effects of two steps differ most; a tensor of only one step differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
-    least = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
+    least_gradient = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
     for name in sorted(reference.keys() | other.keys()):
-        one, another = reference.get(name), other.get(name)
-        if one is not None and another is not None and _same_bits(one, another):
+        first, second = reference.get(name), other.get(name)
+        if first is not None and second is not None and _have_same_bits(first, second):
             continue
-        least_scale = least if name.startswith("gradient") else _least_statistic(name, reference)
-        relative = _relative(one, another, least_scale)
+        least_scale = least_gradient if name.startswith("gradient") else _least_statistic(name, reference)
+        relative = _relative(first, second, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
     return Difference(worst_name, worst, len(reference.keys() | other.keys()))
@@ -220,7 +245,7 @@ class DoubleThroughout(TorchDispatchMode):
 
 @contextmanager
 def step_in_double(step: Step) -> Iterator[Step]:
-    """Yield ``step`` in float64, the model's own casts to float32 included; restore its tensors afterwards."""
+    """Yield ``step`` in float64, including the model's own casts to float32; restore its tensors afterwards."""
     with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
         yield cast
 
@@ -252,8 +277,8 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
 
 def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
     """Return the optimizer's state of ``parameter`` in float64; a step counter keeps its dtype, as PyTorch wants it."""
-    held = copy.deepcopy(state.get(parameter, {}))
-    return {name: value if name == "step" else in_double(value) for name, value in held.items()}
+    own_state = copy.deepcopy(state.get(parameter, {}))
+    return {name: value if name == "step" else in_double(value) for name, value in own_state.items()}
 
 
 def _widened(value: Any) -> Any:
@@ -293,11 +318,6 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    # The gradient of an embedding with sparse=True is sparse.
-    return {f"gradient of {name}": p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def _magnitude(tensor: Tensor) -> float:
     """Return the largest finite magnitude in ``tensor``; 0 if it has no elements."""
     if not tensor.numel():
@@ -307,19 +327,19 @@ def _magnitude(tensor: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest magnitude in ``tensor``, in one pass and without a copy; NaN if there is one."""
-    least, most = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
-    return max(abs(least.item()), abs(most.item()))
+    """Return the largest magnitude in ``tensor``, in one pass and without a copy; NaN if it contains NaN."""
+    lowest, highest = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
+    return max(abs(lowest.item()), abs(highest.item()))
 
 
-def _least_statistic(name: str, found: dict[str, Tensor]) -> float:
+def _least_statistic(name: str, effects: dict[str, Tensor]) -> float:
     """Return the least divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
 
     The mean of another norm's output is nothing but rounding, and so is the variance of a constant: such values have no
     scale of their own.
     """
     norm = name.removesuffix("running_mean").removesuffix("running_var")
-    mean, variance = (found.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
+    mean, variance = (effects.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
     if norm == name or mean is None or variance is None:
         return 0.0
     if name.endswith("running_mean"):
@@ -341,5 +361,5 @@ def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float
     return gap / scale if scale else float("inf")
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and same_bits(a.to_dense(), b.to_dense())

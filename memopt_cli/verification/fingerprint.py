@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from memopt_cli.records import NOT_FINITE, Fingerprint, TensorPrint
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.effects import AT_UPDATE, generator_state, named_state
+from memopt_cli.verification.effects import AT_UPDATE, tensors_on
 
 _DIGEST_BYTES = 16
 """Length of a digest: two different tensors have the same one by chance once in 2^128."""
@@ -32,15 +32,15 @@ _DIRECTIONS = 8
 _PIECE = 1 << 14
 """Elements that are copied to the CPU at a time, so that a fingerprint needs hardly any memory."""
 _SHIFT = 4099
-"""Offset from the weights of one piece to those of the next, a prime number, so that swapped pieces differ."""
+"""Offset from the weights of one piece to the weights of the next: a prime number, so that swapped pieces differ."""
 
 
-def effects_of(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
+def tensors_left(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
-    A deferred output that nothing has read is ``None``: reading it here would compute it.
+    ``None``: a deferred output that nothing has read.  Reading it here would compute it.
     """
-    return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | effects_on(model)
+    return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | tensors_on(model)
 
 
 def _values(output: Tensor) -> Tensor | None:
@@ -49,14 +49,8 @@ def _values(output: Tensor) -> Tensor | None:
     return output.values() if output.is_computed else None
 
 
-def effects_on(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the tensors that a step left on ``model``: gradients, buffers, state and generators, by name."""
-    found: dict[str, Tensor | None] = {**named_state(model), **generator_state()}
-    return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
-    """Make the fingerprint of the tensors in ``effects``; :func:`repeated` sets later whether it repeats."""
+    """Make the fingerprint of the tensors in ``effects``; :func:`mark_repeatable` sets later whether it repeats."""
     return Fingerprint(
         tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in effects.items() if t is not None),
         put_off=tuple(name for name, t in effects.items() if t is None),
@@ -71,13 +65,13 @@ def _weights() -> Tensor:
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
 
-def repeated(once: Fingerprint, again: Fingerprint) -> Fingerprint:
-    """Return ``once``, marked as repeatable or not by ``again``, the fingerprint of a second run without outputs."""
-    bits = {tensor.name: tensor.bits for tensor in once.tensors if not _is_gone(tensor.name)}
-    return replace(once, repeats=bits == {tensor.name: tensor.bits for tensor in again.tensors})
+def mark_repeatable(first: Fingerprint, second: Fingerprint) -> Fingerprint:
+    """Return ``first``, marked as repeatable if ``second``, of another run without outputs, has the same bits."""
+    bits = {tensor.name: tensor.bits for tensor in first.tensors if not _ends_with_step(tensor.name)}
+    return replace(first, repeats=bits == {tensor.name: tensor.bits for tensor in second.tensors})
 
 
-def _is_gone(name: str) -> bool:
+def _ends_with_step(name: str) -> bool:
     """Return whether the tensor called ``name`` exists only during a step."""
     return name.startswith("output[") or AT_UPDATE in name
 
@@ -95,12 +89,12 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
     square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
     not_finite: list[bytes] = []
-    for place, piece in enumerate(torch.split(numbers, _PIECE)):
-        held = piece.cpu().contiguous()
-        digest.update(_bytes_of(held))
-        if held.is_floating_point():
-            begin, doubled = place * _SHIFT % _PIECE, _finite(held.double(), place, not_finite)
-            sums += doubled @ weights[begin : begin + len(held)]
+    for index, piece in enumerate(torch.split(numbers, _PIECE)):
+        on_cpu = piece.cpu().contiguous()
+        digest.update(_bytes_of(on_cpu))
+        if on_cpu.is_floating_point():
+            begin, doubled = index * _SHIFT % _PIECE, _finite(on_cpu.double(), index, not_finite)
+            sums += doubled @ weights[begin : begin + len(on_cpu)]
             square += float(doubled @ doubled)
     if not_finite:
         kind += f" {NOT_FINITE} {hashlib.blake2b(b''.join(not_finite), digest_size=_DIGEST_BYTES).hexdigest()}"
@@ -115,20 +109,21 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     )
 
 
-def _finite(numbers: Tensor, place: int, not_finite: list[bytes]) -> Tensor:
-    """Return ``numbers`` with zeros for those that are not finite; add a digest of these to ``not_finite``.
+def _finite(numbers: Tensor, index: int, not_finite: list[bytes]) -> Tensor:
+    """Return ``numbers``, the piece at ``index``, with zeros in place of numbers that are not finite.
 
-    The digest has their places and kinds.  They are no failure: masks contain -inf.  ``place``: number of the piece.
+    A digest of the latter, with positions and kinds, is added to ``not_finite``.  They are no failure: masks contain
+    -inf.
     """
     if numbers.isfinite().all():
         return numbers
     zeros = numbers.nan_to_num(0.0, 0.0, 0.0)
     kinds = torch.where(numbers.isfinite(), 0.0, numbers).nan_to_num(2.0, 1.0, -1.0).to(torch.int8)
     digest = hashlib.blake2b(_bytes_of(kinds), digest_size=_DIGEST_BYTES).digest()
-    not_finite.append(place.to_bytes(8, "little") + digest)
+    not_finite.append(index.to_bytes(8, "little") + digest)
     return zeros
 
 
-def _bytes_of(held: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """Return the bytes of ``held``, a contiguous tensor on the CPU, without a copy."""
-    return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
+def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
+    """Return the bytes of ``tensor``, contiguous and on the CPU, without a copy."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""

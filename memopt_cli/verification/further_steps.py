@@ -1,8 +1,8 @@
 """Further steps of the verification of a plan: with other parameters, sizes, masks and modes, and frozen parameters.
 
 A plan that passes on the recorded step may still fail in training, for example when a mask changes.  So two copies of
-the model, one of them with the plan, take the same few steps, and each is compared.  A step at which the plain model
-fails is skipped.
+the model, one with the plan and one without, take the same few steps, and each step is compared.  A step at which the
+plain model fails is skipped.
 """
 
 from __future__ import annotations
@@ -19,41 +19,47 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, StepError, first_line
 from memopt_cli.records import FurtherCheck
-from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
-from memopt_cli.verification.effects import Difference, difference, effects, gradients_by_parameter
+from memopt_cli.verification.effects import (
+    CannotCopyError,
+    Difference,
+    copy_model,
+    difference,
+    effects,
+    gradients_by_parameter,
+)
 from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
 
-_STEPS, _STEPS_AS_ASKED = 4, 3
-"""Most time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
-_QUICK_S = 2.0
+_MAX_STEPS, _MAX_FULL_STEPS = 4, 3
+"""Longest time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
+_MIN_LIMIT_S = 2.0
 """Seconds that all checks may take in any case."""
-_PAIR = 3.0
-"""Assumed time of the first pair of steps, one with the plan and one without, divided by that of a plain step."""
-_RATE = 1e-3
+_PAIR_RATIO = 3.0
+"""Assumed time of the first pair of steps, one with the plan and one without, divided by the time of a plain step."""
+_CHANGE_SHARE = 1e-3
 """Largest change of a parameter between two checks, divided by the largest parameter."""
-_TIMES_NOISE = 10.0
+_NOISE_RATIO = 10.0
 """Multiple of the original's own difference from run to run up to which a difference does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedStep:
     """The recorded step, and how it was compared."""
 
     step: Step
     batch: int
-    """Number of samples in it."""
+    """Number of samples in the step."""
     gradients: dict[str, Tensor]
     """Name of a parameter -> its gradient."""
     plain_s: float
     """Seconds of the step without the plan."""
     asked_s: float
-    """Seconds of a step without the plan at the requested size, if this step is smaller; else 0."""
+    """Seconds of a step without the plan at the requested size.  0: this step has that size."""
     tolerance: float
-    """Relative difference that is allowed; 0 for equality to the bit."""
+    """Largest relative difference that passes.  0: the effects must be equal to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,10 @@ class CheckResult:
     """The result of one check."""
 
     check: str
-    """Name of the check, which ends a sentence: ``in eval mode``."""
+    """Name of the check, as the end of a sentence: ``in eval mode``."""
     worst: Difference
     detail: str = ""
-    """Message of the error that the step with the plan raised; empty if there was none."""
+    """Message of the error that the step with the plan raised, or empty."""
 
     def differs(self, tolerance: float) -> bool:
         """Return whether the steps differ by more than ``tolerance``."""
@@ -72,18 +78,18 @@ class CheckResult:
 
 
 def follow(
-    recorded: Recorded, install: Callable[[nn.Module], object], resize: Resize
+    recorded: RecordedStep, install: Callable[[nn.Module], object], resize: Resize
 ) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
     """Take further steps with and without the plan, which ``install`` puts on a copy, up to the first that differs.
 
-    Returns all checks, and the one that differs, or ``None``.  If there is not enough time for all, the steps have
-    fewer samples (``resize`` makes the inputs), or the last ones are skipped.
+    Returns all checks, and the check that differs, or ``None``.  If there is not enough time for all, the steps have
+    fewer samples (``resize`` makes the inputs), or the last steps are skipped.
     """
     start = StartingState(recorded.step.model)
     try:
         pair = _Pair(recorded, install)
-        return _followed(recorded, pair, variations(recorded.batch, _size(recorded, CHECKS), resize))
-    except _CannotCopy as error:
+        return _compare_all(recorded, pair, variations(recorded.batch, _affordable_batch(recorded), resize))
+    except CannotCopyError as error:
         skipped = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
         return (skipped,), None
     finally:  # a copy may have changed the original, if for example a function in it refers to that
@@ -91,12 +97,12 @@ def follow(
         start.enter()
 
 
-def _followed(
-    recorded: Recorded, pair: _Pair, varied: Iterable[Variation]
+def _compare_all(
+    recorded: RecordedStep, pair: _Pair, all_variations: Iterable[Variation]
 ) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
     checks: list[FurtherCheck] = []
     deadline = _Deadline(recorded)
-    for variation in varied:
+    for variation in all_variations:
         try:
             with deadline.watching(variation):
                 result = pair.compare(variation)
@@ -134,11 +140,11 @@ class _NoTime(StepError):
 class _Deadline:
     """Keeps the checks within their time, by what the recorded step and the checks so far took."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: RecordedStep) -> None:
         self._recorded = recorded
-        self._ends = time.monotonic() + _allowed_s(recorded)
-        self._took_s: dict[int, float] = {}
-        """Batch -> seconds of the last pair of steps at it."""
+        self._ends = time.monotonic() + _limit_s(recorded)
+        self._pair_s: dict[int, float] = {}
+        """Batch -> seconds of the last pair of steps at this batch."""
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
@@ -147,58 +153,51 @@ class _Deadline:
         if began + expected_s > self._ends:
             raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield
-        self._took_s[variation.batch] = time.monotonic() - began
+        self._pair_s[variation.batch] = time.monotonic() - began
 
     def _expected_s(self, batch: int) -> float:
-        """Predict the seconds of a pair of steps at ``batch``: those of the last, or in proportion to another batch."""
-        if batch in self._took_s:
-            return self._took_s[batch]
-        known, took_s = self._recorded.batch, _PAIR * self._recorded.plain_s
-        if self._took_s:
-            known, took_s = max(self._took_s.items())
-        return took_s * batch / known
+        """Predict the seconds of a pair of steps at ``batch``, from the last pair or in proportion to another batch."""
+        if batch in self._pair_s:
+            return self._pair_s[batch]
+        timed_batch, pair_s = self._recorded.batch, _PAIR_RATIO * self._recorded.plain_s
+        if self._pair_s:
+            timed_batch, pair_s = max(self._pair_s.items())
+        return pair_s * batch / timed_batch
 
 
-def _allowed_s(recorded: Recorded) -> float:
-    """Return the seconds that all further checks may take."""
-    return max(_QUICK_S, _STEPS * recorded.plain_s, _STEPS_AS_ASKED * recorded.asked_s)
+def _limit_s(recorded: RecordedStep) -> float:
+    """Return the longest time that all further checks may take."""
+    return max(_MIN_LIMIT_S, _MAX_STEPS * recorded.plain_s, _MAX_FULL_STEPS * recorded.asked_s)
 
 
-def _size(recorded: Recorded, checks: int) -> int:
-    """Return the batch, at most the recorded one, at which ``checks`` checks end in time."""
-    share = _allowed_s(recorded) / (checks * _PAIR * recorded.plain_s)
+def _affordable_batch(recorded: RecordedStep) -> int:
+    """Return the largest batch, up to the recorded one, at which all checks end in time."""
+    share = _limit_s(recorded) / (CHECKS * _PAIR_RATIO * recorded.plain_s)
     return max(1, min(recorded.batch, int(recorded.batch * share)))
-
-
-class _CannotCopy(StepError):
-    """Raised for a model that cannot be copied."""
 
 
 class _SteppingCopy:
     """A copy of the model that takes one step after another.
 
-    Each step begins with the state in which the last one ended, detached from its graph.  That state is restored first,
-    since the two copies share what lies outside of them, such as a global dictionary of membranes, and the other copy
-    has changed that meanwhile.
+    Each step begins with the state in which the last step ended, detached from its graph.  This state is restored
+    first: the two copies share what lies outside of them, such as a global dictionary of membranes, and the other copy
+    has changed it meanwhile.
     """
 
     def __init__(self, step: Step) -> None:
-        try:
-            self.model = copy_of(step.model)
-        except Exception as error:  # the model's own classes may do anything
-            raise _CannotCopy(f"the model cannot be copied ({first_line(error)})") from error
+        self.model = copy_model(step.model)
         self._step = replace(step, model=self.model, optimizer=None)
         self._start = self._reached = StartingState(self.model)
         self.at_start = True
         """Whether the next step begins with the model's original state."""
         self.took_from_start = True
-        """Whether the last step began with it."""
+        """Whether the last step began with the model's original state."""
 
     def take(self, variation: Variation) -> dict[str, Tensor]:
-        """Return the effects of a step that continues from the last one, or begins with the original state if it fails.
+        """Return the effects of a step that continues from the last one.
 
-        A step cannot continue if membranes have another batch size, for example.  Raises whatever the model raises from
-        the original state.
+        If it fails, the step begins with the original state: it cannot continue if membranes have another batch size,
+        for example.  Raises whatever the model raises from the original state.
         """
         try:
             return self._take(variation)
@@ -223,49 +222,49 @@ class _SteppingCopy:
     def noise(self, variation: Variation) -> Difference:
         """Return the difference between two steps from the same state."""
         self.at_start = True
-        once = self.take(variation)
+        first = self.take(variation)
         self.at_start = True
-        again = self.take(variation)
+        second = self.take(variation)
         self.at_start = True
-        return difference(once, again)
+        return difference(first, second)
 
     def update(self, gradients: dict[str, Tensor]) -> None:
         """Update the parameters with ``gradients``, the same for both copies so that rounding does not add up."""
-        named = {name: p for name, p in self.model.named_parameters() if name in gradients}
-        rate = _rate(list(named.values()), [gradients[name] for name in named])
+        parameters = {name: p for name, p in self.model.named_parameters() if name in gradients}
+        rate = _small_rate(list(parameters.values()), [gradients[name] for name in parameters])
         if not rate:
             return
-        for name, parameter in named.items():
+        for name, parameter in parameters.items():
             parameter.grad = gradients[name]
-        torch.optim.SGD(named.values(), lr=rate).step()
+        torch.optim.SGD(parameters.values(), lr=rate).step()
         self.model.zero_grad(set_to_none=True)
 
 
 class _Pair:
     """Two copies of the model, one of them with the plan."""
 
-    def __init__(self, recorded: Recorded, install: Callable[[nn.Module], object]) -> None:
+    def __init__(self, recorded: RecordedStep, install: Callable[[nn.Module], object]) -> None:
         self._plain, self._planned = _SteppingCopy(recorded.step), _SteppingCopy(recorded.step)
         self._tolerance = recorded.tolerance
         self._gradients = recorded.gradients
         install(self._planned.model)
 
     def compare(self, variation: Variation) -> CheckResult:
-        """Update both copies, take one step of each, and compare these.  Raises whatever the plain model raises."""
+        """Update both copies, take one step of each, and compare the steps.  Raises whatever the plain model raises."""
         gradients, self._gradients = self._gradients, {}
         for stepping in (self._plain, self._planned):
             stepping.update(gradients)
         reference = self._plain.take(variation)
         self._planned.at_start = self._plain.took_from_start
-        result = self._planned_against(reference, variation)
+        result = self._compare_with(reference, variation)
         if result.differs(self._tolerance):
             noise = self._plain.noise(variation)
-            if noise.name and result.worst.relative <= _TIMES_NOISE * noise.relative:
+            if noise.name and result.worst.relative <= _NOISE_RATIO * noise.relative:
                 raise CannotVary("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
         return result
 
-    def _planned_against(self, reference: dict[str, Tensor], variation: Variation) -> CheckResult:
+    def _compare_with(self, reference: dict[str, Tensor], variation: Variation) -> CheckResult:
         try:
             return CheckResult(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
@@ -275,10 +274,10 @@ class _Pair:
             return CheckResult(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
 
 
-def _rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
+def _small_rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
     """Return a learning rate that moves ``parameters`` a little; 0 if ``gradients`` are zero or not finite."""
     steepest = _largest(gradients)
-    rate = _RATE * _largest(parameters) / steepest if steepest else 0.0
+    rate = _CHANGE_SHARE * _largest(parameters) / steepest if steepest else 0.0
     return rate if math.isfinite(rate) else 0.0
 
 

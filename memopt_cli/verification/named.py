@@ -1,7 +1,7 @@
-"""Names of the tensors that a step leaves, by which ``memopt verify`` compares models: outputs by key, state by path.
+"""The names by which ``memopt verify`` compares the tensors that steps of two models leave.
 
-Numbers in attributes and a model's own random generators are turned into tensors, too, but kept apart from the others:
-a model may store the time, so only those are compared that are equal after two runs of one model.
+Outputs are named by key, state by path.  Numbers in attributes and a model's own random generators are turned into
+tensors as well, but stay apart: a model may store the time.  They are compared only if two runs of one model agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.module_state import generators_by_name, numbers_by_attribute, state_by_name
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.effects import generator_state
+from memopt_cli.verification.effects import generator_state, gradients_of
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -34,72 +34,73 @@ def numbers_by_name(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers in ``value`` with their paths; in unknown containers, the tensors PyTorch finds."""
+    """Yield the tensors and numbers in ``value`` with their paths; from unknown containers, the tensors alone."""
     if isinstance(value, Tensor) or type(value) in _NUMBERS:
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves_of(f"{name}.{key}", inner)
     elif isinstance(value, list | tuple | deque):
-        for place, inner in enumerate(value):
-            yield from _leaves_of(f"{name}[{place}]", inner)
+        for index, inner in enumerate(value):
+            yield from _leaves_of(f"{name}[{index}]", inner)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
             yield from _leaves_of(f"{name}.{part.name}", getattr(value, part.name))
     else:
-        yield from ((f"{name}[{place}]", tensor) for place, tensor in enumerate(tensors_of(value)))
+        yield from ((f"{name}[{index}]", tensor) for index, tensor in enumerate(tensors_of(value)))
 
 
-def computed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors``, with the deferred ones among them computed."""
+def compute_deferred(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors``, each deferred one computed."""
     return {name: t.values() if isinstance(t, DeferredLinear) else t for name, t in tensors.items()}
 
 
-def effects_on(model: nn.Module) -> dict[str, Tensor]:
-    """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name."""
+def named_tensors_on(model: nn.Module) -> dict[str, Tensor]:
+    """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name.
+
+    Unlike :func:`memopt_cli.verification.effects.tensors_on`, it names state by path, as two models may keep different
+    tensors.
+    """
     buffers = dict(model.named_buffers())
-    known = {id(buffer) for buffer in buffers.values()}
-    state = {name: t for name, t in state_by_name(model).items() if isinstance(t, Tensor) and id(t) not in known}
-    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    named = {f"{kind} {name}": t for kind, held in (("buffer", buffers), ("state", state)) for name, t in held.items()}
-    return named | gradients | generator_state()
+    buffer_ids = {id(buffer) for buffer in buffers.values()}
+    state = {name: t for name, t in state_by_name(model).items() if isinstance(t, Tensor) and id(t) not in buffer_ids}
+    named = {f"buffer {name}": t for name, t in buffers.items()} | {f"state {name}": t for name, t in state.items()}
+    return named | gradients_of(model) | generator_state()
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class AttributeValues:
     """The numbers and random generators in a model's attributes, at one moment."""
 
     numbers: Mapping[str, Sequence[Any]]
-    generators: Mapping[str, bytes]
+    generator_states: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Others:
+    def of(cls, model: nn.Module) -> AttributeValues:
         """Read the present numbers and generators of ``model``."""
-        generators = {name: _position(generator) for name, generator in generators_by_name(model).items()}
-        return cls(numbers_by_attribute(model), generators)
+        states = {name: _state_bytes(generator) for name, generator in generators_by_name(model).items()}
+        return cls(numbers_by_attribute(model), states)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the attributes, in the form that :meth:`moved_since` returns."""
-        return tuple(f"state {name}" for name in (*self.numbers, *self.generators))
+        """Names of the attributes, in the form that :meth:`changes_since` returns."""
+        return tuple(f"state {name}" for name in (*self.numbers, *self.generator_states))
 
-    def moved_since(self, start: Others) -> dict[str, Tensor]:
+    def changes_since(self, start: AttributeValues) -> dict[str, Tensor]:
         """Return the numbers and generators that have changed since ``start``, as tensors by name."""
-        numbers = {name: _as_tensor(held) for name, held in self.numbers.items() if held != start.numbers.get(name)}
-        generators = {
-            name: torch.frombuffer(bytearray(position), dtype=torch.uint8)
-            for name, position in self.generators.items()
-            if position != start.generators.get(name)
-        }
-        return {f"state {name}": tensor for name, tensor in (numbers | generators).items()}
+        changes = {name: _as_tensor(now) for name, now in self.numbers.items() if now != start.numbers.get(name)}
+        for name, state in self.generator_states.items():
+            if state != start.generator_states.get(name):
+                changes[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        return {f"state {name}": tensor for name, tensor in changes.items()}
 
 
-def own_positions(model: nn.Module) -> bytes:
+def own_generator_states(model: nn.Module) -> bytes:
     """Return the states of the generators that ``model`` owns."""
-    return b"".join(map(_position, generators_by_name(model).values()))
+    return b"".join(map(_state_bytes, generators_by_name(model).values()))
 
 
-def _position(generator: Any) -> bytes:
+def _state_bytes(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().tolist())
     return pickle.dumps(generator)

@@ -21,13 +21,12 @@ from memopt_cli.training.step import Step, synchronize
 from memopt_cli.verification.effects import (
     TOLERANCE,
     Difference,
-    bit_equal,
     difference,
     effects,
     gradients_by_parameter,
     step_in_double,
 )
-from memopt_cli.verification.further_steps import CheckResult, Recorded, follow
+from memopt_cli.verification.further_steps import CheckResult, RecordedStep, follow
 from memopt_cli.verification.variations import Resize
 
 Transform = Callable[[nn.Module], object]
@@ -47,9 +46,9 @@ def verify(
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
     Without chunks they must be equal to the bit, or, if the original itself differs from run to run, within that noise.
-    Chunks change the order of sums, and a difference in rounding can flip a spike.  A plan with chunks is therefore
-    compared in float64, to :data:`TOLERANCE`, in which the model's own casts to float32 do not round.  In segments that
-    the user allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
+    Chunks change the order of sums, and a difference in rounding can flip a spike.  So a plan with chunks is compared
+    in float64, to :data:`TOLERANCE`; there the model's own casts to float32 do not round.  In segments that the user
+    allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
 
     ``install`` and ``remove`` put the plan on the model and take it off.  With ``resize``, a few more steps follow
     (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the seconds of a step at the requested
@@ -87,10 +86,10 @@ def verify(
 class _Compared:
     """The recorded step, and the tensor that differs most in it under the plan."""
 
-    recorded: Recorded
+    recorded: RecordedStep
     worst: Difference
     exact: bool
-    """Whether equality to the bit is required."""
+    """Whether the effects must be equal to the bit."""
     whole: bool
     """See :attr:`memopt_cli.records.Verification.whole`."""
 
@@ -102,14 +101,17 @@ class _Compared:
 def _compare(
     step: Step, install: Transform, remove: Transform, *, batch: int, asked_s: float, chunked: bool
 ) -> _Compared:
-    """Take ``step`` without the plan, twice unless it has chunks, and with it; return how far they are apart."""
+    """Take ``step`` without the plan and with it; return the difference.
+
+    Without chunks, the step without the plan is taken twice.
+    """
     start = StartingState(step.model)
     reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
-        again, again_s = _timed_effects(step, start)  # a second run shows how exactly the original repeats
-        noise, plain_s = _noise(reference, again, step.settings.device), min(plain_s, again_s)
-        del again  # frees its memory before the step with the plan
+        second, second_s = _timed_effects(step, start)  # shows how exactly the original repeats
+        noise, plain_s = _noise(reference, second, step.settings.device), min(plain_s, second_s)
+        del second  # frees its memory before the step with the plan
     install(step.model)
     try:
         optimized = _effects(step, start)
@@ -117,7 +119,7 @@ def _compare(
     finally:
         remove(step.model)
         start.enter()
-    recorded = Recorded(
+    recorded = RecordedStep(
         step=step,
         batch=batch,
         gradients=gradients_by_parameter(reference),
@@ -154,14 +156,14 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
     return effects(step)
 
 
-def _noise(once: dict[str, Tensor], again: dict[str, Tensor], device: str) -> float:
-    """Return twice the difference of two runs of the original, which atomic additions on a GPU may cause; 0 for none.
+def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:
+    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause; 0 for none.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """
-    if bit_equal(once, again):
+    worst = difference(first, second)
+    if not worst.name:
         return 0.0
-    worst = difference(once, again)
     if not device.startswith("cuda") or not math.isfinite(worst.relative):
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",

@@ -1,4 +1,4 @@
-"""The smallest inputs on which a plan with chunks can be verified: all chunks still run, with uneven ones among them.
+"""The smallest inputs on which a plan with chunks can be verified: all chunks still run, some of them uneven.
 
 Verification in float64 is slow, and a model that no longer fits cannot run at full size.  But inputs that are too small
 would not be cut as at full size, and would prove nothing.
@@ -16,21 +16,21 @@ Sizes = Mapping[str, int]
 Observe = Callable[[Sizes], Mapping[int, Cut]]
 """Runs a forward at some sizes; returns segment -> how its input was cut.  Raises whatever the model raises."""
 
-_MIN = 3
+_MIN_SIZE = 3
 """Least size that is tried: 3 is the first that can be cut unevenly."""
-_ALIKE = 2
+_MIN_ALIKE_SIZE = 2
 """Least size of a dimension whose entries are alike, such as samples; time steps are not, and may need a third."""
-_MAX_LARGER = 1.5
-"""Factor by which the total size may exceed the requested one: eight chunks are uneven only from nine samples on."""
-_ROUNDS = 32
-"""Most times that sizes are enlarged."""
+_MAX_GROWTH = 1.5
+"""Largest ratio of the total size to the requested one: eight chunks are uneven only from nine samples on."""
+_MAX_ROUNDS = 32
+"""Maximum number of times that sizes are enlarged."""
 
 
-def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
-    """Find the smallest sizes at which every segment runs in all of its chunks; ``asked`` if there are none.
+def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
+    """Find the smallest sizes at which every segment runs in all of its chunks; ``requested`` if there are none.
 
     If possible, chunks have two lengths, as 5 samples in 3 chunks do.  ``alike`` names the dimension whose entries are
-    alike, which is made smaller still if that changes no cut.
+    alike; it is made smaller still if that changes no cut.
     """
     observed: dict[tuple[int, ...], Mapping[int, Cut]] = {}
 
@@ -41,26 +41,26 @@ def least_sizes(asked: Sizes, observe: Observe, alike: str = "") -> Sizes:
         return observed[key]
 
     try:
-        sizes = _smallest(asked, cuts)
-        for _ in range(_ROUNDS):
-            larger = next(_enlarged(sizes, cuts), None)
+        sizes = _smallest(requested, cuts)
+        for _ in range(_MAX_ROUNDS):
+            larger = next(_enlarge(sizes, cuts), None)
             if larger is None:
                 every_chunk_runs = all(cut.length >= cut.asked for cut in cuts(sizes).values())
-                return _of_fewest(alike, sizes, cuts) if every_chunk_runs else asked
-            if math.prod(larger.values()) > _MAX_LARGER * math.prod(asked.values()):
-                return asked
+                return _shrink(alike, sizes, cuts) if every_chunk_runs else requested
+            if math.prod(larger.values()) > _MAX_GROWTH * math.prod(requested.values()):
+                return requested
             sizes = larger
     except Exception:  # the model's own code may refuse any size
-        return asked
-    return asked
+        return requested
+    return requested
 
 
-def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
-    """Return the least sizes that the model accepts: all at the least, or else one after another where accepted."""
-    least = {name: min(size, _MIN) for name, size in asked.items()}
+def _smallest(requested: Sizes, cuts: Observe) -> Sizes:
+    """Return the least sizes that the model accepts: the least of all, or else of each for itself where accepted."""
+    least = {name: min(size, _MIN_SIZE) for name, size in requested.items()}
     if _runs(least, cuts):
         return least
-    sizes = asked
+    sizes = requested
     for name, size in least.items():
         smaller = {**sizes, name: size}
         if smaller != sizes and _runs(smaller, cuts):
@@ -68,9 +68,9 @@ def _smallest(asked: Sizes, cuts: Observe) -> Sizes:
     return sizes
 
 
-def _of_fewest(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
+def _shrink(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
     """Return ``sizes`` with fewer entries of the dimension ``alike``, unless that changes a cut."""
-    smaller = {name: min(size, _ALIKE) if name == alike else size for name, size in sizes.items()}
+    smaller = {name: min(size, _MIN_ALIKE_SIZE) if name == alike else size for name, size in sizes.items()}
     return smaller if _runs(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
 
 
@@ -82,34 +82,34 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
     return True
 
 
-def _enlarged(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
-    """Yield ``sizes`` with one of them larger, to give a segment the chunks, or the uneven chunks, that it lacks."""
+def _enlarge(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
+    """Yield ``sizes`` with one size larger, for a segment that lacks chunks, or uneven chunks."""
     present = cuts(sizes)
-    lacking = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
-    if not lacking:
+    even_segments = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
+    if not even_segments:
         return
-    by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
-    grown = [cuts(larger) if _runs(larger, cuts) else present for larger in by_one]
-    for key in lacking:
-        length, asked = present[key].length, present[key].asked
-        steps = [_steps(length, cuts_then[key].length - length, asked) for cuts_then in grown]
-        larger = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
-        if larger:
-            yield min(larger, key=lambda candidate: math.prod(candidate.values()))
+    larger_by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
+    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else present for larger in larger_by_one]
+    for key in even_segments:
+        length, chunks = present[key].length, present[key].asked
+        steps = [_steps(length, larger[key].length - length, chunks) for larger in cuts_of_larger]
+        candidates = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
+        if candidates:
+            yield min(candidates, key=lambda candidate: math.prod(candidate.values()))
 
 
-def _steps(length: int, growth: int, asked: int) -> int:
-    """Return how often ``length`` must grow by ``growth`` to give ``asked`` chunks, of two lengths if possible.
+def _steps(length: int, growth: int, chunks: int) -> int:
+    """Return the number of times that ``length`` must grow by ``growth`` to give ``chunks``, uneven if possible.
 
-    It is 0 if ``length`` gives them already, or does not grow.
+    0: ``length`` gives them already, or does not grow.
     """
     if growth <= 0:
         return 0
-    enough = max(0, -(-(asked - length) // growth))
-    uneven = (n for n in range(enough, enough + asked) if _is_uneven(length + n * growth, asked))
+    enough = max(0, -(-(chunks - length) // growth))
+    uneven = (n for n in range(enough, enough + chunks) if _is_uneven(length + n * growth, chunks))
     return next(uneven, enough)
 
 
-def _is_uneven(length: int, asked: int) -> bool:
-    """Return whether ``length`` gives ``asked`` chunks of two lengths."""
-    return length > asked and length % asked > 0
+def _is_uneven(length: int, chunks: int) -> bool:
+    """Return whether ``length`` gives ``chunks`` of two lengths."""
+    return length > chunks and length % chunks > 0

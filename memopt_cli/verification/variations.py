@@ -20,7 +20,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Resize = Callable[[int], Inputs]
 """Makes the inputs at another batch size; raises if they have only one."""
-_Vary = Callable[[Step], AbstractContextManager[Step]]
+Vary = Callable[[Step], AbstractContextManager[Step]]
 """Yields a step with one thing changed, and undoes the change after the block."""
 
 
@@ -29,11 +29,10 @@ class Variation:
     """One check of a plan."""
 
     name: str
-    """End of a sentence, as ``in eval mode``."""
+    """End of a sentence, such as ``in eval mode``."""
     batch: int
     """Number of samples."""
-    vary: Callable[[Step], AbstractContextManager[Step]]
-    """Yields the changed step, and undoes the change."""
+    vary: Vary
 
 
 class CannotVary(StepError):
@@ -41,29 +40,31 @@ class CannotVary(StepError):
 
 
 def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
-    """Yield the variations of a step of ``batch`` samples, those most likely to matter first.
+    """Yield the variations of a step of ``batch`` samples, the ones most likely to matter first.
 
-    They have ``size`` samples if that is less, as there is no time for more, and the inputs can be resized.
+    If ``size`` is less, there is no time for more samples: the variations have ``size`` samples, unless the inputs
+    cannot be resized.
     """
-    recorded = batch
-    inputs: _Vary = _as_recorded
+    recorded_batch = batch
+    change_inputs: Vary = _as_recorded
     if size < batch:
         with contextlib.suppress(Exception):  # inputs of one size only: the variations have all samples
             resize(size)
-            batch, inputs = size, _at(resize, size)
+            batch, change_inputs = size, _at(resize, size)
     for number, (name, vary) in enumerate(_KINDS.items()):
-        yield Variation(name, batch, _both(inputs, vary))
-        if number == 0 and batch == recorded:
-            other = batch // 2 or 2
-            yield Variation(f"at batch {other}", other, _at(resize, other))
+        yield Variation(name, batch, _combine(change_inputs, vary))
+        if number == 0 and batch == recorded_batch:
+            half = batch // 2 or 2
+            yield Variation(f"at batch {half}", half, _at(resize, half))
 
 
-def _both(inputs: _Vary, vary: _Vary) -> _Vary:
+def _combine(first: Vary, second: Vary) -> Vary:
+    """Return the variation that makes the changes of ``first``, then of ``second``."""
 
     @contextlib.contextmanager
     def varied(step: Step) -> Iterator[Step]:
-        with inputs(step) as other, vary(other) as result:
-            yield result
+        with first(step) as once, second(once) as twice:
+            yield twice
 
     return varied
 
@@ -72,7 +73,7 @@ def _as_recorded(step: Step) -> AbstractContextManager[Step]:
     return contextlib.nullcontext(step)
 
 
-def _at(resize: Resize, size: int) -> _Vary:
+def _at(resize: Resize, size: int) -> Vary:
     """Return the variation to inputs of ``size`` samples."""
 
     def varied(step: Step) -> AbstractContextManager[Step]:
@@ -89,7 +90,7 @@ def _masks(step: Step) -> AbstractContextManager[Step]:
     """Flip masks among the inputs in the last half of their last dimension."""
     if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
         raise CannotVary("no input is a mask")
-    args, kwargs = map_leaves(_turned, (step.args, step.kwargs))
+    args, kwargs = map_leaves(_flip_half, (step.args, step.kwargs))
     return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
 
 
@@ -100,13 +101,13 @@ def _is_mask(leaf: Any) -> bool:
     return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
 
 
-def _turned(leaf: Any) -> Any:
+def _flip_half(leaf: Any) -> Any:
     if not _is_mask(leaf):
         return leaf
-    turned = leaf.clone()
+    flipped = leaf.clone()
     half = leaf.shape[-1] // 2
-    turned[..., half:] = leaf[..., half:] == 0
-    return turned
+    flipped[..., half:] = leaf[..., half:] == 0
+    return flipped
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ def _eval(step: Step) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _frozen(step: Step) -> Iterator[Step]:
-    with _thawed_again(step) as freeze:
+    with _freezing(step) as freeze:
         freeze()
         yield step
 
@@ -132,7 +133,7 @@ def _frozen_late(step: Step) -> Iterator[Step]:
     """Freeze parameters between forward and backward: when the loss is computed."""
     if isinstance(step, OwnStep):
         raise CannotVary("its function forms the loss")
-    with _thawed_again(step) as freeze:
+    with _freezing(step) as freeze:
 
         def loss(output: Any) -> Any:
             freeze()
@@ -142,30 +143,30 @@ def _frozen_late(step: Step) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _thawed_again(step: Step) -> Iterator[Callable[[], None]]:
+def _freezing(step: Step) -> Iterator[Callable[[], None]]:
     """Yield a function that freezes the first half of the parameters, in the model's order, until the block ends."""
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     frozen = parameters[: len(parameters) // 2]
     if not frozen:
         raise CannotVary("it has fewer than two parameters")
 
-    def set_needed(needed: bool) -> None:
+    def set_trainable(trainable: bool) -> None:
         for parameter in frozen:
-            parameter.requires_grad_(needed)
+            parameter.requires_grad_(trainable)
 
     try:
-        yield lambda: set_needed(False)
+        yield lambda: set_trainable(False)
     finally:
-        set_needed(True)
+        set_trainable(True)
 
 
-_KINDS: dict[str, _Vary] = {
+_KINDS: dict[str, Vary] = {
     "in the next step": _as_recorded,
     "with masks changed": _masks,
     "in eval mode": _eval,
     "with frozen parameters": _frozen,
     "with parameters frozen before backward": _frozen_late,
 }
-"""Name of a check, which ends a sentence -> the variation."""
+"""Name of a check, as the end of a sentence -> the variation."""
 CHECKS = len(_KINDS) + 1
-"""Most checks of a step."""
+"""Maximum number of checks of a step."""

@@ -22,8 +22,10 @@ from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, 
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.plans.proof import Prover
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Measurement, TimedOut, from_data
+from memopt_cli.records import Measurement, Plan, TimedOut, from_data
+from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.training.apply import apply_plan
 from tests.api.live_model import Block, mean_square
 
@@ -395,3 +397,59 @@ def test_ctrl_c_in_a_search_applies_the_best_so_far(
     assert found.summary.interrupted
     assert found.plan == memopt_cli.plan_of(model) != memopt_cli.Plan()
     assert "Ctrl-C again: stop" in caplog.text
+
+
+@pytest.mark.usefixtures("in_process")
+def test_ctrl_c_in_the_verification_does_not_lose_the_plan(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    verify, pressed = Prover.verify, list[Plan]()
+
+    def press(prover: Prover, plan: Plan) -> Any:
+        pressed.append(plan)
+        if len(pressed) == 1:
+            raise KeyboardInterrupt
+        return verify(prover, plan)
+
+    monkeypatch.setattr(Prover, "verify", press)
+    model = made()
+    found = memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert found.summary.interrupted
+    assert found.summary.verification.passed
+    assert found.plan == memopt_cli.plan_of(model) == pressed[0] != Plan()
+    assert "Ctrl-C again: stop" in caplog.text
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_second_ctrl_c_in_the_verification_leaves_the_model(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(prover: Prover, plan: Plan) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prover, "verify", press)
+    model = made()
+    with pytest.raises(KeyboardInterrupt):
+        memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
+    assert memopt_cli.plan_of(model) == Plan()
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("place", ["foresee", "find"])
+def test_ctrl_c_in_the_search_for_the_batch_ends_only_that(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its dry runs, before the plan is verified, and in its runs, after that."""
+    pressed: list[str] = []
+
+    def press(search: BatchSearch) -> None:
+        pressed.append(place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchSearch, place, press)
+    model = made()
+    options: dict[str, Any] = {"level": 1, "max_slowdown": math.inf, "recommend_batch": True}
+    found = memopt_cli.optimize(model, f"Bx{WIDTH}", dims={"B": BATCH}, **options)
+    assert pressed == [place]
+    assert found.summary.interrupted
+    assert found.summary.advice is None
+    assert found.plan == memopt_cli.plan_of(model) != Plan()
+    assert "no batch is recommended" in caplog.text

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
-from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
+from memopt_cli.records import AdaptiveSizing, BatchShaping
 
 STRATEGIES = ("memory_adaptive", "fixed", "throughput")
 

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 CODE = """
 import sys
 import torch.distributed as dist
-from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.records import AdaptiveSizing
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 
 rank = int(sys.argv[1])

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from memopt_cli.batching.config import parse_batch_shaping
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.rows import RowQueue, rows_of
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.search.batch_size.config import BatchShaping, parse_batch_shaping
+from memopt_cli.records import BatchShaping
 
 
 def manager_of(memory: Any, initial: int = 4, interval: int = 2, **options: Any) -> BatchShapeManager:

@@ -8,7 +8,7 @@ import pytest
 
 from memopt_cli.batching.monitor import PerformanceMonitor
 from memopt_cli.errors import UsageError
-from memopt_cli.search.batch_size.config import AlertThresholds, PerformanceMonitoring
+from memopt_cli.records import AlertThresholds, PerformanceMonitoring
 
 
 def monitor_of(*throughputs: float, memory: float = 0.8, losses: tuple[float, ...] = (), **options: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from memopt_cli.batching.shaper import MemoryAwareShaper, lengths_from_padding, resolved_shape
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
-from memopt_cli.search.batch_size.config import MemoryAwareShaping, OptimizationHints
+from memopt_cli.records import MemoryAwareShaping, OptimizationHints
 
 
 def test_a_view_costs_nothing(memory: Any) -> None:

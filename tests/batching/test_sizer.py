@@ -14,7 +14,7 @@ from torch import nn
 
 from memopt_cli.batching.sizer import AdaptiveBatchSizer, agree_on_batch_size, largest_fitting
 from memopt_cli.errors import MemoryBudgetError, UsageError
-from memopt_cli.search.batch_size.config import AdaptiveSizing
+from memopt_cli.records import AdaptiveSizing
 
 INTERVAL = 4
 

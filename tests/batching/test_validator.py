@@ -13,7 +13,7 @@ from torch import nn
 from memopt_cli.batching.requirements import ShapeRequirements, infer_requirements, sample_input
 from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.search.batch_size.config import Validation
+from memopt_cli.records import ShapeValidation
 
 EVERY = ShapeRequirements(
     ndim=(3,), fixed={-1: 16}, minimum={1: 2}, maximum={1: 9}, divisible_by={1: 3}, dtype="float32"
@@ -21,7 +21,7 @@ EVERY = ShapeRequirements(
 
 
 def issues_of(shape: tuple[int, ...], wanted: Any = None, limits: Any = None, **options: Any) -> list[str]:
-    config = Validation(**{"performance_validation": False, **options})
+    config = ShapeValidation(**{"performance_validation": False, **options})
     valid, issues = BatchShapeValidator(config=config).validate_batch_shape(shape, wanted, limits)
     assert valid == (not issues)
     return issues
@@ -183,7 +183,7 @@ def test_unknown_operations_are_named() -> None:
 
 
 def test_without_performance_validation_there_are_no_warnings() -> None:
-    quiet = BatchShapeValidator(config=Validation(performance_validation=False))
+    quiet = BatchShapeValidator(config=ShapeValidation(performance_validation=False))
     assert quiet.check_performance_implications((7, 4096, 8), ["attention"])["warnings"] == []
     assert len(BatchShapeValidator().check_performance_implications((7, 4096, 8), ["attention"])["warnings"]) == 2
 

@@ -270,7 +270,7 @@ def test_a_plan_beside_the_model_is_offered_and_not_used(
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_the_report_for_programs_and_the_file(memopt: Callable[..., Any], net: str) -> None:
-    from memopt_cli.search.batch_size.config import read_batch_shaping
+    from memopt_cli.batching.config import read_batch_shaping
 
     flags = ("-i", "TxBx64", "--dim", "B=8", "--dim", "T=1:2", "--memory", "512KiB", "--json", "-o", "b.yaml")
     import torch

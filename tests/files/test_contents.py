@@ -333,3 +333,16 @@ def test_saving_a_plan_replaces_a_file_only_if_told_to(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
     Plan(packed=True).save(str(path), force=True)
     assert read_plan(path)[1] == Plan(packed=True)
+
+
+@pytest.mark.parametrize("count", [20_000, 40_000])
+def test_a_plan_that_could_not_be_read_again_is_not_saved(count: int, tmp_path: Path) -> None:
+    """Too many segments, and too many bytes."""
+    path = tmp_path / "net.plan.yaml"
+    segments = tuple(SegmentPlan(path=f"layers.{i}.self_attention.q_proj") for i in range(count))
+    with pytest.raises(UsageError, match="the plan is not saved"):
+        Plan(segments=segments).save(path)
+    assert not path.exists()
+    few = Plan(segments=segments[:1000])
+    few.save(path)
+    assert read_plan(path)[1] == few

@@ -13,7 +13,7 @@ from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.records import Failure, LevelRow, Measurement, Plan, ResolvedSearch, SearchOptions, SegmentPlan
 from memopt_cli.records.progress import Progress
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from tests.zoo.records import counted
 
 
@@ -37,12 +37,12 @@ def measurements_by(
     )
 
 
-def priced(peak: int, plan: Plan, slowdown: float) -> Priced:
+def priced(peak: int, plan: Plan, slowdown: float) -> PricedPlan:
     """A plan that a dry run gives this peak."""
-    return Priced(plan=plan, counted=counted(peak), level=1, slowdown=slowdown)
+    return PricedPlan(plan=plan, counted=counted(peak), level=1, slowdown=slowdown)
 
 
-def of_peak(peak: int) -> Priced:
+def of_peak(peak: int) -> PricedPlan:
     """A plan that a dry run gives this peak, 1000 bytes for the original; the smaller, the slower."""
     segments = tuple(SegmentPlan(path=f"m{n}") for n in range((1000 - peak) // 100))
     return priced(peak, Plan(segments=segments), 2 - peak / 1000)
@@ -57,19 +57,19 @@ class FakePlanner:
         self.levels: set[int] = set()
         """The levels that were asked about."""
 
-    def within(self, level: int, budget: int) -> Priced | None:
+    def within(self, level: int, budget: int) -> PricedPlan | None:
         self.levels.add(level)
         return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
 
-    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+    def least(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
         self.levels.add(level)
         return self.plans[-1]
 
-    def best(self, level: int, most_slowdown: float) -> Priced:
+    def best(self, level: int, most_slowdown: float) -> PricedPlan:
         self.levels.add(level)
         return next(p for p in reversed(self.plans) if p.slowdown <= most_slowdown + 1e-9)
 
-    def frontier(self, level: int, most_slowdown: float) -> list[Priced]:
+    def frontier(self, level: int, most_slowdown: float) -> list[PricedPlan]:
         self.levels.add(level)
         return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
 
@@ -83,13 +83,13 @@ class FakeDryRuns:
     def __len__(self) -> int:
         return 0
 
-    def smallest(self, level: int, most_slowdown: float = math.inf) -> Priced:
+    def smallest(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
         return next(p for p in reversed(self._planner.plans) if level or p.plan.is_empty)
 
-    def up_to(self, level: int) -> list[Priced]:
+    def up_to(self, level: int) -> list[PricedPlan]:
         return list(self._planner.plans)
 
-    def known(self, plan: Plan) -> Priced | None:
+    def known(self, plan: Plan) -> PricedPlan | None:
         return next((p for p in self._planner.plans if p.plan == plan), None)
 
 

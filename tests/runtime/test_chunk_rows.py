@@ -232,8 +232,8 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "of length one": (lambda y: y.amax((0, 1), keepdim=True), r"gives .* in two chunks along axis"),
     "the last row alone": (lambda y: y[-1:, -1:], r"gives .* in two chunks along axis"),
     "flat": (lambda y: y.sum((0, 1, 2)).expand(3), r"gives .* in two chunks along axis|has no axis"),
-    "dictionary": (lambda y: {"y": y}, "returns a dict, of which chunks cannot be joined"),
-    "list": (lambda y: [y, y], "returns a list, of which chunks cannot be joined"),
+    "dictionary": (lambda y: {"y": y}, "returns an object of class dict, and only tensors"),
+    "list": (lambda y: [y, y], "returns an object of class list, and only tensors"),
 }
 
 

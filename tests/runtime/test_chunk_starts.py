@@ -184,7 +184,7 @@ class Noisy(Membrane):
 def test_states_that_depend_on_chance_cannot_be_made_again() -> None:
     net = Starting(Noisy())
     apply_plan(net, Plan(segments=(SegmentPlan(path="block", chunks=3, recompute_states=True),)))
-    with pytest.raises(RuntimeError, match="set recompute_states to false in the plan"):
+    with pytest.raises(RuntimeError, match="Set recompute_states to false in the plan"):
         net(frames())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import gc
@@ -494,7 +495,7 @@ def test_sequences_that_cannot_be_cut() -> None:
 def test_an_axis_that_the_input_does_not_have(axis: int) -> None:
     _, optimized = _pair(mlp(), chunks=2, axis=axis)
     with pytest.raises(
-        ValueError, match=rf"along axis {axis}, and got \(6, 4\); change axis or seq_inputs in the plan"
+        ValueError, match=rf"along axis {axis}, and got \(6, 4\). Change axis or seq_inputs in the plan"
     ):
         optimized(torch.randn(6, 4))
 
@@ -768,3 +769,60 @@ def test_inner_segments_keep_nothing_until_the_outer_one_is_recomputed() -> None
     assert [ref() is not None for ref in alive] == [True, False, False]  # x itself
     output.sum().backward()
     assert all(p.grad is not None for p in block.parameters())
+
+
+class Scheduled(nn.Module):
+    """Counts its calls, and has a rate, for all modules of the class."""
+
+    calls, rate = 0, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return (self.linear(x) * self.rate * self.calls).tanh()
+
+
+class Abstract(Scheduled, abc.ABC):
+    calls, rate = 0, 1.0
+
+
+class Registered(Scheduled):
+    calls, rate, made = 0, 1.0, ""
+
+    def __init_subclass__(cls) -> None:
+        cls.made = "by a subclass"
+
+
+@pytest.mark.parametrize("kind", [Scheduled, Abstract, Registered])
+def test_what_is_set_on_its_class_is_set_for_all_modules_of_the_class(kind: type[Scheduled]) -> None:
+    results = []
+    for planned in (False, True):
+        kind.calls, kind.rate = 0, 1.0
+        torch.manual_seed(0)
+        net = nn.Sequential(kind(), kind())
+        if planned:
+            install_segment(net[0], PLAIN)
+        outputs = []
+        for step in range(4):
+            type(net[0]).rate = 1 / (1 + step)  # type: ignore[attr-defined]
+            outputs.append(net(torch.ones(3, 4)))
+            outputs[-1].sum().backward()
+        results.append(([*outputs, *(p.grad for p in net.parameters())], kind.calls, kind.rate))
+    (plain, *counted), (segment, *counted_in_segment) = results
+    assert all(map(torch.equal, plain, segment))
+    assert counted == counted_in_segment == [8, 0.25]
+    assert vars(kind).get("made", "") == ""
+
+
+def test_an_attribute_is_deleted_from_the_class_of_the_module() -> None:
+    class Having(nn.Linear):
+        extra = 1
+
+    layer = Having(4, 4)
+    install_segment(layer, PLAIN)
+    del type(layer).extra
+    assert not hasattr(Having, "extra")
+    assert not hasattr(layer, "extra")

@@ -151,7 +151,10 @@ A, B = torch.zeros(7, 4, 3), torch.zeros(3, 4, 3)
             "must be tensors of one length along time_dim=0, and are float",
         ),
         (lambda: checkpoint(torch.tanh, A, chunks=2, time_dim=3), "must be tensors of one length along time_dim=3"),
-        (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=(0, 0)), "each argument that is cut once"),
+        (
+            lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=(0, 0)),
+            "position of an argument to cut, and each once",
+        ),
         (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=()), "at least one"),
         (lambda: checkpoint(torch.add, A, A, chunks=0), "chunks must be 1 or more, not 0"),
         (lambda: checkpoint(torch.add, A, A, chunks="2"), "chunks must be a whole number, not '2'"),  # type: ignore[arg-type]

@@ -246,10 +246,10 @@ class Masked(Net):
     [
         (
             InputDimension(dim="S", argument="mask", axis=1),
-            "S is dimension 1 of the argument 'mask', which is a NoneType",
+            "S is dimension 1 of the argument 'mask', which is of class NoneType",
         ),
         (InputDimension(dim="S", argument=0, axis=2), "which is a tensor of 2 dimensions"),
-        (InputDimension(dim="S", argument="scale", axis=0), "which is a float"),
+        (InputDimension(dim="S", argument="scale", axis=0), "which is of class float"),
     ],
 )
 def test_an_input_without_the_dimension_is_taken_for_long(by: InputDimension, reason: str) -> None:

@@ -146,7 +146,7 @@ def nested(depth: int, kind: str) -> Any:
     return make.program(list(block(depth)[1]), 0)
 
 
-@pytest.mark.parametrize(("kind", "deepest"), [("if", stored._BLOCKS), ("loop", stored._LOOPS)])
+@pytest.mark.parametrize(("kind", "deepest"), [("if", stored._MAX_BLOCK_DEPTH), ("loop", stored._MAX_LOOP_DEPTH)])
 def test_blocks_nest_only_as_deep_as_python_compiles(kind: str, deepest: int) -> None:
     x = torch.ones(())
     assert lifted.make_module(nested(deepest, kind), ())(x) is x

@@ -125,6 +125,28 @@ def test_a_tangent_of_zeros_says_so() -> None:
     assert not p.stands_for_zeros(torch.zeros(3))
 
 
+def test_tensors_with_memory() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    others = [nested, torch.eye(2).to_sparse(), torch._efficientzerotensor(3)]
+    assert [p.has_memory(x) for x in [torch.zeros(3), *others]] == [True, False, False, False]
+    seen: list[bool] = []
+    torch.vmap(lambda x: seen.append(p.has_memory(x)) or x)(torch.zeros(3))
+    assert seen == [False]
+
+
+def test_ordinary_tensors() -> None:
+    class Own(torch.Tensor): ...
+
+    with p.DryRun() as mode:
+        fake = mode.from_tensor(torch.zeros(3))
+    assert [p.is_ordinary(x) for x in (torch.zeros(3), fake, torch.zeros(3).as_subclass(Own))] == [True, True, False]
+
+
+def test_a_hook_that_does_nothing() -> None:
+    x = torch.zeros(3)
+    assert p.unchanged(x) is x
+
+
 def test_views_are_told() -> None:
     assert p.is_view(a_view())
     assert not p.is_view(torch.zeros(3))

@@ -25,7 +25,7 @@ from tests.zoo.models import GIVEN, Parts
 from tests.zoo.watching import silent
 
 SYSTEM = random.SystemRandom()
-TOLD = r"draws or reads something that memopt does not see \(a tensor of shape \(.*\) was another when it ran again"
+TOLD = r"draws or reads something that memopt does not see \(a tensor of shape \(.*\) had other values when it was rec"
 
 UNSEEN: dict[str, Callable[[], Any]] = {
     "time": lambda: [time.perf_counter_ns() % 10_007 for _ in range(4)],
@@ -119,7 +119,7 @@ def test_where_looking_would_wait_for_a_device_that_is_told_at_the_sixteenth_ste
     with silent():
         _step(model)
         monkeypatch.setenv(LATE, "1")
-        for _ in range(samples._RARER - 2):
+        for _ in range(samples._TURN_FACTOR - 2):
             _step(model)
     with pytest.warns(UserWarning, match=TOLD):
         _step(model)

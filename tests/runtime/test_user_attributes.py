@@ -18,7 +18,7 @@ from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segmen
 from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.planner import Planner
-from memopt_cli.search.plan.targets import matching_targets
+from memopt_cli.search.plan.targets import match_targets
 from memopt_cli.trace import count, record
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
@@ -93,7 +93,7 @@ def test_a_codec_that_nobody_knows_refuses_the_segment(said: Any) -> None:
     with pytest.raises(ValueError, match="its x_compressor is"):
         install_segment(block, SegmentConfig())
     with pytest.raises(PlanError, match=r"matches '0', which cannot be a segment: its x_compressor is"):
-        matching_targets(record(step_of(nn.Sequential(block)), 8, contents=True).modules, ["Block"])
+        match_targets(record(step_of(nn.Sequential(block)), 8, contents=True).modules, ["Block"])
 
 
 def test_a_codec_of_the_users_own_in_a_step(judge: Any) -> None:

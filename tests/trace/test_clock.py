@@ -8,21 +8,21 @@ from torch import nn
 
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import segment_overhead, time_operators
-from memopt_cli.trace.clock import Clock, OperatorTime, segment_s, shortest, together
+from memopt_cli.trace.clock import Clock, OperatorTime, scale_to, segment_s, shortest_times
 from memopt_cli.training.step import Step
 
 
 def test_operators_share_the_time_of_a_step_that_takes_less_than_they_do_one_by_one() -> None:
     times = (OperatorTime("aten::addmm", 3.0), OperatorTime("aten::relu", 1.0))
-    assert together(times, step_s=2.0) == (OperatorTime("aten::addmm", 1.5), OperatorTime("aten::relu", 0.5))
-    assert together(times, step_s=5.0) == times
+    assert scale_to(times, step_s=2.0) == (OperatorTime("aten::addmm", 1.5), OperatorTime("aten::relu", 0.5))
+    assert scale_to(times, step_s=5.0) == times
 
 
 def test_an_operator_has_its_shortest_time_in_the_steps_that_ran_the_same_operators() -> None:
     first = [OperatorTime("aten::zeros_like", 0.1), OperatorTime("aten::addmm", 0.1)]
     slow_start = [OperatorTime("aten::addmm", 5.0), OperatorTime("aten::relu", 1.0)]
     slow_end = [OperatorTime("aten::addmm", 3.0), OperatorTime("aten::relu", 4.0)]
-    assert shortest([first, slow_start, slow_end]) == (slow_end[0], slow_start[1])
+    assert shortest_times([first, slow_start, slow_end]) == (slow_end[0], slow_start[1])
 
 
 def test_a_segment_costs_what_it_costs_where_the_constants_come_from() -> None:

@@ -142,7 +142,7 @@ def step_of(model: nn.Module, *args: Any, optimizer: str = "", precision: Any = 
 @pytest.fixture
 def all_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Called, no chunk is left out any longer."""
-    return lambda: monkeypatch.setattr(stand_ins, "_MIN", ALL)
+    return lambda: monkeypatch.setattr(stand_ins, "_MIN_REPLACED_CHUNKS", ALL)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def test_chunks_of_chunks_follow_the_line_through_two_batch_sizes() -> None:
     large, small = Workspaces(), Workspaces()
     large.record("aten::lstm", ((24, 32, 64), (64, 64)), 996 * KIB)
     small.record("aten::lstm", ((24, 16, 64), (64, 64)), 572 * KIB)
-    line = large.compared(small)
+    line = large.pair_with(small)
     assert line.of("aten::lstm", ((12, 2, 64), (64, 64))) == pytest.approx((148 + 424 / 16) * KIB, rel=0.001)
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
     for batch, workspaces in ((8, seen), (2, smaller)):
         workspaces.record("aten::rnn", ((batch, 64), (64, 64)), (100 + 50 * batch) * KIB)
         workspaces.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 300 * KIB
     assert seen.of("aten::rnn", ((16, 64), (64, 64))) == 900 * KIB
     assert seen.of("aten::rnn", ((8, 64), (64, 64))) == 500 * KIB
@@ -105,7 +105,7 @@ def test_what_chunks_do_not_divide_is_where_the_line_begins() -> None:
         workspaces.record("aten::rnn", ((batch, 64), (64, 64)), (100 + 50 * batch) * KIB)
         workspaces.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
     assert seen.fixed("aten::rnn", ((8, 64), (64, 64))) == 0
-    compared = seen.compared(smaller)
+    compared = seen.pair_with(smaller)
     assert compared.fixed("aten::rnn", ((8, 64), (64, 64))) == 100 * KIB
     assert compared.fixed("aten::conv", ((8, 4), (4, 4))) == 0
     assert compared.fixed("aten::unknown", ((8, 4), (4, 4))) == 0
@@ -117,7 +117,7 @@ def test_a_dimension_that_is_not_the_first_may_differ() -> None:
     seen.record("aten::lstm", ((6, 300, 57), (512, 57)), 90_000)
     smaller.record("aten::lstm", ((12, 2, 57), (512, 57)), 450_000)
     smaller.record("aten::lstm", ((6, 200, 57), (512, 57)), 90_000)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::lstm", ((12, 32, 57), (512, 57))) == 480_000 + 29 * 30_000
 
 
@@ -125,7 +125,7 @@ def test_a_buffer_of_whole_pages_is_not_what_it_grows_with() -> None:
     seen, smaller = Workspaces(), Workspaces()
     for batch, pages, workspaces in ((3, 6, seen), (2, 5, smaller)):
         workspaces.record("aten::rnn", ((batch, 64), (64, 64), (4096 * pages,)), (100 + 50 * batch) * KIB)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == (100 + 50 * 64) * KIB
     assert seen.fixed("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == 100 * KIB
 
@@ -134,7 +134,7 @@ def test_a_falling_line_is_not_drawn_further() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::f", ((4, 10),), 1_000_000)
     smaller.record("aten::f", ((2, 10),), 1_200_000)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::f", ((64, 10),)) == 16_000_000
     assert seen.of("aten::f", ((3, 10),)) == 1_100_000
 
@@ -143,7 +143,7 @@ def test_runs_with_and_without_an_argument_are_not_compared() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::f", ((3, 10), (3, 5000)), 300_000)
     smaller.record("aten::f", ((2, 10),), 100_000)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::f", ((6, 10), (6, 5000))) == 600_000
 
 
@@ -152,7 +152,7 @@ def test_steps_of_other_operators_are_not_compared() -> None:
     seen.record("aten::rnn", ((8, 64), (64, 64)), 800 * KIB)
     for _ in range(2):
         smaller.record("aten::rnn", ((2, 64), (64, 64)), 500 * KIB)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 400 * KIB
 
 
@@ -160,7 +160,7 @@ def test_runs_of_other_layers_are_not_compared() -> None:
     seen, smaller = Workspaces(), Workspaces()
     seen.record("aten::mm", ((8, 64), (64, 32)), 800 * KIB)
     smaller.record("aten::mm", ((2, 32), (32, 64)), 700 * KIB)
-    seen = seen.compared(smaller)
+    seen = seen.pair_with(smaller)
     assert seen.of("aten::mm", ((4, 64), (64, 32))) == 400 * KIB
 
 
@@ -225,7 +225,7 @@ def test_a_recurrent_layer_in_chunks() -> None:
     )
     for step in (full, small):
         measure(step)
-    workspaces = measure(full).workspaces.compared(measure(small).workspaces)
+    workspaces = measure(full).workspaces.pair_with(measure(small).workspaces)
     plan = Plan(segments=(SegmentPlan(path="lstm", chunks=4, axis=0, seq_inputs=1, seq_outputs=1),))
     fake = FakeStep(full)
     apply_plan(fake.step.model, plan)
@@ -256,7 +256,7 @@ def measure(step: Step) -> Any:
 def test_what_libraries_keep_is_part_of_every_operator() -> None:
     seen = Workspaces(kept_bytes=1000)
     seen.record("aten::convolution", ((8, 4),), 1 << 20)
-    for found in (seen, seen.compared(Workspaces())):
+    for found in (seen, seen.pair_with(Workspaces())):
         assert found.of("aten::convolution", ((8, 4),)) == 1000 + (1 << 20)
         assert found.of("aten::convolution", ((4, 4),)) == 1000 + (1 << 19)
         assert found.of("aten::relu", ((8, 4),)) == found.fixed("aten::relu", ((8, 4),)) == 1000

@@ -102,7 +102,7 @@ def followed(model: nn.Module) -> Verification:
 
 @pytest.mark.parametrize("cell", [Cell, CellOutside])
 def test_the_steps_that_follow_are_compared_and_not_doubled(cell: type[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(further_steps, "_QUICK_S", 600.0)  # on a busy machine checks would be left out for their time
+    monkeypatch.setattr(further_steps, "_MIN_LIMIT_S", 600.0)  # a busy machine would leave out checks
     MEMBRANES.clear()
     found = followed(Net(cell))
     assert found.passed, found

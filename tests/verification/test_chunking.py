@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.records import ChunkRule, Refused, StepSettings
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
-from memopt_cli.verification.effects import state_of
+from memopt_cli.verification.effects import copy_state
 from tests.zoo.models import GIVEN, Parts
 
 
@@ -322,7 +322,7 @@ def test_capture_call_of_the_root() -> None:
     module, args, _ = capture_call(step_of(model), "")
     assert isinstance(module, Calling)
     assert torch.equal(args[0], x(4, 6))
-    assert state_of(model)["buffer a.num_batches_tracked"] == 0
+    assert copy_state(model)["buffer a.num_batches_tracked"] == 0
 
 
 def test_capture_call_of_a_module_that_is_not_called() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from memopt_cli.pipeline.fingerprints.steps import compared
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
+from memopt_cli.verification.effects import tensors_on
+from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
 from tests.zoo.models import Parts
 
 LONG = 100_000
@@ -200,15 +201,15 @@ def test_all_that_a_step_leaves_is_looked_at() -> None:
     net = Net()
     output = net(drawn(3, 4))
     output.sum().backward()
-    left = effects_of(net, output)
+    left = tensors_left(net, output)
     assert {name.partition(" ")[0] for name in left} == {"output[0]", "gradient", "buffer", "state", "the"}
     assert len(left) == 1 + 4 + 3 + 1 + 1
     assert left["gradient of body.weight"] is net.body.weight.grad
-    assert left.keys() - effects_on(net).keys() == {"output[0]"}
+    assert left.keys() - tensors_on(net).keys() == {"output[0]"}
     once = fingerprint(left)
-    assert repeated(once, fingerprint(effects_on(net))).repeats
+    assert mark_repeatable(once, fingerprint(tensors_on(net))).repeats
     net.norm.running_mean += 1  # type: ignore[operator]
-    assert not repeated(once, fingerprint(effects_on(net))).repeats
+    assert not mark_repeatable(once, fingerprint(tensors_on(net))).repeats
 
 
 def test_logits_that_nobody_reads_are_not_computed_to_look_at_them() -> None:
@@ -216,6 +217,6 @@ def test_logits_that_nobody_reads_are_not_computed_to_look_at_them() -> None:
     apply_plan(head, Plan(segments=(SegmentPlan(path="", chunks=2, through_loss=True),)))
     logits = head(drawn(5, 4))
     nn.functional.cross_entropy(logits, torch.arange(5)).backward()
-    found = fingerprint(effects_of(head, logits))
+    found = fingerprint(tensors_left(head, logits))
     assert found.put_off == ("output[0]",)
     assert not logits.is_computed

@@ -17,7 +17,7 @@ from memopt_cli.records import FurtherCheck, Plan, SegmentPlan, StepSettings, Ve
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification import further_steps
-from memopt_cli.verification.further_steps import Recorded, _Deadline, first_samples
+from memopt_cli.verification.further_steps import RecordedStep, _Deadline, first_samples
 from memopt_cli.verification.recorded_step import verify
 from memopt_cli.verification.variations import Variation
 from tests.zoo.models import Parts
@@ -41,7 +41,7 @@ NEXT, OTHER, MASKS, EVAL, FROZEN, LATE = (
 @pytest.fixture(autouse=True)
 def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checks at full size, however slow the machine."""
-    monkeypatch.setattr(further_steps, "_QUICK_S", 600.0)
+    monkeypatch.setattr(further_steps, "_MIN_LIMIT_S", 600.0)
 
 
 class Net(
@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_copied() -> None:
 
 
 def test_long_steps_are_taken_of_fewer_samples_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(further_steps, "_QUICK_S", 0.0)
+    monkeypatch.setattr(further_steps, "_MIN_LIMIT_S", 0.0)
     clock = iter(range(1000))
     monkeypatch.setattr(further_steps.time, "monotonic", lambda: float(next(clock)))  # a second at each look
     found = check(Net())
@@ -238,11 +238,11 @@ def test_long_steps_are_taken_of_fewer_samples_and_not_all(monkeypatch: pytest.M
 
 def test_a_check_of_fewer_samples_says_nothing_of_how_long_those_of_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair of steps takes a second whatever its batch, as where samples take less than what is around them."""
-    monkeypatch.setattr(further_steps, "_QUICK_S", 4.5)
+    monkeypatch.setattr(further_steps, "_MIN_LIMIT_S", 4.5)
     now = 0.0
     monkeypatch.setattr(further_steps.time, "monotonic", lambda: now)
     step = Step(model=Net(), args=(), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
-    recorded = Recorded(step=step, batch=8, gradients={}, plain_s=0.1, asked_s=0.0, tolerance=0.0)
+    recorded = RecordedStep(step=step, batch=8, gradients={}, plain_s=0.1, asked_s=0.0, tolerance=0.0)
     deadline, batches = _Deadline(recorded), list[int]()
     for batch in (8, 1, 8, 8):
         with deadline.watching(Variation(NEXT, batch, nullcontext)):
@@ -260,7 +260,7 @@ def test_nothing_follows_an_empty_plan_or_one_that_differs() -> None:
 
 
 def test_a_difference_of_an_original_that_does_not_repeat_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(further_steps, "_TIMES_NOISE", 1e9)  # two random differences may be far apart
+    monkeypatch.setattr(further_steps, "_NOISE_RATIO", 1e9)  # two random differences may be far apart
 
     class Odd(Net):
         """Never twice the same in eval mode."""

@@ -14,7 +14,7 @@ from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob
 from memopt_cli.records import ChunkRule, ModuleTrace, Refused, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.private_torch import hook_tables
-from memopt_cli.verification.chunking import SHORT, capture_call, find_rule
+from memopt_cli.verification.chunking import TRIAL_LENGTH, capture_call, find_rule
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
 """Attributes of modules that do not change along which axis a module can run in chunks."""
@@ -71,7 +71,7 @@ class Trials:
                     flops[path] += op.flops
         alike: dict[_Kind, list[ModuleTrace]] = defaultdict(list)
         for module in self._small.recorded.modules:
-            lengths = tuple(min(length, SHORT) for length in module.input_shape)
+            lengths = tuple(min(length, TRIAL_LENGTH) for length in module.input_shape)
             alike[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
         tried_for: dict[str, str] = {}
         for modules in alike.values():

@@ -19,7 +19,7 @@ from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all, is_compiled
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification.consecutive import consecutive
+from memopt_cli.verification.consecutive import take_steps
 from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 
@@ -37,7 +37,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
-        return replace(consecutive(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
+        return replace(take_steps(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
 
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {

@@ -46,8 +46,8 @@ from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, synchronize
-from memopt_cli.verification.effects import Updates, parameters_kept
-from memopt_cli.verification.fingerprint import effects_of, effects_on, fingerprint, repeated
+from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
+from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
 
 _ENOUGH_S = 0.3
 _MAX_STEPS = 20
@@ -88,7 +88,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
             watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
-    printed = repeated(first, fingerprint(effects_on(bench.model)))
+    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
         bench.remember(full_workspaces, metered(meter, allocated))
@@ -111,7 +111,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     first_s, first = _first(bench, step)
     timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
-    printed = repeated(first, fingerprint(effects_on(bench.model)))
+    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     counted = Counted(
         tensor_peak_bytes=allocated.peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -322,16 +322,16 @@ def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     started = time.perf_counter()
     updates: dict[str, Tensor | None] = {}
     if isinstance(step, OwnStep):
-        seen = Updates(step)
-        output = step.checked_while(seen.see)
-        updates |= seen.gradients
+        used = UpdateGradients(step)
+        output = step.checked_while(used.collect)
+        updates |= used.gradients
     else:
         output = step.checked()
         step.clip()
         step.update()
     synchronize(bench.settings.device)
     elapsed = time.perf_counter() - started
-    return elapsed, fingerprint(effects_of(bench.model, output) | updates)
+    return elapsed, fingerprint(tensors_left(bench.model, output) | updates)
 
 
 @dataclass(slots=True)

@@ -43,14 +43,14 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
 def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
     """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
     workspaces = allocated.workspaces
-    return workspaces if meter is None else replace(meter.found, kept_bytes=workspaces.kept_bytes)
+    return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
 
 
 def _growing(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
     workspaces = bench.known(full_workspaces)
     assert workspaces is not None
-    return workspaces.compared(_of_small_step(bench))
+    return workspaces.pair_with(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
@@ -66,7 +66,7 @@ def _estimated(bench: Bench) -> Workspaces:
         return workspaces
     try:
         smaller = replace(bench.step(SMALL_BATCH - 1), optimizer=None)
-        return workspaces.compared(allocated_by(bench, smaller).workspaces)
+        return workspaces.pair_with(allocated_by(bench, smaller).workspaces)
     except Exception as error:  # the inputs or the model may not allow this batch size
         if is_out_of_memory(error):
             raise

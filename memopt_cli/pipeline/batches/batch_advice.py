@@ -20,6 +20,9 @@ from memopt_cli.records import (
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
 
+NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
+"""Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
+
 _FAR = 1000
 """Multiple of the described batch beyond which the advice does not count memory as the limit.
 
@@ -96,7 +99,7 @@ def predicted(search: BatchSearch) -> BatchEstimate | str:
     budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
-        return f"not even batch {search.model.least} fits into {search.runs.limits.text}"
+        return f"not even batch {search.model.smallest_batch} fits into {search.runs.limits.text}"
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),

@@ -13,7 +13,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
 from memopt_cli.records.progress import Progress
-from memopt_cli.search.batch_size.lines import between, fit_line
+from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
@@ -42,7 +42,7 @@ def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
     if not pointing:
         return ""
     name = max(pointing, key=lambda name: pointing[name])
-    refusal = search.refusal_of_fewer(pointing[name])
+    refusal = search.smaller_refusal(pointing[name])
     if not refusal:
         return ""
     return (
@@ -125,7 +125,7 @@ class BatchProbes:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            known = self._beyond(batch) if self._is_long(batch) else between(self.dry_runs, batch)
+            known = self._beyond(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
             if known is not None:
                 return self.inferred.setdefault(batch, known)
             self.count(batch)

@@ -54,7 +54,7 @@ from memopt_cli.search.batch_size.memory_limit import limits_of
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.plan.questions import TimeIsUp
+from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
@@ -87,7 +87,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
-    limits = replace(limits, most_samples=request.global_batch)
+    limits = replace(limits, max_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *also, *memory_left_out(prepared)]
     telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
     session = Sessions(telling, "small batch", notes)
@@ -179,17 +179,17 @@ class _Job:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
-            room=_room(case.search.model, self.limits.budget_bytes),
+            room_share=_room(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
             update_s=pricing.models.update_s,
             samples_per_s=self.runs.samples_per_s,
-            growth_known=lambda: pricing.growth_known,
-            of_use=self.runs.of_use,
+            is_growth_known=lambda: pricing.growth_known,
+            usable_batch=self.runs.of_use,
             run=self.trials.run,
             runs_left=lambda: _RUNS - self.trials.count,
-            over=self.probes.late,
+            is_over=self.probes.late,
         )
-        pairs = search.priced(self.runs.of_use(case.search.runs.best))
+        pairs = search.price(self.runs.of_use(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self.probes.late():
@@ -227,7 +227,7 @@ class _Job:
             if best not in case.search.runs:
                 search.most_runs = max(search.most_runs, search.runs + 1)
             search.run_more(case, lambda found: found.also_run([best]))
-            search.run_more(case, lambda found: found.seek_faster(smaller, most_runs=search.left))
+            search.run_more(case, lambda found: found.seek_faster(smaller, max_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:

@@ -151,7 +151,7 @@ class _Job:
         found: dict[int, tuple[int, Counted]] = {}
         ranks, batch = ranks_asked(layout, None), None
         while late := [rank for rank in ranks if rank not in found or found[rank][0] != batch]:
-            limits = replace(self.limits, most_samples=batch)
+            limits = replace(self.limits, max_samples=batch)
             largest = self._of_rank(layout, late[0], plan, start if batch is None else batch, limits)
             if not isinstance(largest, tuple):
                 return largest

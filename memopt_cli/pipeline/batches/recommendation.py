@@ -23,11 +23,13 @@ from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, openin
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
+    AdaptiveSizing,
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
     BatchRecommendation,
     BatchRequest,
+    BatchShaping,
     CompilePlan,
     DimRange,
     FileHeader,
@@ -39,7 +41,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
-from memopt_cli.search.batch_size.config import AdaptiveSizing, BatchShaping
 from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_of
@@ -251,7 +252,7 @@ class _Job:
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
             self.search.run_more(
-                case, functools.partial(BatchSearch.seek_faster, batches=faster, most_runs=-(-runs // left))
+                case, functools.partial(BatchSearch.seek_faster, batches=faster, max_runs=-(-runs // left))
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:

@@ -15,7 +15,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Dropped, LevelRow, Measurement, NotRun, OptimizeRequest
 from memopt_cli.search.plan.policy import select, skipped_step
-from memopt_cli.search.plan.targets import asked_for, left_out, refused, segments_plan
+from memopt_cli.search.plan.targets import find_refusals, named_modules, refusal_notes, segments_plan
 from memopt_cli.text.units import format_bytes
 
 
@@ -35,8 +35,10 @@ def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
         original = measurements.original_in(sessions, started)
         traced = record_step(sessions(), ORIGINAL, original.outcome, found.notes, sessions=sessions)
     modules = traced.trace.modules
-    found.selection = replace(select(asked_for(modules, options) or (), options), refused=refused(modules, options))
-    found.notes += left_out(found.selection.refused)
+    found.selection = replace(
+        select(named_modules(modules, options) or (), options), refusals=find_refusals(modules, options)
+    )
+    found.notes += refusal_notes(found.selection.refusals)
     found.rows, found.applied_level = [original], 1
     plan = segments_plan(found.selection, options)
     if plan.is_empty:

@@ -171,7 +171,7 @@ class Climb:
 
     def _unworthy(self, row: LevelRow) -> Dropped | None:
         """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
-        known = self.search.planner.dry_runs.known(row.plan)
+        known = self.search.planner.dry_runs.get(row.plan)
         if known is None or not isinstance(self._original, Measurement):
             return None
         original_bytes = self.search.first.allocated_peak_bytes

@@ -33,7 +33,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.estimation import estimate
-from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.search.plan.targets import describe_selection, refusal_notes
 from memopt_cli.text.units import format_bytes
 
 _UNVERIFIED = "The plan was not verified (`--unverified`). `memopt apply --verify` does so where the model fits."
@@ -76,8 +76,8 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     if card is not None:
         found.estimates = PlanEstimates(original=estimate(traced.trace, card), planned=estimate(planned.trace, card))
     if options.level:
-        found.selection = selected(traced.trace.modules, plan, options, by_goal=found.by_goal)
-        notes += left_out(found.selection.refused)
+        found.selection = describe_selection(traced.trace.modules, plan, options, by_goal=found.by_goal)
+        notes += refusal_notes(found.selection.refusals)
     if request.unverified:
         notes.append(_UNVERIFIED)
     else:

@@ -29,9 +29,9 @@ from memopt_cli.records import (
     ParetoPoint,
     describe,
 )
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.levels import KEPT
 from memopt_cli.search.plan.planner import Planner, nondominated
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
@@ -102,7 +102,7 @@ class GoalSearch:
         :class:`NothingFitsError`.
         """
         started, target = time.monotonic(), budget_bytes
-        least: Priced | None = None
+        least: PricedPlan | None = None
         tried: list[int] = []
         measured: list[int] = []
         for _ in range(_MEASURED):
@@ -153,7 +153,7 @@ class GoalSearch:
             can_shrink=trace.batch > 1,
         )
 
-    def _fastest(self, target_bytes: int) -> Priced | None:
+    def _fastest(self, target_bytes: int) -> PricedPlan | None:
         """Return the fastest plan predicted to fit into ``target_bytes``; ``None`` if no plan does.
 
         If allowed, the optimizer in backward is tried on the original first, as it costs no time, and then on plans
@@ -168,7 +168,7 @@ class GoalSearch:
         found = self._planner.within(self._level, target_bytes)
         return self._faster_in_backward(found, target_bytes) or found
 
-    def _faster_in_backward(self, found: Priced | None, target_bytes: int) -> Priced | None:
+    def _faster_in_backward(self, found: PricedPlan | None, target_bytes: int) -> PricedPlan | None:
         """Return the fastest plan that fits only with the optimizer in backward, if it is faster than ``found``.
 
         Example: ``found`` recomputes two layers to fit.  A plan that recomputes one layer is too large by 5 MiB, but
@@ -190,11 +190,11 @@ class GoalSearch:
                 return lower
         return None
 
-    def _lower(self, found: Priced) -> Priced:
+    def _lower(self, found: PricedPlan) -> PricedPlan:
         """Return ``found`` with the optimizer in backward where that lowers its peak, else unchanged."""
         return self.in_backward.of(found) or found
 
-    def _or_faster(self, found: Priced, outcome: Measurement, budget_bytes: int) -> tuple[Priced, Measurement]:
+    def _or_faster(self, found: PricedPlan, outcome: Measurement, budget_bytes: int) -> tuple[PricedPlan, Measurement]:
         """Return ``found`` and its measurement, or a faster plan and its own where ``found`` is far too slow.
 
         Far too slow is a step :data:`_FAR` times as long as predicted: then plans that peak lower may well be faster.
@@ -213,14 +213,14 @@ class GoalSearch:
             best = min(best, (found, outcome), key=lambda measured: measured[1].step_s)
         return best
 
-    def worth_showing(self) -> list[Priced]:
+    def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         found = _apart(self._planner.frontier(self._level, self.most_shown))
         lower = [priced for priced in map(self.in_backward.of, found) if priced is not None]
         both = nondominated([*found[1:], *lower]) if lower else found[1:]
         return spread(_apart([*found[:1], *both]), _MEASURED + 1)
 
-    def frontier(self, found: Sequence[Priced]) -> list[ParetoPoint]:
+    def frontier(self, found: Sequence[PricedPlan]) -> list[ParetoPoint]:
         """Measure the plans in ``found`` and return them in order; those that are too slow go into a note instead."""
         seemed: list[ParetoPoint] = []
         for done, priced in enumerate(found):
@@ -243,7 +243,7 @@ class GoalSearch:
         found = [confirmed.upper] if self.most_slowdown is not None else [seemed.slowdown, confirmed.slowdown]
         return all(slowdown is not None and slowdown > self.most_shown for slowdown in found)
 
-    def _point(self, priced: Priced) -> ParetoPoint:
+    def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome
         assert original is not None, "it was measured"
         return ParetoPoint(
@@ -278,7 +278,7 @@ class GoalSearch:
             for point in points
         ]
 
-    def _measuring(self, found: Priced, done: int = 0, total: int | None = None) -> None:
+    def _measuring(self, found: PricedPlan, done: int = 0, total: int | None = None) -> None:
         self.measurements.prepared.progress.update(done, total, f"measuring a plan of {format_bytes(found.peak_bytes)}")
 
     def row_of(self, point: ParetoPoint, started: float) -> LevelRow:
@@ -286,7 +286,7 @@ class GoalSearch:
         spent_s = time.monotonic() - started
         return point.row(self._level, dry_runs=len(self._planner.dry_runs), search_s=spent_s)
 
-    def _row(self, measured: tuple[Priced, Measurement | Failure], started: float) -> LevelRow:
+    def _row(self, measured: tuple[PricedPlan, Measurement | Failure], started: float) -> LevelRow:
         found, outcome = measured
         row = self.search.row(self._level, found, len(self._planner.dry_runs), started)
         return replace(row, outcome=outcome)
@@ -364,7 +364,7 @@ def _largest_holders(least: Counted, until_bytes: float) -> Iterator[str]:
         yield f"{format_bytes(nbytes)} of {name}"
 
 
-def require_fast(found: Priced, most_slowdown: float, makes: str = "makes") -> None:
+def require_fast(found: PricedPlan, most_slowdown: float, makes: str = "makes") -> None:
     """Raise :class:`NothingFitsError` where ``found``, the fastest plan that fits, slows the step down too much.
 
     ``makes``: the verb of the message, ``is estimated to make`` where the step was not measured.
@@ -426,16 +426,16 @@ def check_pick(number: int, plans: int) -> None:
         )
 
 
-def _apart(found: Sequence[Priced]) -> list[Priced]:
+def _apart(found: Sequence[PricedPlan]) -> list[PricedPlan]:
     """Return the plans of ``found``, fastest first, without those hardly smaller than the plan kept before them."""
-    kept: list[Priced] = []
+    kept: list[PricedPlan] = []
     for priced in found:
         if not kept or priced.peak_bytes <= (1 - _APART) * kept[-1].peak_bytes:
             kept.append(priced)
     return kept
 
 
-def spread(found: Sequence[Priced], most: int) -> list[Priced]:
+def spread(found: Sequence[PricedPlan], most: int) -> list[PricedPlan]:
     """Return at most ``most`` plans, evenly spread over ``found``, with the first and the last."""
     if len(found) <= most:
         return list(found)

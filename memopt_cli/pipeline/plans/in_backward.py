@@ -25,9 +25,9 @@ from memopt_cli.records import (
     Reason,
     TooSlow,
 )
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.levels import level_of
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _MIN_SAVING = 0.02
@@ -57,7 +57,7 @@ class InBackwardPlans:
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
-    def of(self, found: Priced) -> Priced | None:
+    def of(self, found: PricedPlan) -> PricedPlan | None:
         """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
         if not self.is_allowed or _held_by_gradients(found.counted) < _MIN_SAVING * found.peak_bytes:
             return None
@@ -70,7 +70,7 @@ class InBackwardPlans:
             self.refuse(plan, NotRun(failure=counted))
         return None
 
-    def offer(self, found: Priced) -> str:
+    def offer(self, found: PricedPlan) -> str:
         """Return a note on the peak of ``found`` with the optimizer in backward; empty if that is hardly lower."""
         asked = replace(self, is_allowed=True, drop=lambda dropped: None)
         lower = asked.of(found)
@@ -81,11 +81,11 @@ class InBackwardPlans:
             "must then not clip, accumulate or scale gradients."
         )
 
-    def least_of(self, found: Priced) -> int:
+    def least_of(self, found: PricedPlan) -> int:
         """Return a lower bound, in bytes, of the allocated peak of ``found`` with the optimizer in backward."""
         return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
 
-    def of_level(self, row: LevelRow, found: Priced) -> LevelRow | None:
+    def of_level(self, row: LevelRow, found: PricedPlan) -> LevelRow | None:
         """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
         lower = self.of(found)
         if lower is None:
@@ -96,7 +96,7 @@ class InBackwardPlans:
         self.refuse(lower.plan, tried)
         return None
 
-    def _tried(self, row: LevelRow, found: Priced, lower: Priced) -> LevelRow | Reason:
+    def _tried(self, row: LevelRow, found: PricedPlan, lower: PricedPlan) -> LevelRow | Reason:
         before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
         if not isinstance(outcome, Measurement):
             return NotRun(failure=outcome)

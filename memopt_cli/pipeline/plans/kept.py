@@ -92,8 +92,7 @@ class Kept:
         if writes:
             self._keep_plan()
             self._keep_model()
-        is_to_advise = request.recommend_batch and not found.interrupted
-        if passed and found.is_run and is_to_advise and found.plan.compile is None:  # a compiled step is not predicted
+        if passed and found.is_to_advise(request):
             self.advice = advise(
                 request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_advice import begin_advice, predicted
+from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, begin_advice, predicted
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
@@ -40,9 +40,10 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     ShownFrontier,
+    Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.targets import left_out, selected
+from memopt_cli.search.plan.targets import describe_selection, refusal_notes
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
@@ -110,7 +111,7 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     found.rows = job.search()
     best = found.rows[0]
     if request.goal.applies:
-        best, found.verification = job.prover.prove(job.applied)
+        best, found.verification = job.proven()
     found.plan, found.applied_level = best.plan, best.level
     found.notes += [IN_BACKWARD] * best.plan.in_backward
     found.notes += how_to_train(best.plan, prepared.subject.offload_folder)
@@ -152,13 +153,31 @@ class _Job:
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
         except KeyboardInterrupt as err:  # leaving the sessions has ended their subprocess
-            is_second = self.found.interrupted
-            if search is None or is_second or not self.request.interruptible or isinstance(err, Terminated):
+            if search is None or self._is_the_end(err):
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
         self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
+
+    def proven(self) -> tuple[LevelRow, Verification]:
+        """Return what :meth:`Prover.prove` does; begin that anew after Ctrl-C, so that the plan found is not lost.
+
+        A second Ctrl-C ends it, and so does the first if that plan has failed, since none of its parts is proven yet.
+        """
+        try:
+            return self.prover.prove(self.applied)
+        except KeyboardInterrupt as err:
+            has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.found.rows)
+            if not has_searched or self.prover.has_failed or self._is_the_end(err):
+                raise
+            self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
+            self.found.interrupted = True
+            return self.prover.prove(self.applied)
+
+    def _is_the_end(self, interruption: KeyboardInterrupt) -> bool:
+        """Tell whether ``interruption`` ends the command: the second Ctrl-C, or the first where none is expected."""
+        return self.found.interrupted or not self.request.interruptible or isinstance(interruption, Terminated)
 
     def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from the ``shown`` frontier, and return two rows: the original's and the plan's."""
@@ -194,11 +213,9 @@ class _Job:
         except UsageError:  # the advice says so
             return
         except KeyboardInterrupt as err:
-            if not request.interruptible or isinstance(err, Terminated):
+            if self._is_the_end(err):
                 raise
-            prepared.progress.interrupted(
-                "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
-            )
+            prepared.progress.interrupted(NO_BATCH)
             self.found.interrupted = True
 
     def _search_plans(self, search: StartedSearch) -> list[LevelRow]:
@@ -373,7 +390,7 @@ class _Job:
         if applied is None:
             return applied
         row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
-        known, most_slowdown = search.planner.dry_runs.known(row.plan), search.options.max_slowdown or math.inf
+        known, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
         assert known is not None, "the planner has found it"
         plans = self._plans_in_backward(search, most_slowdown)
         found = plans.of_level(row, known)
@@ -427,8 +444,8 @@ class _Job:
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Record which modules are segments of ``plan``, why requested ones are not, and the neighbouring plans."""
         modules, by_goal = search.traced.trace.modules, self.found.by_goal
-        self.found.selection = selected(modules, plan, search.options, by_goal=by_goal)
-        self.found.notes += left_out(self.found.selection.refused)
+        self.found.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
+        self.found.notes += refusal_notes(self.found.selection.refusals)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))

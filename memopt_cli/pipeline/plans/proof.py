@@ -63,6 +63,8 @@ class Prover:
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """The outcome of each verification so far."""
+    has_failed: bool = False
+    """Whether the plan that was found has failed its verification, so that parts of it are tried."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
         """Return the row to apply and its verification.  ``chosen``: the best row of a search by levels.
@@ -82,6 +84,7 @@ class Prover:
         found = required(found, "verification could not be run: ")
         if found.passed:
             return best, found
+        self.has_failed = True
         if not is_asked_for:
             return self._narrowed(best, found)
         self._drop(best, Differs(verification=found))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.files.contents import frontier_json, read_frontier
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import check_pick
+from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN, check_pick
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
 from memopt_cli.pipeline.terms import differences, filled_in, inputs_term, left_out, naming_code, step_terms, typed
 from memopt_cli.records import (
@@ -26,6 +27,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, write_all
 
@@ -81,6 +83,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         )
     asked, then = request.settings, shown.settings
     _check_code(asked, then)
+    _check_inputs(request, shown)
     options = replace(request.search.options, level=shown.options.level)
     taken = left_out(asked, then)
     notes = (*request.search.notes, *[f"As when the plans were shown: {typed(then, taken)}."] * bool(taken))
@@ -103,6 +106,18 @@ def _check_code(asked: StepSettings, then: StepSettings) -> None:
         )
 
 
+def _check_inputs(request: OptimizeRequest, shown: ShownFrontier) -> None:
+    """Raise :class:`UsageError` if ``request`` leaves out the file or the script that made the inputs of ``shown``."""
+    spec = shown.header.spec
+    files = {"--input-data": spec.data_file, "--input-script": spec.script}
+    flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
+    if flag and not (request.spec is not None and request.spec.has_inputs):
+        raise UsageError(
+            f"the plans were shown for a step with `{flag}`, and a file beside the model names no other file",
+            hint=f"If those are your inputs, add `{flag}`.",
+        )
+
+
 def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
     """Raise :class:`UsageError` where ``asked`` sets an option to another value than ``then``, the search shown."""
     plain = resolve({}).options
@@ -110,9 +125,17 @@ def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
         value, before = getattr(asked, name), getattr(then, name)
         if value not in (getattr(plain, name), before):
             raise UsageError(
-                f"`--pick` takes a plan that was shown, and its {name.replace('_', ' ')} was {before}, not {value}",
+                f"`--pick` takes a plan that was shown, and its {name.removesuffix('s').replace('_', ' ')} was "
+                f"{_text(before)}, not {_text(value)}",
                 hint=f"Leave the option out. {_AGAIN}",
             )
+
+
+def _text(value: Any) -> str:
+    """Return the ``value`` of an option about as it is typed."""
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
@@ -180,11 +203,14 @@ def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) ->
 
 
 def _shown(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+    options = request.search.options
+    if request.search.asked_slowdown is None:
+        options = replace(options, max_slowdown=FRONTIER_SLOWDOWN)
     return ShownFrontier(
         header=file_header(prepared),
         weights_sha256=prepared.facts.weights_sha256,
         key=prepared.subject.source.key,
         settings=prepared.subject.settings,
-        options=request.search.options,
+        options=options,
         points=(),
     )

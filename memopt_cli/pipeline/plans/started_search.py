@@ -14,9 +14,9 @@ from memopt_cli.pipeline.plans.sent import room_note
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
-from memopt_cli.search.plan.questions import Priced
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
@@ -48,7 +48,7 @@ class StartedSearch:
         """The limits of the search, as the user's options resolve."""
         return self.found.resolved.options
 
-    def row(self, level: int, found: Priced, tried: int, started: float) -> LevelRow:
+    def row(self, level: int, found: PricedPlan, tried: int, started: float) -> LevelRow:
         """Return the unmeasured row of a plan that the planner ``found``, with its predicted peaks if dry runs work."""
         row = LevelRow(
             level=level,

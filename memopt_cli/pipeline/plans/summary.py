@@ -13,7 +13,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import STEP_NAMES, Selection, recommend
-from memopt_cli.search.plan.schedules import spent_by
+from memopt_cli.search.plan.schedules import count_segments
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW = 2.0
@@ -30,7 +30,7 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
     manual = [s for s in packed if s.path in found.asked_codecs]
-    outer, splits, _ = spent_by(plan.segments, options.temporal_split_factor)
+    outer, splits, _ = count_segments(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
     measured = found.measured
     summary = MemOptSummary(

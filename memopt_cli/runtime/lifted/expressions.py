@@ -53,12 +53,12 @@ class Expressions:
 
         It is ``len``, say, or ``len_`` if an argument of the function is called ``len``.
         """
-        known = FUNCTIONS.get(name, self._names.get(name))
-        if known is None or name not in self._arguments:
+        function = FUNCTIONS.get(name, self._names.get(name))
+        if function is None or name not in self._arguments:
             return name
         while name in self._arguments:
             name = f"{name}_"
-        self._names[name] = known
+        self._names[name] = function
         return name
 
     def text(self, operand: Any) -> str:

@@ -28,8 +28,8 @@ Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
 
 ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
 """Kinds of nodes that are written where they are used, however often."""
-_HIGHEST: Final = 32
-"""Most expressions nested in each other, since Python's parser has a limit."""
+_MAX_HEIGHT: Final = 32
+"""Maximum number of expressions nested in each other, since Python's parser has a limit."""
 
 
 class Layout:
@@ -88,7 +88,7 @@ class Layout:
         for index in range(end - 1, -1, -1):
             node = nodes[index]
             user = _only(users.get(node[3][0], ())) if len(node[3]) == 1 else None
-            if user is not None and heights[index] < _HIGHEST:
+            if user is not None and heights[index] < _MAX_HEIGHT:
                 adjacent = barrier >= places[user]
                 moves = self._moves(node, adjacent) or (tail and adjacent and user == end and not node[4])
                 places[index] = places[user] if moves else index
@@ -116,7 +116,7 @@ class Layout:
             height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
             heights.append(height)
             moves = len(node[3]) == 1 and _only(users.get(node[3][0], ())) is not None and self._moves(node, True)
-            if moves and height < _HIGHEST:
+            if moves and height < _MAX_HEIGHT:
                 of_value[node[3][0]] = height
         self._heights[id(block)] = max(heights, default=0)
         return heights

@@ -26,7 +26,7 @@ from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class LiftedModule(nn.Module):
@@ -37,7 +37,7 @@ class LiftedModule(nn.Module):
     _constants: tuple[Tensor, ...]
     """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
     _device: torch.device | None
-    """The device to which the module was moved; ``None`` if it never was."""
+    """The device to which the module was moved.  ``None``: it never was."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return restore_lifted, (self._program, vars(self))
@@ -143,26 +143,26 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgram(f"Python cannot compile it ({err})") from err
-    used, named, own = global_names(code), {**FUNCTIONS, **names}, {function[0] for function in functions}
+    known, own = {**FUNCTIONS, **names}, {function[0] for function in functions}
     # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
-    if unknown := used - {*named, *own}:
+    if unknown := global_names(code) - {*known, *own}:
         raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
-    if double := own & named.keys():
+    if double := own & known.keys():
         raise BadProgram(f"{', '.join(sorted(double))} is the name of two things")
-    namespace = _namespace(number, named)
+    namespace = _namespace(number, known)
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
     body = {method[0]: namespace[method[0]] for method in methods}
     # Methods were defined as globals.  Put the names back: a method called ``len`` must not hide the function that
     # other methods call.
-    namespace.update(named)
+    namespace.update(known)
     if any(map(is_further_call, body)):
         body["forward"] = _running_further_calls(body)
     return type(name, (LiftedModule,), {"__module__": __name__, "_program": program, **body})
 
 
 def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of generated code, those of a module of its own, which Python can import.
+    """Return the globals of generated code, which is a module of its own that Python can import.
 
     ``torch.compile`` looks globals up by the name of that module, and finds Python's builtins there for the functions
     of PyTorch and memopt that it compiles into it; PyTorch imports lazily, by the import that it finds there.
@@ -190,7 +190,7 @@ def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[.
 
 def _check_state(module: LiftedModule) -> None:
     state = vars(module)
-    if not state.keys() >= _OF_EVERY_MODULE:
+    if not state.keys() >= _MODULE_ATTRIBUTES:
         raise BadProgram("its state is not a module's")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
@@ -249,13 +249,13 @@ def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
 
 def _can_get(owner: nn.Module, name: str) -> bool:
     """Return whether ``owner`` has an attribute ``name`` that is data."""
-    for held in (parameters_of(owner), buffers_of(owner)):
-        if name in held:
-            return is_data(held[name]) and not _is_of_class(owner, name)
+    for table in (parameters_of(owner), buffers_of(owner)):
+        if name in table:
+            return is_data(table[name]) and not _is_of_class(owner, name)
     return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
 
 
 def _can_set(owner: nn.Module, name: str) -> bool:
     """Return whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
-    is_new = isinstance(owner, LiftedModule) and not any(name in held for held in (vars(owner), children_of(owner)))
+    is_new = isinstance(owner, LiftedModule) and not any(name in table for table in (vars(owner), children_of(owner)))
     return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))

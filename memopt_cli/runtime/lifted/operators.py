@@ -44,7 +44,7 @@ class Expression:
     """Whether it is a statement that changes its first operand, which is also its result."""
 
     def operands(self) -> int:
-        """Return how many operands the operator needs."""
+        """Return the number of operands that the operator needs."""
         return max((int(slot) + 1 for slot in re.findall(r"\{(\d+)\}", self.template)), default=0)
 
 
@@ -234,7 +234,7 @@ a statement."""
 
 @functools.cache
 def find_operator(key: str) -> OpOverload | None:
-    """Return the operator on tensors named ``key`` (``aten::add.Tensor``); ``None`` if none is allowed."""
+    """Return the operator on tensors named ``key`` (``aten::add.Tensor``), or ``None`` if no such one is allowed."""
     name, _, overload = key.partition(".")
     namespace, _, operator = name.partition("::")
     if not is_allowed(name):
@@ -242,12 +242,12 @@ def find_operator(key: str) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), operator, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
-    found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, OpOverload) and _on_tensors(found) else None
+    function = getattr(packet, overload or "default", None)
+    return function if isinstance(function, OpOverload) and _is_on_tensors(function) else None
 
 
 @functools.cache
-def _on_tensors(operator: OpOverload) -> bool:
+def _is_on_tensors(operator: OpOverload) -> bool:
     schema = schema_of(operator)
     return any(
         "Tensor" in str(item.type) or "Generator" in str(item.type) for item in (*schema.arguments, *schema.returns)
@@ -313,8 +313,8 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """Return the parameter or buffer ``name``, which is no identifier, as in a ``ParameterList``."""
-    held = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
-    tensor: Tensor | None = held[name]
+    table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
+    tensor: Tensor | None = table[name]
     return tensor
 
 

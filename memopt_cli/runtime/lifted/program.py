@@ -45,20 +45,21 @@ VERSION: Final = 1
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"
 """The keyword argument that names the method which a call of a module runs in place of ``forward``."""
-_OF_MODULES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
-_OF_LIFTED: Final = frozenset({"_constants", "_device", "_home", "_program"})
-_RESERVED: Final = _OF_MODULES | _OF_LIFTED
-"""Names that mean something else on every module, or on every lifted one."""
+_MODULE_NAMES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
+_LIFTED_NAMES: Final = frozenset({"_constants", "_device", "_home", "_program"})
+_RESERVED: Final = _MODULE_NAMES | _LIFTED_NAMES
+"""Names that mean something else on every module, or on every lifted module."""
 
-_LARGEST: Final = 2**22
-"""Most items and characters of one program; those of large models take a tenth of it."""
-_DEEPEST: Final = 400
-"""Most tuples nested in each other."""
-_WIDEST: Final = 1024
-"""Most bits of a number."""
-_BLOCKS: Final = 48
-_LOOPS: Final = 16
-"""Most blocks nested in each other, and loops among them; the limits of Python's compiler are 100 and 20."""
+_MAX_SIZE: Final = 2**22
+"""Maximum number of items and characters of one program; programs of large models take a tenth of it."""
+_MAX_TUPLE_DEPTH: Final = 400
+"""Maximum number of tuples nested in each other."""
+_MAX_BITS: Final = 1024
+"""Maximum number of bits of a number."""
+_MAX_BLOCK_DEPTH: Final = 48
+_MAX_LOOP_DEPTH: Final = 16
+"""Maximum number of blocks nested in each other, and of loops among them; the limits of Python's compiler are 100 and
+20."""
 
 
 class BadProgram(ValueError):
@@ -118,20 +119,20 @@ def check_size(program: Any) -> None:
     The items of a tuple count once for each place in which it stands.
     """
     size, level = 0, (program,)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_TUPLE_DEPTH):
         containers = [item for item in level if type(item) is tuple]
         size += sum(map(len, containers)) + sum(len(item) for item in level if type(item) is str)
-        _require(size <= _LARGEST, "it is too large")
-        _require(all(map(_is_plain, level)), "it holds something that is not data, or too long a number")
+        _require(size <= _MAX_SIZE, "it is too large")
+        _require(all(map(_is_small_data, level)), "it holds something that is not data, or too long a number")
         if not containers:
             return
         level = tuple(item for container in containers for item in container)
     raise BadProgram("it is nested too deeply")
 
 
-def _is_plain(item: Any) -> bool:
+def _is_small_data(item: Any) -> bool:
     if type(item) is int:
-        return item.bit_length() <= _WIDEST
+        return item.bit_length() <= _MAX_BITS
     return item is None or type(item) in (tuple, str, bool, float)
 
 
@@ -169,7 +170,7 @@ def used_values(node: tuple[Any, ...]) -> set[int]:
 
 
 def values_of(operands: Iterable[Any]) -> set[int]:
-    """Return those of ``operands`` that are values."""
+    """Return the values among ``operands``."""
     return {operand for operand in operands if type(operand) is int}
 
 
@@ -181,13 +182,13 @@ def is_pure(kind: str, detail: Any) -> bool:
 
 
 def without_unused(nodes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return ``nodes`` without those that only give values that neither others nor ``results`` use."""
-    needed, kept = values_of(results), []
+    """Return ``nodes`` without pure nodes whose values neither other nodes nor ``results`` use."""
+    needed_values, needed_nodes = values_of(results), []
     for node in reversed(nodes):
-        if not is_pure(node[0], node[1]) or needed & set(node[3]):
-            kept.append(node)
-            needed |= used_values(node)
-    return tuple(reversed(kept))
+        if not is_pure(node[0], node[1]) or needed_values & set(node[3]):
+            needed_nodes.append(node)
+            needed_values |= used_values(node)
+    return tuple(reversed(needed_nodes))
 
 
 # ---------------------------------------------------------------------------------------------- checking
@@ -331,7 +332,10 @@ class _Checker:
         _require(not looping or len(operands) == len(outputs) + 2, "a loop is malformed")
         self._kinds.append(kind)
         loops = len(self._kinds) - self._kinds.count("if")
-        _require(not blocks or (len(self._kinds) <= _BLOCKS and loops <= _LOOPS), "blocks are nested too deeply")
+        _require(
+            not blocks or (len(self._kinds) <= _MAX_BLOCK_DEPTH and loops <= _MAX_LOOP_DEPTH),
+            "blocks are nested too deeply",
+        )
         for block in blocks:
             self._check_block(block, (1 + len(outputs)) * looping, len(outputs) + looping)
         self._kinds.pop()

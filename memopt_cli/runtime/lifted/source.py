@@ -33,7 +33,7 @@ from memopt_cli.runtime.lifted.program import nodes_of, tuple_name
 from memopt_cli.runtime.lifted.variables import Variables
 
 FOREVER: Final = 2**63 - 1
-"""The most rounds of a ``while`` loop."""
+"""The number of rounds that stands for a ``while`` loop."""
 _METHODS: Final = ("prim::type", "prim::index")
 """Operators that read attributes of a device.  On a tensor or a list, ``.type`` or ``.index`` is a method, not data."""
 
@@ -129,7 +129,7 @@ class _Writer:
 
         Example, with an operator ``f`` on tensors: the nodes ``c = a * b``, ``d = c // 2`` and ``e = f(d)`` make one
         statement, ``e = f(a * b // 2)``.  So their ``places`` are 2, 2, 2, and 3 for the block's end, which has ``e``.
-        The last use of ``a``, ``b``, ``c`` and ``d`` is at place 2, and that of ``e`` at place 3.
+        The last use of ``a``, ``b``, ``c`` and ``d`` is at place 2, and the last use of ``e`` at place 3.
         """
         last: dict[int, int] = {}
         for place, node in zip(places, (*block[1], ("end", None, block[2], (), ())), strict=True):
@@ -175,7 +175,7 @@ class _Writer:
             self.line(f"{', '.join(p[0] for p in pairs)} = {', '.join(p[1] for p in pairs)}")
 
     def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
-        """Release the variables of those of ``values`` that are not ``needed`` any more."""
+        """Release the variables of ``values``, except values that are still ``needed``."""
         dead = self.variables.held(value for value in values if value not in needed)
         names = [(self.variables.name(value), self.hints[value][1]) for value in dead]
         for name, _ in names:

@@ -36,13 +36,13 @@ class Variables:
     # ------------------------------------------------------------------------------------------ what they hold
 
     def name(self, value: int) -> str | None:
-        """Return the variable that holds ``value``; ``None`` if none does."""
+        """Return the variable that holds ``value``, or ``None``."""
         return self._names.get(value)
 
     def held(self, values: Iterable[int]) -> list[int]:
-        """Return those of ``values`` that a variable holds, in the order in which the variables came into use."""
-        found = [value for value in values if value in self._names]
-        return sorted(found, key=lambda value: self._since[self._names[value]])
+        """Return the ``values`` that variables hold, in the order in which the variables came into use."""
+        held = [value for value in values if value in self._names]
+        return sorted(held, key=lambda value: self._since[self._names[value]])
 
     def holds_since(self, value: int, position: int) -> bool:
         """Return whether a variable held ``value`` at ``position``, and still does."""

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.places.interface import Place, Sent, say_once
+from memopt_cli.runtime.places.interface import Place, Sent, warn_once
 
 _SECTOR: Final = 4096
 """Bytes to whose multiples addresses, offsets and sizes are rounded, as ``O_DIRECT`` requires."""
@@ -45,18 +45,18 @@ class Ranges:
         """Start and end of each free range, in order; no two of them touch."""
         self.end = 0
         """The size of the file."""
-        self._given: deque[tuple[int, int]] = deque()
+        self._returned: deque[tuple[int, int]] = deque()
         """Start and size of the ranges that were given back since the last :meth:`take`."""
         self._lock = threading.Lock()
 
     def take(self, size: int) -> int:
-        """Return the start of the first range of ``size`` bytes that is free, or one at the end."""
+        """Return the start of the first free range of ``size`` bytes, or the end of the file, which then grows."""
         with self._lock:
-            while self._given:
-                self._free_again(*self._given.popleft())
-            for place, (start, end) in enumerate(self._free):
+            while self._returned:
+                self._free_again(*self._returned.popleft())
+            for index, (start, end) in enumerate(self._free):
                 if end - start >= size:
-                    self._free[place : place + 1] = [(start + size, end)] if end - start > size else []
+                    self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
                     return start
             start, self.end = self.end, self.end + size
             return start
@@ -66,10 +66,10 @@ class Ranges:
 
         The garbage collector may call this in the middle of :meth:`take`, so it must not touch the list of free ranges.
         """
-        self._given.append((start, size))
+        self._returned.append((start, size))
 
     def _free_again(self, start: int, size: int) -> None:
-        """Add a free range, joined with those that it touches."""
+        """Add a free range, joined with the free ranges that it touches."""
         end, index = start + size, bisect.bisect(self._free, (start, start))
         first = last = index
         if index and self._free[index - 1][1] == start:
@@ -80,15 +80,15 @@ class Ranges:
 
 
 class _Job:
-    """The job to write ``nbytes`` of memory at ``address`` to the file, or to read them from it, at offset ``at``."""
+    """A job: write ``nbytes`` of memory at ``address`` to the file at ``offset``, or read them from there."""
 
-    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "at", "error", "nbytes")
+    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "error", "nbytes", "offset")
 
-    def __init__(self, address: int, nbytes: int, at: int) -> None:
-        self.address, self.nbytes, self.at = address, nbytes, at
+    def __init__(self, address: int, nbytes: int, offset: int) -> None:
+        self.address, self.nbytes, self.offset = address, nbytes, offset
         self.error: Exception | None = None
         self._turn = threading.Lock()
-        """A lock that the thread takes that does the job, or the one that cancels it before, and never releases."""
+        """A lock that is never released: the thread that does the job takes it, or before it the one that cancels."""
         self._done = threading.Event()
         self._is_cancelled = False
 
@@ -107,12 +107,12 @@ class _Job:
             self._done.set()
 
     def wait(self) -> Exception | None:
-        """Wait until the job is done; return the error that ended it, ``None`` if it succeeded."""
+        """Wait until the job is done; return the error that ended it, or ``None`` if it succeeded."""
         self._done.wait()
         return self.error
 
     def cancel(self) -> None:
-        """Make sure that the memory is not touched any more; wait for the end of a block if the job has begun."""
+        """Have the memory touched no more; wait for the end of a block if the job has begun."""
         self._is_cancelled = True
         if not self._turn.acquire(blocking=False):
             self._done.wait()
@@ -136,7 +136,7 @@ class _Worker:
     def stop(self) -> None:
         """Make all jobs fail from now on, and wait for the one that is being done.
 
-        Python kills the thread when the process ends, and a thread that waits for a job then would wait for ever.
+        Python kills the thread when the process ends, and a thread that waits for a job would then wait for ever.
         """
         self._is_stopped = True
         last = _Job(0, 0, 0)
@@ -163,10 +163,10 @@ class Disk(Place):
         self.folder = folder
         self._ranges = Ranges()
         self._file: int | None = None
-        """The file's descriptor; ``None`` before it is opened."""
+        """The file's descriptor.  ``None``: it was not opened yet."""
         self._process = os.getpid()
         self._is_closed = False
-        """Whether nothing more is written, since something went wrong."""
+        """Whether nothing more is written, because of an error."""
         self._lock = threading.Lock()
 
     def refusal(self, device: torch.device) -> str:
@@ -189,16 +189,17 @@ class Disk(Place):
         """Queue ``job``, which reads bytes back from the file."""
         self._reader.put(job)
 
-    def give(self, at: int, size: int) -> None:
-        """Let the ``size`` bytes of the file from ``at`` on be used again."""
-        self._ranges.give(at, size)
+    def give(self, offset: int, size: int) -> None:
+        """Let the ``size`` bytes of the file from ``offset`` on be used again."""
+        self._ranges.give(offset, size)
 
     def close(self, error: Exception) -> None:
         """Write nothing more, because of ``error``; what is in the file can still be read."""
         self._is_closed = True
-        say_once(
-            f"memopt cannot send tensors to a file in {self.folder} ({_said(error)}): from now on they stay where they "
-            "are, and a step takes more memory than planned. Set memopt_cli.offload_folder to a folder with more space."
+        warn_once(
+            f"memopt cannot send tensors to a file in {self.folder} ({_text_of(error)}): from now on they stay where "
+            "they are, and a step takes more memory than planned. Set memopt_cli.offload_folder to a folder with more "
+            "space."
         )
 
     def is_of_this_process(self) -> bool:
@@ -215,7 +216,7 @@ class Disk(Place):
         return not self._is_closed
 
     def _open(self) -> None:
-        file = _opened(self.folder)
+        file = _open_file(self.folder)
         try:
             self._writer, self._reader = _Worker("writes", self._write), _Worker("reads", self._read)
         except BaseException:
@@ -232,19 +233,19 @@ class Disk(Place):
     def _write(self, block: Any, address: int, job: _Job, start: int) -> None:
         size = min(_BLOCK, job.nbytes - start)
         ctypes.memmove(address, job.address + start, size)
-        self._move(os.pwritev, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+        self._move(os.pwritev, block[: -(-size // _SECTOR) * _SECTOR], job.offset + start)
 
     def _read(self, block: Any, address: int, job: _Job, start: int) -> None:
         size = min(_BLOCK, job.nbytes - start)
-        self._move(os.preadv, block[: -(-size // _SECTOR) * _SECTOR], job.at + start)
+        self._move(os.preadv, block[: -(-size // _SECTOR) * _SECTOR], job.offset + start)
         ctypes.memmove(job.address + start, address, size)
 
-    def _move(self, move: Callable[[int, Any, int], int], block: Any, at: int) -> None:
+    def _move(self, move: Callable[[int, Any, int], int], block: Any, offset: int) -> None:
         assert self._file is not None
         done = 0
         while done < len(block):
             try:
-                moved = move(self._file, [block[done:]], at + done)
+                moved = move(self._file, [block[done:]], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _stop_passing_cache(self._file):
                     raise
@@ -254,7 +255,7 @@ class Disk(Place):
             done += moved
 
 
-def _opened(folder: str) -> int:
+def _open_file(folder: str) -> int:
     """Open a new file without a name in ``folder``, past the cache if the file system can do so."""
     flags = os.O_RDWR | os.O_CLOEXEC
     for past_cache in (_PAST_CACHE, 0) if _PAST_CACHE else (0,):
@@ -262,7 +263,7 @@ def _opened(folder: str) -> int:
             try:
                 if nameless:
                     return os.open(folder, flags | nameless | past_cache, 0o600)
-                return _unlinked(folder, flags | past_cache)
+                return _open_unlinked(folder, flags | past_cache)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
                     raise
@@ -270,7 +271,7 @@ def _opened(folder: str) -> int:
     raise failed
 
 
-def _unlinked(folder: str, flags: int) -> int:
+def _open_unlinked(folder: str, flags: int) -> int:
     """Open a new file in ``folder`` and remove its name at once, for file systems without nameless files."""
     named, path = tempfile.mkstemp(dir=folder)
     try:
@@ -281,8 +282,8 @@ def _unlinked(folder: str, flags: int) -> int:
 
 
 def _stop_passing_cache(file: int) -> bool:
-    """Use the cache for ``file`` from now on; ``False`` if it was used before."""
-    import fcntl  # which Windows does not have, nor a file past its cache
+    """Use the cache for ``file`` from now on; return whether it was not used before."""
+    import fcntl  # Windows has neither this module nor files past its cache
 
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     if not flags & _PAST_CACHE:
@@ -297,7 +298,7 @@ class _InFile(Sent):
         self._disk, self._writing, self._size = disk, writing, size
         self._reading: _Job | None = None
 
-    def has_gone(self) -> bool:
+    def wait_until_sent(self) -> bool:
         if not self._disk.is_of_this_process():
             return False
         if error := self._writing.wait():
@@ -305,22 +306,24 @@ class _InFile(Sent):
         return error is None
 
     def fetch(self, into: Tensor) -> None:
-        if not self._disk.is_of_this_process():  # no thread can read it; ``arrived`` raises if it is needed
+        # In a fork no thread can read it; ``wait_until_fetched`` raises if it is needed.
+        if not self._disk.is_of_this_process():
             return
-        self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.at)
+        self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.offset)
         self._disk.read(self._reading)
 
-    def arrived(self) -> None:
+    def wait_until_fetched(self) -> None:
         if not self._disk.is_of_this_process():
             raise RuntimeError(
-                "a tensor that backward needs was sent to a file by the process of which this one is a fork, and only "
-                "that one can read it; run forward again in this process, or run backward before the fork"
+                "a tensor that backward needs was sent to a file before this process was forked, and only the parent "
+                "process can read it. Run forward again in this process, or run backward before the fork."
             )
         error = None if self._reading is None else self._reading.wait()
         if error is not None:
             raise RuntimeError(
-                f"memopt cannot read a tensor back from its file in {self._disk.folder} ({_said(error)}), so backward "
-                "cannot go on; run the step again with memopt_cli.offload_folder set to a folder on another disk"
+                f"memopt cannot read a tensor back from its file in {self._disk.folder} ({_text_of(error)}), so "
+                "backward cannot go on. Run the step again with memopt_cli.offload_folder set to a folder on another "
+                "disk."
             )
         self._reading = None
 
@@ -330,10 +333,10 @@ class _InFile(Sent):
         self._writing.cancel()
         if self._reading is not None:
             self._reading.cancel()
-        self._disk.give(self._writing.at, self._size)
+        self._disk.give(self._writing.offset, self._size)
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -345,13 +348,13 @@ def _package() -> Any:
     return sys.modules[__name__.partition(".")[0]]
 
 
-def wait_in(folder: str) -> None:
+def set_offload_folder(folder: str) -> None:
     """Set ``memopt_cli.offload_folder`` to ``folder``."""
     _package().offload_folder = folder
 
 
 def disk() -> Disk:
-    """Return the file in the folder ``memopt_cli.offload_folder``, or in that of temporary files if none is set."""
+    """Return the file in the folder ``memopt_cli.offload_folder``, or, if it is not set, among the temporary files."""
     folder = _package().offload_folder or tempfile.gettempdir()
     if folder not in _disks:
         _disks.setdefault(folder, Disk(folder))

@@ -1,8 +1,8 @@
 """Host memory as a place: pinned memory, in which tensors of a GPU wait.
 
 One CUDA stream copies out and one copies in, beside the stream that computes; events order the three.  Tensors are not
-given to ``record_stream``: when the allocator may use their memory again would then depend on the time that copies
-take, and so would the peak.  Instead, the computing stream waits for a copy before the memory is freed.
+given to ``record_stream``, after which the time that copies take would decide when the allocator may use their memory
+again, and so the peak.  Instead, the computing stream waits for a copy before the memory is freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.places.interface import Place, Sent, say_once
+from memopt_cli.runtime.places.interface import Place, Sent, warn_once
 from memopt_cli.runtime.private_torch import unseen
 
 
@@ -29,7 +29,7 @@ class _Block:
         self.nbytes = nbytes
         self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.free_after: Any = None
-        """The event after which it may be written again; ``None`` if it was not used yet."""
+        """The event after which it may be written again.  ``None``: it was not used yet."""
         # Pinned by CUDA directly: PyTorch's own pinned memory rounds sizes up to powers of two.
         self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)) == 0
         if not self._is_pinned:
@@ -45,24 +45,24 @@ class _Block:
 class _Blocks:
     """The pinned blocks of this process, which are kept for later tensors of about the same size."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._bytes = 0
         self._free: list[_Block] = []
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> _Block:
-        """Return a block of ``nbytes`` or a little more.  Raises :class:`MemoryError` where that is too much."""
+        """Return a block of ``nbytes`` or a little more.  Raises :class:`MemoryError` beyond the limit."""
         with self._lock:
             fitting = [block for block in self._free if nbytes <= block.nbytes <= nbytes + nbytes // 8]
             if fitting:
                 block = min(fitting, key=lambda block: block.nbytes)
                 self._free.remove(block)
                 return block
-            while self._free and self._bytes + nbytes > self.most_bytes:
+            while self._free and self._bytes + nbytes > self.max_bytes:
                 self._bytes -= self._free.pop(0).nbytes
-            if self._bytes + nbytes > self.most_bytes:
-                raise MemoryError(f"more than {self.most_bytes} bytes of host memory would be pinned")
+            if self._bytes + nbytes > self.max_bytes:
+                raise MemoryError(f"more than {self.max_bytes} bytes of host memory would be pinned")
             block = _Block(nbytes)
             self._bytes += nbytes
             return block
@@ -82,16 +82,16 @@ class Host(Place):
     def refusal(self, device: torch.device) -> str:
         if device.type == "cpu":
             return "they are in host memory already"
-        return "" if device.type == "cuda" else "memopt sends tensors of CUDA devices alone"
+        return "" if device.type == "cuda" else "memopt sends only tensors of CUDA devices to host memory"
 
     def room_bytes(self) -> int:
-        return self._blocks.most_bytes
+        return self._blocks.max_bytes
 
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
         try:
             block = self._blocks.take(nbytes)
         except MemoryError as error:
-            say_once(f"memopt cannot send tensors to host memory ({error}): they stay where they are")
+            warn_once(f"memopt cannot send tensors to host memory ({error}): they stay where they are")
             return None
         return _InHost(self._blocks, block, storage, start, nbytes)
 
@@ -109,20 +109,20 @@ class _InHost(Sent):
             block.memory[:nbytes].copy_(source, non_blocking=True)
             self._copied = out.record_event()
 
-    def has_gone(self) -> bool:
+    def wait_until_sent(self) -> bool:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return True
 
     def fetch(self, into: Tensor) -> None:
         _, back = _streams(self._device)
-        # The allocator may have given ``into`` memory that earlier kernels of the computing stream still use.
+        # Earlier kernels of the computing stream may still use the memory that the allocator has given to ``into``.
         back.wait_stream(torch.cuda.current_stream(self._device))
         back.wait_event(self._copied)
         with unseen(), torch.cuda.stream(back):
             into.copy_(self._block.memory[: self.nbytes], non_blocking=True)
             self._copied = back.record_event()
 
-    def arrived(self) -> None:
+    def wait_until_fetched(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def _release(self) -> None:
@@ -144,17 +144,17 @@ def host() -> Host:
 
 
 def free_bytes() -> int:
-    """Return the free bytes of this machine's memory, or those of its container if they are fewer."""
-    return min(_free_here())
+    """Return the free bytes of this machine's memory, or of its container if that has fewer."""
+    return min(_free_by_source())
 
 
-def _free_here() -> Iterator[int]:
+def _free_by_source() -> Iterator[int]:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         yield next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    for most, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: there is no limit, which is "max"
-            yield max(0, int(Path(most).read_text()) - int(Path(used).read_text()))
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max", which means none
+            yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
 
 
 _CGROUPS: Final = (

@@ -29,16 +29,16 @@ class Sent(ABC):
         _count.add(nbytes)
 
     @abstractmethod
-    def has_gone(self) -> bool:
-        """Wait until the bytes are in their place; ``False`` if they could not get there, and must stay."""
+    def wait_until_sent(self) -> bool:
+        """Wait until the bytes are in their place; return whether they got there, and need not stay."""
 
     @abstractmethod
     def fetch(self, into: Tensor) -> None:
-        """Begin to fill ``into``, of shape (nbytes,) and dtype uint8, which must live until :meth:`arrived`."""
+        """Begin to fill ``into``, of shape (nbytes,) and dtype uint8, which lives until :meth:`wait_until_fetched`."""
 
     @abstractmethod
-    def arrived(self) -> None:
-        """Wait until :meth:`fetch` has filled its tensor, if it has not.
+    def wait_until_fetched(self) -> None:
+        """Wait until :meth:`fetch` has filled its tensor.
 
         Raises :class:`RuntimeError` if the bytes are lost.
         """
@@ -60,61 +60,61 @@ class Place(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device) -> str:
-        """Return why tensors on ``device`` cannot be sent; empty if they can."""
+        """Return why tensors on ``device`` cannot be sent, or an empty text."""
 
     @abstractmethod
     def room_bytes(self) -> int:
-        """Return the most bytes that may wait here, if nothing of this process waits here yet."""
+        """Return the largest number of bytes that may wait here, if nothing of this process waits here yet."""
 
     @abstractmethod
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
-        """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
+        """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on.  ``None``: the place takes no more.
 
-        The storage must live, and not be written, until :meth:`Sent.has_gone` or :meth:`Sent.release`.
+        The storage must live, and not be written, until :meth:`Sent.wait_until_sent` or :meth:`Sent.release`.
         """
 
 
 class SentWithoutData(Sent):
     """Bytes of a dry run, which come and go without being there."""
 
-    def has_gone(self) -> bool:
+    def wait_until_sent(self) -> bool:
         return True
 
     def fetch(self, into: Tensor) -> None: ...
 
-    def arrived(self) -> None: ...
+    def wait_until_fetched(self) -> None: ...
 
     def _release(self) -> None: ...
 
 
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warn with ``message``, once in this process."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _warnings:
+        _warnings.add(message)
         warnings.warn(message, stacklevel=1)
 
 
-_said = set[str]()
+_warnings = set[str]()
 
 
 class Elsewhere:
-    """The bytes that wait elsewhere than on their device, and the time for which the step waits for them."""
+    """The bytes that wait elsewhere than on their device, and the time for which the step waits for copies."""
 
     def __init__(self) -> None:
         self.now_bytes = 0
         """Bytes that wait elsewhere now."""
-        self.most_bytes = 0
+        self.peak_bytes = 0
         """The largest :attr:`now_bytes` so far."""
         self.waited_s = 0.0
-        """Seconds for which threads of the step waited for copies, out and back; on a GPU, its streams wait instead."""
+        """Seconds for which threads of the step waited for copies, out and back; on a GPU, only its streams wait."""
         # Reentrant: the garbage collector may free a tensor, which is counted, in the middle of ``add``.
         self._lock = threading.RLock()
 
     def add(self, nbytes: int) -> None:
-        """Add ``nbytes``, negative ones if they wait no longer."""
+        """Add ``nbytes``, a negative number if bytes wait no longer."""
         with self._lock:
             self.now_bytes += nbytes
-            self.most_bytes = max(self.most_bytes, self.now_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def add_wait(self, seconds: float) -> None:
         """Add ``seconds`` for which a thread waited."""
@@ -127,7 +127,7 @@ _count: Elsewhere = Elsewhere()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Count the time of the block as one in which the step waits for a copy."""
+    """Count the time of the block as time in which the step waits for a copy."""
     started = time.perf_counter()
     try:
         yield

@@ -1,8 +1,9 @@
 """Send stored tensors to a place in forward, free their memory, and fetch them in backward, each in time.
 
-Tensors that are stored together are a *parcel*: those of one segment, or a few that are saved outside of segments.
-They are sent as soon as they are stored.  When the next parcel is complete, forward waits until earlier ones have been
-copied, and frees their tensors.  When backward comes to a parcel, it begins to fetch the one that it needs next, too::
+Tensors that are stored together are a *parcel*: the tensors of one segment, or a few that are saved outside of
+segments.  They are sent as soon as they are stored.  When the next parcel is complete, forward waits until earlier
+parcels have been copied, and frees their tensors.  When backward comes to a parcel, it also begins to fetch the parcel
+that it needs next::
 
     forward     parcel 1 is stored, copying begins      parcel 2 is stored; 1 must be copied by now, and is freed
     backward    parcel 2 is needed; 1 is fetched, too   parcel 1 is needed, and has arrived by now
@@ -23,95 +24,95 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.compressor import Packed, beside_the_model, is_dense
+from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, say_once, waiting
+from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, waiting, warn_once
 from memopt_cli.runtime.private_torch import (
+    has_memory,
     holders_of,
     is_fake,
-    is_of_transform,
+    is_ordinary,
     memory_of,
-    stands_for_zeros,
     version_counter,
 )
 
 _MIN_BYTES: Final = 1 << 16
 """Least bytes of a tensor that is sent."""
-_GROUP: Final = 4
-"""Number of tensors saved outside of segments that make a parcel."""
+_PARCEL_SAVES: Final = 4
+"""Number of tensors in a parcel of tensors that are saved outside of segments."""
 
 
-class _Line(threading.local):
-    """The parcels of one thread in their order, and those of their tensors that are still here."""
+class _ThreadParcels(threading.local):
+    """The parcels of one thread, in order."""
 
     def __init__(self) -> None:
         self.last: ref[Parcel] | None = None
-        """The parcel that was completed last; ``None`` before the first."""
-        self.waiting: list[ref[_Item]] = []
-        """The tensors of complete parcels that are still here, in order."""
-        self.known: WeakValueDictionary[tuple[int, ...], _Item] = WeakValueDictionary()
-        """Part of a storage -> the item that sent it; the entry counts while the item's tensors are here."""
+        """The parcel that was completed last.  ``None``: no parcel was completed yet."""
+        self.parts_here: list[ref[_Part]] = []
+        """The parts of complete parcels whose tensors are still here, in order."""
+        self.sent: WeakValueDictionary[tuple[int, ...], _Part] = WeakValueDictionary()
+        """Key of a part of a storage -> the part that was sent.  An entry counts while the part's tensors are here."""
 
 
-_line = _Line()
+_thread = _ThreadParcels()
 if hasattr(os, "register_at_fork"):
-    # A forked process does not have the threads that copy, so its line starts empty.
-    os.register_at_fork(after_in_child=lambda: _line.__init__())  # type: ignore[misc]
+    # A forked process does not have the threads that copy, so it starts without parcels.
+    os.register_at_fork(after_in_child=lambda: _thread.__init__())  # type: ignore[misc]
 
 
 class Parcel:
     """Tensors that are sent, given up and fetched together."""
 
-    __slots__ = ("__weakref__", "_before", "_is_fetched", "_items", "_place")
+    __slots__ = ("__weakref__", "_before", "_is_fetched", "_parts", "_place")
 
     def __init__(self, place: str) -> None:
         """Begin a parcel for the ``place`` of that name."""
         self._place = place
-        self._items: list[ref[_Item]] = []
+        self._parts: list[ref[_Part]] = []
         self._before: ref[Parcel] | None = None
-        """The parcel completed before this one, which backward needs next; ``None`` for the first."""
+        """The parcel completed before this one, which backward needs next.  ``None``: this is the first parcel."""
         self._is_fetched = False
 
-    def take(self, packed: Packed) -> Packed | Placed:
-        """Begin to send the data of ``packed``; return a :class:`Placed` to get it back, or ``packed`` if it stays."""
-        if packed.parts or not packed.data:  # parts of a concatenation are stored elsewhere, too, and would stay anyway
+    def take(self, packed: Packed) -> Packed | PackedAway:
+        """Begin to send the data of ``packed``; return what gives it back, or ``packed`` itself if it stays."""
+        # The parts of a concatenation are stored elsewhere as well, and would stay anyway.
+        if packed.parts or not packed.data:
             return packed
         data = tuple(self.send(tensor) for tensor in packed.data)
-        if not any(isinstance(one, Handle) for one in data):
+        if not any(isinstance(tensor, Handle) for tensor in data):
             return packed
-        return Placed(data, replace(packed, data=(), whole=None))
+        return PackedAway(data, replace(packed, data=(), whole=None))
 
     def send(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> Tensor | Handle:
-        """Begin to send ``tensor``; return a :class:`Handle` to get it back, or ``tensor`` if it stays.
+        """Begin to send ``tensor``; return a :class:`Handle` to get it back, or ``tensor`` itself if it stays.
 
         ``others``: other tensors in its memory, which are freed with it.
         """
         if not _can_be_sent(tensor):
             return tensor
-        start, nbytes = _part(tensor)
+        start, nbytes = _extent(tensor)
         key = memory_of(tensor), start, nbytes, version_of(tensor)
-        item = _line.known.get(key)
-        if item is None or not item.is_here:
-            sent = _sent(self._place, tensor, start, nbytes)
+        part = _thread.sent.get(key)
+        if part is None or not part.is_here:
+            sent = _begin_to_send(self._place, tensor, start, nbytes)
             if sent is None:
                 return tensor
-            item = _line.known[key] = _Item(sent, self, tensor)
-            self._items.append(ref(item))
-        return item.add(tensor, start, others)
+            part = _thread.sent[key] = _Part(sent, self, tensor)
+            self._parts.append(ref(part))
+        return part.add(tensor, start, others)
 
     def complete(self) -> None:
-        """Free the tensors of earlier parcels; those of this one are freed when the next is complete."""
-        line = _line
-        here = [item for reference in line.waiting if (item := reference()) is not None and item.may_go]
-        own = [item for reference in self._items if (item := reference()) is not None]
-        for item in here:
-            item.give_up((*here, *own))
-        line.waiting = [ref(item) for item in (*here, *own) if item.may_go]
+        """Free the tensors of earlier parcels.  The tensors of this parcel are freed when the next is complete."""
+        earlier = [part for reference in _thread.parts_here if (part := reference()) is not None and part.may_go]
+        own = [part for reference in self._parts if (part := reference()) is not None]
+        for part in earlier:
+            part.give_up((*earlier, *own))
+        _thread.parts_here = [ref(part) for part in (*earlier, *own) if part.may_go]
         if own:
-            self._before, line.last = line.last, ref(self)
+            self._before, _thread.last = _thread.last, ref(self)
 
     def ask(self) -> None:
-        """Note that backward has come to this parcel: begin to fetch it, and the one that backward needs next."""
+        """Begin to fetch this parcel, to which backward has come, and the parcel that backward needs next."""
         self._fetch()
         if self._before is not None and (before := self._before()) is not None:
             before._fetch()
@@ -120,17 +121,17 @@ class Parcel:
         # Only once: a second backward may need other tensors, and so fetches each by itself.
         if not self._is_fetched:
             self._is_fetched = True
-            for one in self._items:
-                if (item := one()) is not None:
-                    item.fetch()
+            for reference in self._parts:
+                if (part := reference()) is not None:
+                    part.fetch()
 
 
 def parcel_to(place: str) -> Parcel | None:
-    """Return a parcel for the ``place`` of that name; ``None`` on the device, and while ``torch.compile`` traces."""
+    """Return a parcel for the ``place`` of that name.  ``None``: it is the device, or ``torch.compile`` traces."""
     return None if place == DEVICE or torch.compiler.is_compiling() else Parcel(place)
 
 
-class Group:
+class ParcelSeries:
     """The parcels of tensors that are saved one by one, outside of segments."""
 
     def __init__(self, place: str) -> None:
@@ -143,34 +144,25 @@ class Group:
 
         All saved tensors count, not only those that are sent, which may depend on data that a dry run does not have.
         """
-        if self._saves == _GROUP:
+        if self._saves == _PARCEL_SAVES:
             self.complete()
         self._saves += 1
 
-    def take(self, packed: Packed) -> Packed | Placed:
+    def take(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send the data of ``packed``, as :meth:`Parcel.take` does."""
         return self._parcel.take(packed)
 
     def complete(self) -> None:
-        """Complete the present parcel, so that tensors saved before it are freed, and begin a new one."""
+        """Complete the present parcel, so that tensors saved before it are freed, and begin a new parcel."""
         self._parcel.complete()
         self._parcel, self._saves = Parcel(self._place), 0
 
 
-class _Item:
+class _Part:
     """A part of a storage that is sent, and the tensors that show it."""
 
     __slots__ = (
-        "__weakref__",
-        "_address",
-        "_asked",
-        "_device",
-        "_flat",
-        "_here",
-        "_layouts",
-        "_lock",
-        "_parcel",
-        "_sent",
+        *("__weakref__", "_address", "_device", "_flat", "_layouts", "_lock", "_parcel", "_reads", "_sent", "_tensors"),
         "uses",
     )
 
@@ -178,55 +170,55 @@ class _Item:
         """Note that ``parcel`` has ``sent`` the part of a storage that ``tensor`` shows."""
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
-        """Its bytes on their way, or in the place; ``None`` if it stays here."""
-        self._here: list[tuple[Tensor, int]] = []
+        """Its bytes on their way, or in the place.  ``None``: it stays here."""
+        self._tensors: list[tuple[Tensor, int]] = []
         """The tensors and others in their memory, each with its version; empty once they are freed."""
         self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
         """Dtype, shape, strides and offset in the part of each tensor."""
         self._flat: Tensor | None = None
-        """The fetched bytes, until backward has read all tensors from them; ``None`` before and after."""
-        self.uses = self._asked = 0
-        """How often one backward reads it, and how often this backward has."""
+        """The fetched bytes, until backward has read all tensors from them.  ``None``: before and after."""
+        self.uses = self._reads = 0
+        """Number of times that one backward reads it, and that this backward has read it."""
         self._lock = threading.Lock()  # backward runs a thread for each device
 
     @property
     def is_here(self) -> bool:
         """Whether the tensors themselves are held."""
-        return bool(self._here)
+        return bool(self._tensors)
 
     @property
     def may_go(self) -> bool:
         """Whether the tensors are held until they have been copied, and then freed."""
-        return bool(self._here) and self._sent is not None
+        return bool(self._tensors) and self._sent is not None
 
     def add(self, tensor: Tensor, start: int, others: Sequence[Tensor]) -> Handle:
         """Return a handle of ``tensor``, which shows the part; the part begins at byte ``start`` of the storage."""
         offset = int(tensor.storage_offset()) - start // tensor.element_size()
         self._layouts.append((tensor.dtype, tensor.shape, tensor.stride(), offset))
-        # Before ``others``: a handle's index into ``_layouts`` finds its tensor in ``_here``.
-        self._here.insert(len(self._layouts) - 1, (tensor, version_of(tensor)))
-        self._here += [(other, version_of(other)) for other in others]
+        # Before ``others``: a handle's index into ``_layouts`` finds its tensor in ``_tensors``.
+        self._tensors.insert(len(self._layouts) - 1, (tensor, version_of(tensor)))
+        self._tensors += [(other, version_of(other)) for other in others]
         self.uses += 1
         return Handle(self, len(self._layouts) - 1)
 
-    def give_up(self, sent: Sequence[_Item]) -> None:
-        """Free the tensors once they are copied, unless anything but the items ``sent`` holds their memory.
+    def give_up(self, sent: Sequence[_Part]) -> None:
+        """Free the tensors once they are copied, unless anything but the parts ``sent`` holds their memory.
 
         A tensor that was written in the meantime stays, and reading it in backward raises an error.  It stays as well
         if its memory was exchanged, as ``share_memory_`` does: the copy may have been made of other values.
         """
         with self._lock:
-            if not self.may_go or any(version_of(tensor) != version for tensor, version in self._here):
+            if not self.may_go or any(version_of(tensor) != version for tensor, version in self._tensors):
                 return
             assert self._sent is not None
-            storage = memory_of(self._here[0][0])
-            ours = sum(memory_of(tensor) == storage for item in sent for tensor, _ in item._here)
-            if holders_of(self._here[0][0]) > ours:
+            storage = memory_of(self._tensors[0][0])
+            own_holders = sum(memory_of(tensor) == storage for part in sent for tensor, _ in part._tensors)
+            if holders_of(self._tensors[0][0]) > own_holders:
                 return
             with waiting():
-                has_gone = self._sent.has_gone()
-            if has_gone and _address_of(self._here[0][0]) == self._address:
-                self._here = []
+                is_sent = self._sent.wait_until_sent()
+            if is_sent and _address_of(self._tensors[0][0]) == self._address:
+                self._tensors = []
             else:
                 self._stay()
 
@@ -236,9 +228,9 @@ class _Item:
             self._fetch()
 
     def _fetch(self) -> None:
-        if not self._here and self._flat is None:
+        if not self._tensors and self._flat is None:
             assert self._sent is not None
-            with beside_the_model(), torch.no_grad():
+            with internal_tensors(), torch.no_grad():
                 self._flat = torch.empty(self._sent.nbytes, dtype=torch.uint8, device=self._device)
             self._sent.fetch(self._flat)
 
@@ -246,18 +238,19 @@ class _Item:
         """Return the tensor at ``index``.  Raises :class:`RuntimeError` if it was written since it was sent."""
         self._parcel.ask()
         with self._lock:
-            if self._here:
+            if self._tensors:
                 self._stay()
-                return _unwritten(self._here, index)
+                _check_unwritten(self._tensors)
+                return self._tensors[index][0]
             self._fetch()
             flat = self._flat
             assert flat is not None
             assert self._sent is not None
             with waiting():
-                self._sent.arrived()
-            self._asked += 1
-            if self._asked >= self.uses:
-                self._flat, self._asked = None, 0
+                self._sent.wait_until_fetched()
+            self._reads += 1
+            if self._reads >= self.uses:
+                self._flat, self._reads = None, 0
         dtype, shape, stride, offset = self._layouts[index]
         with torch.no_grad():
             # The part may be a whole storage, which need not be a multiple of the element.
@@ -278,31 +271,30 @@ def _address_of(tensor: Tensor) -> int:
     return 0 if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
-def _unwritten(here: Sequence[tuple[Tensor, int]], index: int) -> Tensor:
-    for tensor, version in here:
+def _check_unwritten(tensors: Sequence[tuple[Tensor, int]]) -> None:
+    for tensor, version in tensors:
         if version_of(tensor) != version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was "
-                f"stored (version {version} -> {version_of(tensor)}). Make the modification out of place"
+                f"stored (version {version} -> {version_of(tensor)}). Make the modification out of place."
             )
-    return here[index][0]
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
     """A tensor that was sent, to be fetched."""
 
-    item: _Item
+    part: _Part
     index: int
-    """The index of the tensor among those of the item."""
+    """The index of the tensor among the tensors that show the part."""
 
     def get(self) -> Tensor:
         """Return the tensor, with its shape and strides; wait for it if need be."""
-        return self.item.get(self.index)
+        return self.part.get(self.index)
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PackedAway:
     """A stored tensor whose data waits in a place."""
 
     data: tuple[Tensor | Handle, ...]
@@ -311,48 +303,45 @@ class Placed:
 
     def note_use(self) -> None:
         """Note that backward will read it once more."""
-        for one in self.data:
-            if isinstance(one, Handle):
-                one.item.uses += 1
+        for tensor in self.data:
+            if isinstance(tensor, Handle):
+                tensor.part.uses += 1
 
     def get(self) -> Packed:
         """Return the stored tensor."""
-        data = tuple(one.get() if isinstance(one, Handle) else one for one in self.data)
+        data = tuple(tensor.get() if isinstance(tensor, Handle) else tensor for tensor in self.data)
         version = None if self.form.version is None else version_counter(data[0])
         return replace(self.form, data=data, version=version)
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
-    if type(tensor) is not Tensor and not is_fake(tensor):
+    if not is_ordinary(tensor) or not has_memory(tensor):
         return False
-    if tensor.layout is not torch.strided or tensor.is_nested or is_of_transform(tensor) or stands_for_zeros(tensor):
-        return False
-    is_plain = not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-    return is_plain and tensor.nbytes >= _MIN_BYTES
+    return tensor.nbytes >= _MIN_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
 
 
-def fetched(stored: Packed | Placed) -> Packed:
-    """Return ``stored``, with its data fetched if that waits in a place."""
-    return stored.get() if isinstance(stored, Placed) else stored
+def fetch(stored: Packed | PackedAway) -> Packed:
+    """Return ``stored``, with its data fetched if it waits in a place."""
+    return stored.get() if isinstance(stored, PackedAway) else stored
 
 
-def _part(tensor: Tensor) -> tuple[int, int]:
+def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte, and the number of bytes, of the part of its storage that ``tensor`` shows.
 
-    For a tensor with gaps this is the whole storage, so that it comes back with its strides: with others, a kernel may
-    round otherwise.
+    For a tensor with gaps the part is the whole storage, so that the tensor comes back with its strides: with other
+    strides, a kernel may round otherwise.
     """
     if is_dense(tensor):
         return int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
     return 0, tensor.untyped_storage().nbytes()
 
 
-def _sent(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
-    """Begin to send a part of the storage of ``tensor``; ``None`` if it stays."""
+def _begin_to_send(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
+    """Begin to send a part of the storage of ``tensor``.  ``None``: it stays."""
     target = place_named(place)
     if reason := target.refusal(tensor.device):
-        say_once(f"the plan sends tensors to {place}, and those on {tensor.device.type} stay there: {reason}")
+        warn_once(f"the plan sends tensors to {place}, but tensors on {tensor.device.type} stay there: {reason}")
         return None
     return SentWithoutData(nbytes) if is_fake(tensor) else target.send(tensor.untyped_storage(), start, nbytes)
 

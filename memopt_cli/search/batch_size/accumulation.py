@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memopt_cli.records import Accumulation
 
-_MORE_STEPS = 2
-"""Multiple of the fewest passes up to which more are taken to make all of them equal."""
+_MAX_RATIO = 2
+"""Largest ratio of the passes to the fewest possible ones, to make all of them equal."""
 
 
 def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:
@@ -15,7 +15,7 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
     the fewest divides ``global_batch``, the passes together have a few samples more.
     """
     fewest = -(-global_batch // largest)
-    for steps in range(fewest, _MORE_STEPS * fewest + 1):
+    for steps in range(fewest, _MAX_RATIO * fewest + 1):
         batch, rest = divmod(global_batch, steps)
         if rest == 0 and batch > 0 and batch % multiple_of == 0:
             return Accumulation(global_batch=global_batch, batch=batch, steps=steps)
@@ -24,5 +24,5 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
 
 
 def accumulated(batch: int, steps: int) -> Accumulation | None:
-    """Return the accumulation of ``steps`` passes of ``batch`` samples each; ``None`` for a single pass."""
+    """Return the accumulation of ``steps`` passes of ``batch`` samples each.  ``None``: there is a single pass."""
     return Accumulation(global_batch=batch * steps, batch=batch, steps=steps) if steps > 1 else None

@@ -14,9 +14,10 @@ from memopt_cli.text.units import format_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMINFO = Path("/proc/meminfo")
-_SPARED = 0.9
+_USABLE_SHARE = 0.9
 """Share of the machine's available memory that a run may take: the interpreter and other processes need some."""
-_NAMED_HOLDERS = 3
+_MAX_HOLDERS = 3
+"""Maximum number of processes that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,16 @@ def free_capacity(device: str) -> Capacity:
 
     total = device_capacity(device)
     free, holders = _ask_nvml(str(torch.cuda.get_device_properties(device).uuid))
-    others = f"; held by others: {', '.join(holders)}" if holders else ""
-    text = f"{format_bytes(free)} free of the {format_bytes(total.device_bytes)} of {total.limited_by}{others}"
+    held = f"; held by others: {', '.join(holders)}" if holders else ""
+    text = f"{format_bytes(free)} free of the {format_bytes(total.device_bytes)} of {total.limited_by}{held}"
     return Capacity(free, text)
 
 
 def runnable_bytes(device: str) -> int:
     """Return the bytes of ``device`` that a run may take now without endangering other processes.
 
-    If NVML does not tell what a CUDA device has free, they are all of its memory: on a GPU, running out of memory kills
-    no other process.
+    If NVML does not tell the free memory of a CUDA device, a run may take all memory: on a GPU, running out of memory
+    kills no other process.
     """
     if device.startswith("cuda"):
         try:
@@ -77,17 +78,17 @@ def runnable_bytes(device: str) -> int:
     if _MEMINFO.is_file():
         kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[:1]
         available = min(available, *(int(number) * 1024 for number in kibibytes))
-    return int(available * _SPARED)
+    return int(available * _USABLE_SHARE)
 
 
 def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
-    """Return the free bytes of the device, and a phrase for each process that holds some, those with most first."""
+    """Return the free bytes of the device, and a phrase for each process that holds memory, most memory first."""
     try:
         import pynvml
     except ImportError as err:
         raise MeasurementError(
             "a share of a CUDA device's memory cannot be found without NVML",
-            hint="pip install nvidia-ml-py, or give bytes: `--memory 24GiB`.",
+            hint="Run `pip install nvidia-ml-py`, or give bytes: `--memory 24GiB`.",
         ) from err
     try:
         pynvml.nvmlInit()
@@ -105,8 +106,8 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
 
 def _holders(processes: list[Any]) -> Iterator[str]:
     others = [p for p in processes if p.pid != os.getpid()]
-    for process in sorted(others, key=lambda p: -(p.usedGpuMemory or 0))[:_NAMED_HOLDERS]:
-        held = f" with {format_bytes(process.usedGpuMemory)}" if process.usedGpuMemory else ""
-        yield f"process {process.pid}{held}"
-    if len(others) > _NAMED_HOLDERS:
-        yield f"{len(others) - _NAMED_HOLDERS} more"
+    for process in sorted(others, key=lambda p: -(p.usedGpuMemory or 0))[:_MAX_HOLDERS]:
+        used = f" with {format_bytes(process.usedGpuMemory)}" if process.usedGpuMemory else ""
+        yield f"process {process.pid}{used}"
+    if len(others) > _MAX_HOLDERS:
+        yield f"{len(others) - _MAX_HOLDERS} more"

@@ -1,8 +1,8 @@
 """Comparison of the strategies to batch sequences of the user's lengths (``--lengths``), by three measured runs.
 
-From the runs, a model of memory and one of time are fitted, by which an epoch under each strategy is priced.  All
-strategies stay within the budget: the batch size fits with the longest sequences, and the token budget has as many
-positions as such a batch.
+Models of memory and of time are fitted to the runs, and give the cost of an epoch under each strategy.  All strategies
+stay within the budget: the batch size fits with the longest sequences, and the token budget has as many positions as
+such a batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from memopt_cli.search.batch_size.length_strategies import (
 from memopt_cli.search.batch_size.lines import fit_line
 
 RUNS = 2
-"""Number of runs beside that of the recommended batch."""
-_SYMBOLS = ("S", "T")
+"""Number of runs beside the run of the recommended batch."""
+_LENGTH_SYMBOLS = ("S", "T")
 
 
 def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
@@ -30,7 +30,7 @@ def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | 
 
     Raises :class:`UsageError` if the inputs have no such symbol, or if ``dim_range`` gives it a range.
     """
-    symbol = next((symbol for symbol in _SYMBOLS if symbol in spec.dims), None)
+    symbol = next((symbol for symbol in _LENGTH_SYMBOLS if symbol in spec.dims), None)
     if symbol is None:
         raise UsageError(
             "`--lengths` needs a dimension S or T in the inputs, to know which of their sizes is the length",
@@ -46,7 +46,7 @@ def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | 
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FittedCost:
     """The function ``constant + linear * positions + quadratic * positions * steps``; the last term is attention's."""
 
     constant: float
@@ -58,7 +58,7 @@ class Fit:
         return self.constant + extent.positions * (self.linear + self.quadratic * extent.steps)
 
 
-def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
+def fit(points: Sequence[tuple[BatchExtent, float]]) -> FittedCost:
     """Fit ``points`` by least squares, without the quadratic term if that would be negative."""
     import torch  # not at the top: needed only after a model was run
 
@@ -68,8 +68,8 @@ def fit(points: Sequence[tuple[BatchExtent, float]]) -> Fit:
     scale = design.abs().amax(0)
     constant, linear, quadratic = (torch.linalg.pinv(design / scale) @ values).flatten().div(scale).tolist()
     if quadratic >= 0:
-        return Fit(constant, linear, quadratic)
-    return Fit(*fit_line([(extent.positions, value) for extent, value in points]), 0.0)
+        return FittedCost(constant, linear, quadratic)
+    return FittedCost(*fit_line([(extent.positions, value) for extent, value in points]), 0.0)
 
 
 def compare_lengths(
@@ -83,8 +83,9 @@ def compare_lengths(
 ) -> tuple[LengthBatching, ...]:
     """Compare the four strategies on ``lengths``, with ``batch`` sequences or as many positions in a batch.
 
-    ``batch`` of the longest sequences must fit ``budget_bytes``.  ``probe(batch, steps)`` measures a batch; it is
-    called for ``runnable`` longest sequences, for as many half as long, and for twice as many half as long.
+    ``batch`` of the longest sequences must fit ``budget_bytes``.  ``probe(batch, steps)`` measures a batch.  It is
+    called for ``runnable`` sequences of the longest length, then of half the length, and for twice as many of half the
+    length.
     """
     longest = max(2, *lengths)
     sizes = ((runnable, longest), (runnable, longest // 2), (2 * runnable, longest // 2))
@@ -99,7 +100,7 @@ def compare_lengths(
             batch_size=batch,
             max_tokens=max_tokens,
             memory=lambda extent: round(memory(extent)),
-            # Far below the sizes that were run, the fitted time may be negative: no batch beats the best measured rate.
+            # Far below the sizes of the runs, the fitted time may be negative; no batch beats the best measured rate.
             step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
             seed=seed,
         )

@@ -38,9 +38,9 @@ class StrategyReport:
     positions: int
     """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most bytes, by the memory model; ``None`` without a model."""
+    """Peak of the batch that needs most bytes, by the memory model.  ``None``: there is no model."""
     epoch_s: float | None
-    """Seconds of all batches, by the time model; ``None`` without a model."""
+    """Seconds of all batches, by the time model.  ``None``: there is no model."""
 
     @property
     def waste(self) -> float:
@@ -72,8 +72,8 @@ def compare_length_strategies(
     batch_size:
         Sequences in a batch, except under the token budget.
     max_tokens:
-        Most positions in a batch under the token budget; ``None`` for those of an average batch, or of the longest
-        sequence if that has more.
+        Maximum number of positions in a batch under the token budget.  ``None``: as many as an average batch has, or as
+        the longest sequence has, if more.
     memory, step_s:
         Models of one step: functions of a :class:`BatchExtent` that return its peak bytes and its seconds.
     seed:
@@ -97,11 +97,11 @@ def compare_length_strategies(
     buckets = LengthBucketSampler(lengths, batch_size, seed=seed)
     budget = max_tokens or max(max(lengths), round(batch_size * sum(lengths) / len(lengths)))
     tokens = TokenBudgetSampler(lengths, budget, oversize="alone", seed=seed)
-    drawn = _random_batches(len(lengths), batch_size, seed)
-    plans = {
-        "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in drawn],
+    random_batches = _random_batches(len(lengths), batch_size, seed)
+    extents_by_strategy = {
+        "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in random_batches],
         "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
-        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in drawn],
+        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in random_batches],
         TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(
@@ -113,7 +113,7 @@ def compare_length_strategies(
             peak_bytes=max(map(memory, extents)) if memory else None,
             epoch_s=sum(map(step_s, extents)) if step_s else None,
         )
-        for name, extents in plans.items()
+        for name, extents in extents_by_strategy.items()
     )
 
 

@@ -12,7 +12,7 @@ from memopt_cli.text.units import exact_bytes, format_bytes
 
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
-    """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of the free."""
+    """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of free bytes."""
     whole = device_capacity(device)
     if isinstance(memory, float):
         free = free_capacity(device)
@@ -30,10 +30,10 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
 
 
 def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: Budget | None) -> Limits:
-    """Return the limits on ``device`` where no ``--memory`` is given.
+    """Return the limits on ``device`` without ``--memory``.
 
-    They are the default share of all the memory that the device has, free or not, or a ``budget`` in bytes if that is
-    less: a user who optimizes within 200 MiB asks what fits into 200 MiB.
+    The budget is the default share of the device's memory, free or not, or ``budget`` if that is less: a user who
+    optimizes within 200 MiB asks what fits into 200 MiB.
     """
     capacity = device_capacity(device)
     budget_bytes, name = int(capacity.device_bytes * TARGET_SHARE), f"{100 * TARGET_SHARE:g} % of {capacity.limited_by}"
@@ -52,8 +52,8 @@ def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: 
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
     """Return the limits on a device that this machine does not have, so that no step runs.
 
-    ``memory`` is an int in bytes, or a float as a share of the memory of ``card``.  Raises :class:`UsageError` for more
-    than the card has.
+    ``memory`` is an int in bytes, or a float as a share of the memory of ``card``.  Raises :class:`UsageError` if the
+    card has less.
     """
     if isinstance(memory, float):
         assert card is not None, "checked before"

@@ -1,9 +1,9 @@
 """The model that predicts the peak of a batch from dry runs, and is corrected by every measured run.
 
-It is ``a + k * predicted``.  ``predicted`` are the bytes of tensors at a batch size, by a dry run: piecewise linear in
-the batch, with a bend where another instant becomes the peak.  ``a`` and ``k`` account for the rest (kernel workspace,
-the allocator's rounding).  After one run ``a`` is 0; after more, the line goes through the two nearest runs.  If no dry
-run is possible, ``predicted`` is the batch itself, and the model is ``a + c * batch``, fitted to the runs.
+The model is ``a + k * predicted``.  ``predicted`` are the bytes of tensors at a batch size, by a dry run: piecewise
+linear in the batch, with a bend where another instant becomes the peak.  ``a`` and ``k`` account for the rest (kernel
+workspace, the allocator's rounding).  After one run ``a`` is 0; after more, the line goes through the two nearest runs.
+If no dry run is possible, ``predicted`` is the batch itself, and the model is ``a + c * batch``, fitted to the runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memopt_cli.records import BatchProbe
 from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
-FEWEST = 2
-"""Smallest batch if a single sample is refused, as by a batch norm, which cannot normalize one."""
+MIN_REFUSING_ONE = 2
+"""Smallest batch of a model that refuses a single sample, as a batch norm cannot normalize one."""
 
 Predict = Callable[[int], float]
-"""Returns the bytes of tensors at the peak of a batch by a dry run, infinite if that fails; it is deterministic."""
+"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite: the dry run failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class PeakModel:
     """Batch of the inputs as the user described them."""
     runs: Runs
     predict: Predict | None
-    """Dry run of a batch; ``None`` if the step cannot run on tensors without data."""
+    """Dry run of a batch.  ``None``: the step cannot run on tensors without data."""
     ratio: float = 1.0
-    """Measured peak divided by the predicted one, as assumed before the first run."""
-    aside: set[int] = field(default_factory=set)
+    """Measured peak divided by the predicted peak, as assumed before the first run."""
+    ignored: set[int] = field(default_factory=set)
     """Batches of runs that the model ignores, as each would need a dry run that teaches little."""
     _predicted: set[int] = field(default_factory=set)
     """Batches that had a dry run."""
@@ -48,14 +48,14 @@ class PeakModel:
         if len(compared) < 2:
             return predicted * self.measured_ratio()
         near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
-        known = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
-        if known[0][0] == known[1][0] or math.isinf(predicted):  # both predicted alike: shift by the nearest's error
-            return predicted + known[0][1] - known[0][0]
-        intercept, slope = fit_line(known)
+        points = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
+        if points[0][0] == points[1][0] or math.isinf(predicted):  # both predicted alike: shift by the nearest's error
+            return predicted + points[0][1] - points[0][0]
+        intercept, slope = fit_line(points)
         return intercept + slope * predicted
 
     def measured_ratio(self) -> float:
-        """Return the measured peak divided by the predicted one, for the largest batch that has both."""
+        """Return the measured peak divided by the predicted peak, for the largest batch that has both."""
         if not self._compared:
             return self.ratio
         return self._compared[-1].allocated_peak_bytes / max(1.0, self.predicted(self._compared[-1].batch))
@@ -63,7 +63,7 @@ class PeakModel:
     @property
     def _compared(self) -> list[BatchProbe]:
         """Runs whose dry run succeeded as well, by batch."""
-        runs = (run for run in self.runs.measured if run.batch not in self.aside)
+        runs = (run for run in self.runs.measured if run.batch not in self.ignored)
         return [run for run in runs if math.isfinite(self.predicted(run.batch))]
 
     def predicted(self, batch: int) -> float:
@@ -73,26 +73,27 @@ class PeakModel:
         self._predicted.add(batch)
         return self.predict(batch)
 
-    def refused_above(self, batch: int) -> int | None:
-        """Return the next batch above ``batch`` that had a dry run, if that run failed; else ``None``."""
+    def failed_dry_run_above(self, batch: int) -> int | None:
+        """Return the next batch above ``batch`` that had a dry run, if this run failed; else ``None``."""
         larger = min((other for other in self._predicted if other > batch), default=None)
         return larger if larger is not None and math.isinf(self.predicted(larger)) else None
 
     @property
-    def least(self) -> int:
+    def smallest_batch(self) -> int:
         """Smallest batch that may run: two samples if dry runs fail with one and succeed with two."""
         unit = self.runs.limits.multiple_of
-        is_refused = unit < FEWEST and math.isinf(self.predicted(unit)) and math.isfinite(self.predicted(FEWEST))
-        return FEWEST if is_refused else unit
+        if unit >= MIN_REFUSING_ONE or math.isfinite(self.predicted(unit)):
+            return unit
+        return MIN_REFUSING_ONE if math.isfinite(self.predicted(MIN_REFUSING_ONE)) else unit
 
     def largest_within(self, budget_bytes: int) -> int:
         """Return the largest allowed multiple that fits ``budget_bytes`` by the model, to 1 %; 0 if none does."""
-        unit, most = self.runs.limits.multiple_of, self.runs.limits.most_samples
-        if most is not None and self.peak_bytes(self.runs.rounded(most)) <= budget_bytes:
-            return self.runs.rounded(most)
-        known_at = sorted(batch // unit for batch in self._predicted if batch % unit == 0)
+        unit, largest = self.runs.limits.multiple_of, self.runs.limits.max_samples
+        if largest is not None and self.peak_bytes(self.runs.rounded(largest)) <= budget_bytes:
+            return self.runs.rounded(largest)
+        numbers = sorted(batch // unit for batch in self._predicted if batch % unit == 0)
 
         def peak_bytes(units: int) -> float:
             return self.peak_bytes(units * unit)
 
-        return unit * largest_root(peak_bytes, budget_bytes, start=max(1, self.batch // unit), known_at=known_at)
+        return unit * largest_root(peak_bytes, budget_bytes, start=max(1, self.batch // unit), evaluated=numbers)

@@ -1,4 +1,4 @@
-"""The search for how many copies of a model train fastest as one (``--replicas``); each number is run once."""
+"""The search for the number of copies of a model that train fastest as one (``--replicas``); each is run once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.text.units import format_bytes, format_copies
 
-CHOOSING = 4
-"""Memory that choosing a route (how the copies run as one) takes for a moment, as a multiple of a step's memory."""
+CHOICE_RATIO = 4
+"""Memory that is taken for a moment to choose a route (how the copies run as one), divided by a step's memory."""
 _PATIENCE = 2
-"""Numbers of copies in a row that train no faster than a smaller number, after which the search ends."""
-_WORTH_A_RUN = 1.25
-"""Least ratio of the most copies that fit to the last number that ran, for them to be run as well."""
+"""Maximum number of runs in a row that train no faster than one with fewer copies."""
+_MIN_RATIO = 1.25
+"""Least ratio of the most copies that fit to the last number that ran, for the most copies to be run as well."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ReplicaSearch:
         """
         stop = ""
         for size in sizes:
-            stop = self._beyond(size)
+            stop = self._reason_not_to_run(size)
             if stop:
                 self._run_most()
             if stop := stop or self._run(size):
@@ -73,16 +73,18 @@ class ReplicaSearch:
             limited_by=limited_by,
         )
 
-    def _beyond(self, size: int) -> str:
-        """Return why ``size`` copies must not be run; empty if they may be."""
+    def _reason_not_to_run(self, size: int) -> str:
+        """Return why ``size`` copies must not be run, or an empty text."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)
         if peak_bytes > self.limits.budget_bytes and len(self.runs) > 1:
             return self.limits.name
-        if peak_bytes * CHOOSING > self.limits.runnable_bytes:
+        if peak_bytes * CHOICE_RATIO > self.limits.runnable_bytes:
             free = format_bytes(self.limits.runnable_bytes)
-            return f"this machine, where {free} are free and choosing a route takes {CHOOSING} times a step's memory"
+            return (
+                f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
+            )
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
             return f"memopt's own time limit of a step ({self.limits.longest_step_s:g} s)"
         return ""
@@ -102,12 +104,13 @@ class ReplicaSearch:
         if len(self.runs) < 2:
             return
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])
-        most = int((min(self.limits.budget_bytes, self.limits.runnable_bytes / CHOOSING) - intercept) // slope)
-        if most >= _WORTH_A_RUN * self.runs[-1].replicas and not self._beyond(most):
-            self._run(most)
+        max_bytes = min(self.limits.budget_bytes, self.limits.runnable_bytes / CHOICE_RATIO)
+        copies = int((max_bytes - intercept) // slope)
+        if copies >= _MIN_RATIO * self.runs[-1].replicas and not self._reason_not_to_run(copies):
+            self._run(copies)
 
     def _peak_bytes(self, size: int) -> float:
-        """Predict the peak bytes of ``size`` copies: by the line through two runs, or in proportion to a single one."""
+        """Predict the peak bytes of ``size`` copies: by the line through two runs, or in proportion to a single run."""
         if len(self.runs) == 1:
             return self.runs[0].allocated_peak_bytes * size / self.runs[0].replicas
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])

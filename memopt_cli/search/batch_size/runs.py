@@ -1,4 +1,4 @@
-"""The runs of a search for a batch, which of them fit, and the limits that they must keep."""
+"""The runs of a search for a batch, the limits that they must keep, and which runs fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memopt_cli.text.units import format_bytes
 TARGET_SHARE = 0.8
 """Share of the device's memory that a batch may take by default."""
 MAX_PROBES = 6
-"""Most measured runs for one answer."""
-_PUNCTUAL = 1.1
+"""Maximum number of measured runs for one answer."""
+_TIME_TOLERANCE = 1.1
 """Multiple of the time limit up to which a step is still in time, since times vary."""
 
 
@@ -21,21 +21,21 @@ class Limits:
     """Limits of a search: on what it may run, and on what it may recommend."""
 
     budget_bytes: int
-    """Most bytes of the allocated peak."""
+    """Largest allocated peak."""
     device_bytes: int
     """Bytes of the device's memory."""
     runnable_bytes: int
-    """Most bytes that a run may take here; the answer for a batch that takes more is an estimate."""
+    """Most bytes that a run may take on this machine; the answer for a batch that takes more is an estimate."""
     name: str
     """Budget in words: ``80 % of the machine's memory``."""
     longest_step_s: float
-    """Most seconds that a step may take."""
+    """Longest time that a step may take."""
     aim: float = 1.0
     """Share of :attr:`longest_step_s` that runs aim at."""
     multiple_of: int = 1
     """Number that must divide every batch."""
-    most_samples: int | None = None
-    """Largest useful batch; ``None`` for no such bound."""
+    max_samples: int | None = None
+    """Largest useful batch.  ``None``: no such bound."""
     probes: int = MAX_PROBES
 
     @property
@@ -45,7 +45,7 @@ class Limits:
 
     def is_in_time(self, step_s: float) -> bool:
         """Return whether a step of ``step_s`` seconds is in time."""
-        return step_s <= _PUNCTUAL * self.longest_step_s
+        return step_s <= _TIME_TOLERANCE * self.longest_step_s
 
 
 class Runs(dict[int, BatchProbe | Failure]):
@@ -68,7 +68,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def fastest(self) -> BatchProbe:
-        """Run with most samples a second of those that fit, of which there must be one."""
+        """Run that fits and has most samples a second; there must be one."""
         return max(self.fitting, key=lambda run: run.samples_per_s)
 
     @property
@@ -93,29 +93,29 @@ class Runs(dict[int, BatchProbe | Failure]):
         return describe(run)
 
     def below_failures(self, candidate: int) -> int:
-        """Return ``candidate``, or less if a batch up to it failed: half of that while none has fitted, then 9/10."""
+        """Return ``candidate``, or less if a batch up to it failed: half of the failed batch, or 9/10 if any fitted."""
         failed = self.failed
         if not failed or candidate < min(failed):
             return candidate
         return self.rounded(min(failed) * 9 // 10 if self.fitting else min(failed) // 2)
 
     def affordable(self) -> int:
-        """Return the batch whose step takes as long as runs aim at, or the largest that was in time if that is more.
+        """Return the batch whose step takes as long as runs aim at, or the largest that was in time, if larger.
 
-        The time of a step is assumed to follow the power law through the largest run in time and the next one, which
-        took longer; without the latter, to be proportional to the batch.
+        The time of a step is assumed to follow the power law through the largest run in time and the next run, which
+        took too long.  If there is no such run, it is assumed to be proportional to the batch.
         """
-        limit = self.limits.aim * self.limits.longest_step_s
+        limit_s = self.limits.aim * self.limits.longest_step_s
         in_time = [run for run in self.measured if self.is_in_time(run)]
         base = in_time[-1] if in_time else self.measured[0]
-        batch = base.batch * limit / base.step_s
+        batch = base.batch * limit_s / base.step_s
         late = next((run for run in self.measured if run.batch > base.batch), None)
         if in_time and late is not None:
             power = math.log(late.batch / base.batch) / math.log(late.step_s / base.step_s)
-            batch = base.batch * (limit / base.step_s) ** power
+            batch = base.batch * (limit_s / base.step_s) ** power
         return max(base.batch if in_time else 1, self.rounded(int(batch)))
 
     def rounded(self, batch: int) -> int:
-        """Round ``batch`` down to a multiple of :attr:`Limits.multiple_of`, and at least to that number."""
+        """Round ``batch`` down to a multiple of :attr:`Limits.multiple_of`, but not to 0."""
         unit = self.limits.multiple_of
         return max(unit, batch // unit * unit)

@@ -55,7 +55,7 @@ class LengthSampler(Sampler[list[int]]):
         if self._shuffle:
             generator.shuffle(indices)
         indices.sort(key=self._lengths.__getitem__, reverse=True)
-        batches = divisible(self._cut(indices), self._ranks)
+        batches = make_divisible(self._cut(indices), self._ranks)
         if self._shuffle:
             generator.shuffle(batches)
         return batches[self._rank :: self._ranks]
@@ -68,8 +68,8 @@ class LengthSampler(Sampler[list[int]]):
 class LengthBucketSampler(LengthSampler):
     """Batches of ``batch_size`` sequences of like length; one batch may be smaller.
 
-    The smaller one is placed in the sorted order where padding is least.  No other batches of these sizes have less
-    padding: for any given sizes, consecutive sequences of the sorted order are best.
+    The smaller batch is placed in the sorted order where padding is least.  No other batches of these sizes have less
+    padding, since consecutive sequences of the sorted order are best for any sizes.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class LengthBucketSampler(LengthSampler):
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]
 
         longest = [self._lengths[i] for i in indices]
-        # Moving the smaller batch one place further swaps it with one other, so the sum is updated, not computed anew.
+        # Moving the smaller batch one further swaps it with another batch, so the sum is updated, not computed anew.
         positions = sum(self._size * longest[rest + i * self._size] for i in range(whole)) + rest * longest[0]
         best = (positions, 0)
-        for place in range(1, whole + 1):
-            before = place - 1
-            positions += self._size * (longest[before * self._size] - longest[rest + before * self._size])
-            positions += rest * (longest[place * self._size] - longest[before * self._size])
-            best = min(best, (positions, place))
+        for index in range(1, whole + 1):
+            previous = index - 1
+            positions += self._size * (longest[previous * self._size] - longest[rest + previous * self._size])
+            positions += rest * (longest[index * self._size] - longest[previous * self._size])
+            best = min(best, (positions, index))
         return starts(best[1])
 
 
@@ -147,17 +147,17 @@ class TokenBudgetSampler(LengthSampler):
         return batches
 
 
-def divisible(batches: list[list[int]], ranks: int) -> list[list[int]]:
+def make_divisible(batches: list[list[int]], ranks: int) -> list[list[int]]:
     """Halve the largest of ``batches`` until ``ranks`` divides their number.
 
     If every batch has only one sequence, some batches are repeated instead, as ``DistributedSampler`` does.
     """
     batches = list(batches)
     while len(batches) % ranks:
-        place = max(range(len(batches)), key=lambda i: len(batches[i]))
-        batch = batches[place]
+        index = max(range(len(batches)), key=lambda i: len(batches[i]))
+        batch = batches[index]
         if len(batch) == 1:
             missing = -len(batches) % ranks
             return batches + [batches[i % len(batches)] for i in range(missing)]
-        batches[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+        batches[index : index + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
     return batches

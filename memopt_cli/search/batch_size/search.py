@@ -1,7 +1,7 @@
 """The search for the largest batch that fits (``memopt recommend-batch``).
 
-Dry runs estimate that batch, measured runs correct the estimate, and the last of them confirms the answer.  The order
-of runs is decided in ``_next``.
+Dry runs estimate that batch, measured runs correct the estimate, and the last run confirms the answer.  ``_next``
+decides the order of runs.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import math
 from collections.abc import Callable, Sequence
 
 from memopt_cli.records import BatchOutcome, BatchProbe, Crashed, Failure, StepFailed, describe
-from memopt_cli.search.batch_size.outcome import CLOSE, outcome_of
-from memopt_cli.search.batch_size.peak_model import FEWEST, PeakModel, Predict
+from memopt_cli.search.batch_size.outcome import SAME_BATCH_SHARE, make_outcome
+from memopt_cli.search.batch_size.peak_model import MIN_REFUSING_ONE, PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits, Runs
 
-_FIRST = 4
+_FIRST_RUN_RATIO = 4
 """Ratio of the answer by dry runs to the first batch that is run, if the answer is far above the user's batch.  The
 first run shows the time of a step, and its memory beside tensors; it is no larger than the user's batch.  An answer
 near the user's batch is run at once, as a smaller run would hardly change it."""
-_WORTH_ANOTHER_RUN = 1.5
+_MIN_TIMED_RATIO = 1.5
 """Least ratio of a batch limited by time to the best so far, for it to be run: small batches are slower per sample."""
-_SURE = 0.98
+_SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
 closer estimate.  A batch that fits this share by dry runs is taken to fit."""
-_ABOUT = 0.25
-"""Share by which the batch of a run may differ from one whose speed is wanted, to replace it."""
-_BEYOND = 1.5
-"""Largest ratio of the answer after more runs to that after one, for which a dry run is made in advance."""
+_SIMILAR_SHARE = 0.25
+"""Largest share by which two batches differ for the speed of one to stand for the speed of the other."""
+_FORESIGHT_RATIO = 1.5
+"""Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 
 Probe = Callable[[int], BatchProbe | Failure]
 """Measures the allocated peak and the time of a step at a batch size."""
@@ -56,9 +56,9 @@ class BatchSearch:
 
     def find(self) -> None:
         """Run batches until the largest within the limits has run, or no runs are left."""
-        within = min(self.runs.limits.budget_bytes, self.runs.limits.runnable_bytes)
+        max_bytes = min(self.runs.limits.budget_bytes, self.runs.limits.runnable_bytes)
         while len(self.runs) < self.runs.limits.probes:
-            candidate = self._next(within)
+            candidate = self._next(max_bytes)
             if candidate is None:
                 break
             self.run(candidate)
@@ -67,7 +67,7 @@ class BatchSearch:
         """Make the dry runs in advance that the search is likely to need; to be called once a batch has run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
-        for batch in (next_run, next_run // 2, int(_BEYOND * largest)):
+        for batch in (next_run, next_run // 2, int(_FORESIGHT_RATIO * largest)):
             if batch:
                 self.model.predicted(batch)
 
@@ -81,43 +81,44 @@ class BatchSearch:
         """Run ``batches`` to learn their speed, as long as runs are left; the peak model ignores them."""
         for batch in batches:
             if batch > 0 and batch not in self.runs and len(self.runs) < self.runs.limits.probes:
-                self.model.aside.add(batch)
+                self.model.ignored.add(batch)
                 self.run(batch)
 
-    def seek_faster(self, batches: Sequence[int], most_runs: int) -> None:
-        """Run ``batches``, in descending order, until a larger one is the fastest, in at most ``most_runs`` runs.
+    def seek_faster(self, batches: Sequence[int], max_runs: int) -> None:
+        """Run ``batches``, in descending order, until a larger one is the fastest, in at most ``max_runs`` runs.
 
-        A batch is skipped if one of about its size has run.
+        A batch is skipped if a similar one has run.
         """
-        last_run = len(self.runs) + most_runs
+        max_total = len(self.runs) + max_runs
         for batch in batches:
-            if not any(abs(run - batch) < _ABOUT * batch for run in self.runs) and len(self.runs) < last_run:
+            has_similar = any(abs(run - batch) < _SIMILAR_SHARE * batch for run in self.runs)
+            if not has_similar and len(self.runs) < max_total:
                 self.also_run([batch])
-            if self.runs.fastest.batch > (1 + _ABOUT) * batch:
+            if self.runs.fastest.batch > (1 + _SIMILAR_SHARE) * batch:
                 break
 
     def interrupt(self) -> None:
-        """Allow no more runs and dry runs; the answer is that of the runs so far."""
+        """Allow no more runs and dry runs; the runs so far give the answer."""
         self._interrupted, self.model.predict = True, None
 
     def outcome(self) -> BatchOutcome:
         """Return the answer by the runs so far."""
-        return outcome_of(self.runs, self.model, interrupted=self._interrupted)
+        return make_outcome(self.runs, self.model, interrupted=self._interrupted)
 
-    def refusal_of_fewer(self, batch: int) -> str:
-        """Run ``batch``, which is smaller than the user's, and return why the model refuses it; empty if it does not.
+    def smaller_refusal(self, batch: int) -> str:
+        """Run ``batch``, which is smaller than the user's, and return why the model refuses it, or an empty text.
 
         To be called before anything else has run.
         """
-        fewer = self.runs.rounded(batch)
-        if not FEWEST <= fewer < self.batch:
+        smaller = self.runs.rounded(batch)
+        if not MIN_REFUSING_ONE <= smaller < self.batch:
             return ""
-        self.also_run([fewer])
-        failed = self.runs.get(fewer)
-        return describe(failed) if isinstance(failed, StepFailed | Crashed) else ""
+        self.also_run([smaller])
+        run = self.runs.get(smaller)
+        return describe(run) if isinstance(run, StepFailed | Crashed) else ""
 
     def refusal(self) -> str:
-        """Return why the model runs at no batch but the user's; empty if it may run at others.
+        """Return why the model runs at the user's batch alone, or an empty text.
 
         The next smaller and larger batch are run if their dry runs fail, as long as runs are left.
         """
@@ -126,48 +127,50 @@ class BatchSearch:
             return ""
         neighbours = [batch for batch in (self.batch + unit, self.batch - unit) if batch > 0]
         self.also_run([batch for batch in neighbours if math.isinf(self.model.predicted(batch))])
-        others = [run for batch, run in self.runs.items() if batch != self.batch]
-        refused = [run for run in others if isinstance(run, StepFailed)]
-        return describe(refused[0]) if refused and refused == others else ""
+        other_runs = [run for batch, run in self.runs.items() if batch != self.batch]
+        failures = [run for run in other_runs if isinstance(run, StepFailed)]
+        return describe(failures[0]) if failures and failures == other_runs else ""
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def _next(self, within: int) -> int | None:
-        """Return the batch to run next within ``within`` bytes; ``None`` if the answer has run, or there is none."""
+    def _next(self, max_bytes: int) -> int | None:
+        """Return the batch to run next within ``max_bytes``; ``None`` if the answer has run, or there is none."""
         unit = self.runs.limits.multiple_of
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:  # the last run should fit
-            within = int(within * _SURE)
+            max_bytes = int(max_bytes * _SAFE_SHARE)
         # If the largest batch in time surely fits, there is no need to look for the largest in memory by dry runs.
         affordable = self.runs.affordable() if self.runs.measured else None
-        if affordable is not None and self._fits_well(affordable, within):
-            return self._in_time(affordable)
-        candidate = self._at_least(self.runs.below_failures(self.model.largest_within(within)))
+        if affordable is not None and self._fits_safely(affordable, max_bytes):
+            return self._if_worth_a_run(affordable)
+        candidate = self._at_least(self.runs.below_failures(self.model.largest_within(max_bytes)))
         if affordable is not None and affordable < candidate:
-            return self._in_time(affordable)
-        if not self.runs and self._begins_small(candidate, within):
-            candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST)))
-        is_known = candidate in self.runs or candidate < best + max(unit, CLOSE * best)
-        return None if is_known else candidate
+            return self._if_worth_a_run(affordable)
+        if not self.runs and self._begins_small(candidate, max_bytes):
+            candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST_RUN_RATIO)))
+        is_answered = candidate in self.runs or candidate < best + max(unit, SAME_BATCH_SHARE * best)
+        return None if is_answered else candidate
 
-    def _fits_well(self, batch: int, within: int) -> bool:
-        """Return whether ``batch`` is near one that ran, and surely fits in ``within`` bytes."""
-        is_near = batch <= _FIRST * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
-        return is_near and self.model.peak_bytes(batch) <= _SURE * within
+    def _fits_safely(self, batch: int, max_bytes: int) -> bool:
+        """Return whether ``batch`` is near one that ran, and surely fits in ``max_bytes``."""
+        is_near = batch <= _FIRST_RUN_RATIO * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
+        return is_near and self.model.peak_bytes(batch) <= _SAFE_SHARE * max_bytes
 
-    def _in_time(self, batch: int) -> int | None:
+    def _if_worth_a_run(self, batch: int) -> int | None:
         """Return ``batch``, the largest in time, if it is worth a run; else ``None``."""
         best = self.runs.best
-        is_worth_it = batch >= best * _WORTH_ANOTHER_RUN or batch < best
+        is_worth_it = batch >= best * _MIN_TIMED_RATIO or batch < best
         return batch if is_worth_it and batch not in self.runs else None
 
     def _at_least(self, batch: int) -> int:
-        return batch if batch >= max(FEWEST, self.runs.limits.multiple_of) else self.model.least
+        """Return ``batch``, or the smallest batch of the model if it may be too small."""
+        is_enough = batch >= max(MIN_REFUSING_ONE, self.runs.limits.multiple_of)
+        return batch if is_enough else self.model.smallest_batch
 
-    def _begins_small(self, candidate: int, within: int) -> bool:
+    def _begins_small(self, candidate: int, max_bytes: int) -> bool:
         """Return whether a smaller batch should run before ``candidate``, which may not fit or may take too long."""
-        is_far = candidate > _FIRST * self.batch
-        is_sure = self.model.predict is not None and self.model.peak_bytes(candidate) <= _SURE * within
+        is_far = candidate > _FIRST_RUN_RATIO * self.batch
+        fits_safely = self.model.predict is not None and self.model.peak_bytes(candidate) <= _SAFE_SHARE * max_bytes
         if self.runs.limits.probes > 2:
-            return is_far or not is_sure
+            return is_far or not fits_safely
         return is_far and (self.runs.limits.probes > 1 or self.model.predict is None)

@@ -1,4 +1,4 @@
-"""Device profiles for ``--for``: those of well-known GPUs, and profiles read from YAML.
+"""Device profiles for ``--for``: built-in ones of well-known GPUs, and profiles read from YAML.
 
 Rates come from the vendors' data sheets, for dense products at boost clock; real kernels are slower.  Memory is the
 part that a process can allocate: the total that PyTorch shows, less half a GiB for the CUDA context.
@@ -75,7 +75,7 @@ CARDS: Final[dict[str, DeviceProfile]] = {
 
 
 def device_profile(text: str) -> DeviceProfile:
-    """Return the profile that ``text`` names: that of a card such as ``a100-40gb``, or one in a YAML file at that path.
+    """Return the profile of the card that ``text`` names, such as ``a100-40gb``, or of the YAML file at that path.
 
     Raises :class:`UsageError` for an unknown card, and for a file that is not a profile.
     """
@@ -84,10 +84,10 @@ def device_profile(text: str) -> DeviceProfile:
     if text.lower() in CARDS:
         return CARDS[text.lower()]
     close = difflib.get_close_matches(text.lower(), CARDS, n=3, cutoff=0.4)
-    meant = f"Did you mean {' or '.join(close)}? " if close else ""
+    suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
         f"no card is known as {shortened(text)}",
-        hint=f"{meant}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
+        hint=f"{suggestion}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
     )
 
 

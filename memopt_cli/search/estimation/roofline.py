@@ -1,6 +1,6 @@
-"""The time of an operator on a device that is not here: the longer of the times to compute, and to move its bytes.
+"""The time of an operator on another device: the longer of the times to compute, and to move its bytes.
 
-It is the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model",
+This is the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model",
 2009), operator by operator, with a least time for the launch of a kernel.
 """
 
@@ -28,7 +28,7 @@ def operator_s(op: OpTrace, device: DeviceProfile) -> float:
 
 
 def rate_of(op: OpTrace, device: DeviceProfile) -> float:
-    """Return the floating-point operations a second of ``op`` on ``device``; that of fp32 if its rate is not known."""
+    """Return the floating-point operations a second of ``op`` on ``device``; by default, the rate of fp32."""
     rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 

@@ -1,4 +1,4 @@
-"""A recorded step as a tree of blocks, with the numbers that the solver needs of each: bytes, seconds, refusals.
+"""A recorded step as a tree of blocks, each with the numbers that the solver needs: bytes, seconds, refusals.
 
 A block is a call of a module; its children are the calls in it, and the operators between these.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
 from memopt_cli.search.plan.cost_model import CostModel, Rerun, packed_inputs, packing_s
-from memopt_cli.search.plan.keeping import Costly, costly_calls
+from memopt_cli.search.plan.keeping import CostlyCall, costly_calls
 from memopt_cli.search.plan.operator_bytes import OperatorBytes
 
 
@@ -34,7 +34,7 @@ class Block:
     kept_bytes: int
     """Bytes kept for backward that the block pays for."""
     peak_bytes: int
-    """Most bytes at any instant of its forward or backward, without those kept for backward."""
+    """Most bytes at any instant of its forward or backward, without bytes kept for backward."""
     recompute_peak_bytes: int = 0
     """Like ``peak_bytes``, for a recomputation: its forward runs while tensors of backward, mostly gradients, exist."""
     packed_bytes: int = 0
@@ -42,39 +42,39 @@ class Block:
     forward_bytes: int = 0
     """Like ``peak_bytes``, for a forward in which autograd saves nothing, as in a segment's first run."""
     packed_peak_bytes: int = 0
-    """Like ``peak_bytes``, with packing: tensors to be packed exist unpacked, too, while forward itself uses them."""
+    """Like ``peak_bytes``, with packing; while forward uses tensors to be packed, they exist unpacked as well."""
     resident_bytes: int = 0
     """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
     rerun: Rerun = field(default_factory=Rerun)
     """Cost of running its forward again."""
-    costly: tuple[Costly, ...] = ()
-    """Costly calls in the block, in their order."""
+    costly: tuple[CostlyCall, ...] = ()
+    """CostlyCall calls in the block, in their order."""
     input_bytes: int = 0
     """Bytes of inputs that would be alive only because a segment on the block holds them."""
     packed_input_bytes: int = 0
     """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Codec that makes its inputs smallest; ``null`` if none makes them smaller."""
+    """Codec that makes its inputs smallest.  ``null``: no codec makes them smaller."""
     packing_s: float = 0.0
     """Seconds to pack and unpack its inputs."""
     input_shape: tuple[int, ...] = ()
     """Shape of its first input."""
-    given_bytes: int = 0
+    all_input_bytes: int = 0
     """Bytes of all its inputs."""
     output_bytes: int = 0
     state_bytes: int = 0
     """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
-    """Reason why the block cannot be a segment; empty if it can."""
+    """Reason why the block cannot be a segment, or empty."""
     children: tuple[Block, ...] = ()
-    """Parts in the order of execution; empty if it has none."""
+    """Parts in the order of execution."""
     is_round: bool = False
     """Whether the block is a round of a user's own step: calls of models whose backward ends before the next block."""
     signature: int = 0
     """Hash, equal for blocks that do the same on tensors of the same sizes."""
 
     def __iter__(self) -> Iterator[Block]:
-        """Yield this block and those below it."""
+        """Yield this block and all blocks below it."""
         yield self
         for child in self.children:
             yield from child
@@ -87,61 +87,66 @@ def block_tree(model: CostModel) -> Block:
 
 @dataclass(slots=True)
 class _Node:
-    """A call of a module; or a round of a user's own step, as where a GAN's two models are trained in turn."""
+    """A call of a module; or a round of a user's own step, such as the turn of one of a GAN's two models."""
 
     call: ModuleCall
     """The call; for a round, a call that ends when the next block begins."""
     children: list[_Node] = field(default_factory=list)
-    around: ModuleCall | None = None
-    """Operators of a round as a call: its forward up to the first backward, and its backward; ``None`` for a module."""
+    round_call: ModuleCall | None = None
+    """Operators of a round as a call: its forward up to the first backward, and its backward.  ``None``: no round."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:
     """Return ``calls`` as a tree: each below the call that made it, and the first one at the root."""
     root = _Node(calls[0])
-    around = [root]
+    enclosing = [root]
     for call in calls[1:]:
-        while around[-1].call.end <= call.start and len(around) > 1:
-            around.pop()
+        while enclosing[-1].call.end <= call.start and len(enclosing) > 1:
+            enclosing.pop()
         node = _Node(call)
-        around[-1].children.append(node)
-        around.append(node)
+        enclosing[-1].children.append(node)
+        enclosing.append(node)
     return root
 
 
-def _rounds(nodes: Sequence[_Node], ops: int) -> _Node:
-    """Gather ``nodes`` in a round up to ``ops``; those whose backward ends before the next call are rounds in it."""
+def _rounds(nodes: Sequence[_Node], stop: int) -> _Node:
+    """Gather ``nodes`` in a round up to the operator ``stop``.
+
+    Nodes whose backward ends before the next call are rounds of their own in it.
+    """
     parts: list[_Node] = []
     for node in nodes:
         first = len(parts)
-        while first and not parts[first - 1].around and parts[first - 1].call.backward_end <= node.call.start:
+        while first and not parts[first - 1].round_call and parts[first - 1].call.backward_end <= node.call.start:
             first -= 1
         if len(parts) > first:
             parts[first:] = [_round(parts[first:], node.call.start)]
         parts.append(node)
-    return _round(parts, ops)
+    return _round(parts, stop)
 
 
 def _round(parts: list[_Node], stop: int) -> _Node:
     """Make a round of ``parts``; the block after it begins at the operator ``stop``."""
-    backward = [c for c in (part.call for part in parts) if c.backward]
-    start, end = parts[0].call.start, parts[-1].call.end
-    first = min((c.backward_start for c in backward), default=stop)  # the forward of a round lasts until here
-    around = ModuleCall(
+    calls = [part.call for part in parts]
+    # The forward of a round lasts until its first backward.
+    first_backward = min((call.backward_start for call in calls if call.backward), default=stop)
+    forward_end = max(calls[-1].end, first_backward)
+    backward_end = max((call.backward_end for call in calls if call.backward), default=forward_end)
+    round_call = ModuleCall(
         path="",
-        start=start,
-        end=max(end, first),
-        backward_start=max(end, first),
-        backward_end=max((c.backward_end for c in backward), default=max(end, first)),
+        start=calls[0].start,
+        end=forward_end,
+        backward_start=forward_end,
+        backward_end=backward_end,
         inputs=(),
         outputs=(),
     )
-    over = max(around.end, around.backward_end)
-    return _Node(replace(around, end=over, backward_start=over, backward_end=over), parts, around)
+    end = max(forward_end, backward_end)
+    return _Node(replace(round_call, end=end, backward_start=end, backward_end=end), parts, round_call)
 
 
-def _backward_edges(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
-    """Return the backward of each gap around ``calls`` in ``call``: it lies between the backwards of its neighbours."""
+def _gap_backwards(call: ModuleCall, calls: Sequence[ModuleCall]) -> list[range]:
+    """Return the backward of each gap around ``calls`` in ``call``, between the backwards of the neighbouring calls."""
     upper = [call.backward_end]
     for child in calls:
         upper.append(min(upper[-1], child.backward_start) if child.backward else upper[-1])
@@ -163,21 +168,21 @@ class _Builder:
         if not self._trace.calls[0].path:
             return self._block(_nest(self._trace.calls))
         # A user's own step calls its models from no module, so the tree needs a root that is a round.
-        whole = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
-        nodes = _nest([whole, *self._trace.calls]).children
+        root = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
+        nodes = _nest([root, *self._trace.calls]).children
         return self._block(_rounds(nodes, len(self._trace.ops)))
 
-    def _round(self, around: ModuleCall, parts: Sequence[_Node]) -> Block:
-        block = self._span("", around.forward, around.backward, around.end)
-        block.children = tuple(self._children(around, parts))
+    def _round(self, call: ModuleCall, parts: Sequence[_Node]) -> Block:
+        block = self._span("", call.forward, call.backward, call.end)
+        block.children = tuple(self._children(call, parts))
         block.refusal = "the step runs its models one by one"
         block.is_round = True
         block.signature = hash(("round", block.signature, tuple(child.signature for child in block.children)))
         return block
 
     def _block(self, node: _Node) -> Block:
-        if node.around is not None:
-            return self._round(node.around, node.children)
+        if node.round_call is not None:
+            return self._round(node.round_call, node.children)
         call = node.call
         children = tuple(self._children(call, node.children))
         module = self._model.modules[call.path]
@@ -191,7 +196,7 @@ class _Builder:
         own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.input_shape = tuple(module.input_shape)
-        own.given_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
+        own.all_input_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(self._trace.storages[s].nbytes for s in {*call.outputs})
         own.state_bytes = module.state_bytes
         own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
@@ -217,7 +222,7 @@ class _Builder:
             return
         calls = [part.call for part in parts]
         edges = [call.start, *(edge for c in calls for edge in (c.start, c.end)), call.end]
-        backward = _backward_edges(call, calls)
+        backward = _gap_backwards(call, calls)
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]  # before, between and after the parts
         for index, gap in enumerate(gaps):
             span = self._span("", gap, backward[index], gap.stop)
@@ -228,25 +233,25 @@ class _Builder:
 
     def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
         """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
-        known, ops = self._bytes, [*forward, *backward]
+        sums, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        passed, passed_whole = known.passed(forward, backward)
-        base = {i: known.base[i] + passed[i] for i in ops}
-        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (known.paid, known.paid_packed))
-        outside = max(passed.values(), default=0), max((known.whole[i] for i in ops), default=0)
-        # A rerun begins beside the bytes that are there before backward, where the first run had those before forward.
+        passed, passed_whole = sums.passed(forward, backward)
+        base = {i: sums.base[i] + passed[i] for i in ops}
+        kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (sums.paid, sums.paid_packed))
+        outside = max(passed.values(), default=0), max((sums.whole[i] for i in ops), default=0)
+        # The first run finds the bytes that exist before forward; a rerun, the bytes that exist before backward.
         highest = max((base[i] for i in forward if i < stop), default=0)
-        entries = [known.entry[part.start] if part.start < len(known.entry) else 0 for part in (backward, forward)]
+        entries = [sums.entry[part.start] if part.start < len(sums.entry) else 0 for part in (backward, forward)]
         more_bytes = max(0, entries[0] - entries[1])
-        fallback = known.base[forward.start] if forward.start < len(known.base) else 0
+        fallback = sums.base[forward.start] if forward.start < len(sums.base) else 0
         return Block(
             path=path,
             kept_bytes=kept,
             packed_bytes=packed,
             peak_bytes=max(base.values(), default=fallback),
-            packed_peak_bytes=max((known.base[i] + passed_whole[i] + known.whole[i] for i in ops), default=fallback),
+            packed_peak_bytes=max((sums.base[i] + passed_whole[i] + sums.whole[i] for i in ops), default=fallback),
             recompute_peak_bytes=max([highest + more_bytes, *(base[i] for i in backward)]),
-            resident_bytes=max((known.resident[i] for i in backward), default=0),
+            resident_bytes=max((sums.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
             refusal="no module runs these operators alone",
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
@@ -262,7 +267,7 @@ class _Builder:
         return 0, "null"
 
 
-def repeated(root: Block) -> set[str]:
+def repeated_paths(root: Block) -> set[str]:
     """Return the paths of modules that are called more than once a step."""
     calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

@@ -5,7 +5,7 @@ segment frees tensors that only autograd would have kept.  Right before the segm
 more, and what autograd saves then lives as long as before.  Segments nest: within a recomputation, an inner segment is
 in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is alive at once.
 
-The seconds are those of the recorded operators, plus recomputation, plus overheads that the constants below describe.
+The seconds are the sum of the recorded operators, recomputation, and overheads that the constants below describe.
 
 All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  A dry run
 (:func:`memopt_cli.trace.count`) is exact but takes about a second; the cost model finds the plans that are worth one.
@@ -39,12 +39,13 @@ from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
 from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
-"""Assumed rate of packing, in bytes a second, where it was not measured: about that of copying the tensor twice."""
+"""Assumed rate of packing, in bytes a second, where it was not measured: about as fast as copying the tensor twice."""
 OP_S = 1.5e-6
-"""Least seconds of an operator, however small its tensors are.  Each further chunk pays them in forward, recomputation
-and backward.  Fitted, like the next five, to tiny layers in 1 to 4 chunks (``benchmarks/overhead.py``)."""
+"""Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
+recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
+(``benchmarks/overhead.py``)."""
 PRODUCT_S = 40e-6
-"""Least seconds of a convolution or a product of matrices beyond :data:`OP_S`."""
+"""Least seconds of a convolution or a product of matrices, added to :data:`OP_S`."""
 SEGMENT_S = 0.4e-3
 """Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
@@ -52,19 +53,19 @@ MODULE_S = 40e-6
 """Seconds that each module in a segment adds: its state is saved and put back."""
 SEGMENT_OP_S = 16e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
-_PACKING_S, _LOOK_S = 280e-6, 60e-6
+_PACKING_S, _INSPECTION_S = 280e-6, 60e-6
 """Seconds to pack a small tensor and unpack it again, and seconds to find that a tensor is not to be packed."""
 KEEP_OP_S = 20e-6
-"""Seconds that a segment which keeps outputs adds to each operator, in either run, by passing through Python."""
+"""Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python."""
 NORM_S = 0.9e-3
-"""Seconds that each norm adds to a chunk where batch statistics are gathered: the norm is then a dozen small operators
+"""Seconds that each norm adds to a chunk where batch statistics are gathered.  The norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
 _NORM_SHARE = 0.4
-"""Time of these operators on large tensors, divided by that of the norm's own kernel (0.48 where it gathers, 0.33 where
-it normalizes)."""
+"""Time of the dozen operators on large tensors, divided by the time of the norm's own kernel (0.48 where it gathers,
+0.33 where it normalizes)."""
 _FLOPS_PER_S = 5e10
 """Assumed operations a second where no operator was timed; only ratios of times matter then."""
-_MIN_S = 15e-6
+_MIN_OP_S = 15e-6
 """Assumed least seconds of an operator where none was timed."""
 
 
@@ -75,22 +76,22 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Passes over the chunks of a segment, each of which gathers the statistics of one more of its batch norms."""
+    """Passes over the chunks of a segment; each pass gathers the statistics of one more batch norm."""
 
     norms: int = 0
-    """Number of batch norms, at each of which a pass ends."""
+    """Number of batch norms; a pass ends at each."""
     ops: int = 0
-    """Operators of forward that all passes run, each counted once for every pass."""
+    """Number of operators of forward in all passes together."""
     seconds: float = 0.0
     """Seconds that the passes add in forward and recomputation together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The recomputation of one call's forward: its seconds, and the counts that its overhead depends on."""
+    """The recomputation of one call's forward: its seconds, and the numbers that set its overhead."""
 
     stop: int = 0
-    """Operator before which the recomputation ends: autograd saves nothing from there on."""
+    """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
     seconds: float = 0.0
     """Seconds of the operators up to :attr:`stop`."""
     ops: int = 0
@@ -100,12 +101,12 @@ class Rerun:
     modules: int = 0
     """Number of modules in the segment, its own included."""
     passes: Passes = Passes()
-    """Passes that come before it where batch statistics are gathered."""
+    """Passes before the recomputation, where batch statistics are gathered."""
     scale: float = 1.0
     """Factor on all overheads: see :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 
     def overhead_s(self, segment: SegmentPlan) -> float:
-        """Return the seconds that ``segment`` adds besides the recomputation itself and packing its inputs."""
+        """Return the seconds that ``segment`` adds to its recomputation and to packing its inputs."""
         passes = self.passes if segment.gathers else Passes()
         runs = segment.chunks * (1 + passes.norms)
         runs_per_op = segment.chunks * (1 + passes.ops / max(1, self.ops))  # on average: passes stop at their norm
@@ -123,79 +124,80 @@ class Rerun:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchNorm:
-    """A norm by the statistics of a batch, as one operator of a step."""
+class NormOperator:
+    """An operator of a step that normalizes by the statistics of a batch."""
 
     op: int
-    source: int
-    """Operator that makes the tensor that the norm normalizes."""
-    nbytes: int = 0
-    """Bytes of that tensor."""
+    """Index in the step."""
+    input_maker: int
+    """Operator that makes the norm's input."""
+    input_bytes: int = 0
 
 
-def batch_norms(trace: StepTrace) -> list[BatchNorm]:
+def norm_operators(trace: StepTrace) -> list[NormOperator]:
     """List the batch norms in the forward of ``trace``, in their order."""
 
     def gathers(op: OpTrace) -> bool:
         # native_batch_norm returns the batch's mean and deviation beside its output; in evaluation they are empty.
-        made = sum(trace.storages[index].nbytes > 0 for index in op.makes)
-        return op.phase == "forward" and "batch_norm" in op.name and made > 1
+        outputs = sum(trace.storages[index].nbytes > 0 for index in op.makes)
+        return op.phase == "forward" and "batch_norm" in op.name and outputs > 1
 
     def input_of(op: OpTrace) -> StorageTrace:
         return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
     norms = [(index, input_of(op)) for index, op in enumerate(trace.ops) if gathers(op)]
-    return [BatchNorm(index, storage.born, storage.nbytes) for index, storage in norms]
+    return [NormOperator(index, storage.born, storage.nbytes) for index, storage in norms]
 
 
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
     """Return the bytes of the inputs of ``call`` that need gradients.
 
-    A norm whose own input is no larger than these links the pass that ends at it to the next (see the glossary).
+    If the input of a norm is no larger, the pass that ends at the norm is linked to the next (see the glossary).
     """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
 
 def statistics_passes(
-    elapsed: Sequence[float], norms: Sequence[BatchNorm], start: int, stop: int, trained_bytes: int
+    elapsed: Sequence[float], norms: Sequence[NormOperator], start: int, stop: int, trained_bytes: int
 ) -> Passes:
-    """Price the passes over the operators from ``start`` to ``stop`` that gather batch statistics.
+    """Price the passes over the operators from ``start`` to ``stop``, which gather batch statistics.
 
     ``elapsed`` has the seconds before every operator of the step, ``norms`` are the step's batch norms, and
     ``trained_bytes`` comes from :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
     forward and in backward: two norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.
     """
-    within = norms[_first_from(norms, start) : _first_from(norms, stop)]
+    inner_norms = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
-    for norm in within:
+    for norm in inner_norms:
         norm_s = elapsed[norm.op + 1] - elapsed[norm.op]
-        handed_on_s = elapsed[norm.source + 1] - elapsed[norm.source] if norm.source >= start else 0.0
+        maker = norm.input_maker
+        maker_s = elapsed[maker + 1] - elapsed[maker] if maker >= start else 0.0
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
-        if norm.nbytes <= trained_bytes:  # linked: the pass runs in forward, and once more in backward
-            seconds += 2 * until_s - handed_on_s
+        if norm.input_bytes <= trained_bytes:  # linked: the pass runs in forward, and once more in backward
+            seconds += 2 * until_s - maker_s
         else:  # not linked: the next pass's backward goes through this pass as well, at twice the time of its forward
             seconds += 4 * until_s
         seconds += _NORM_SHARE * norm_s
         saved_s += (1 - _NORM_SHARE) * norm_s
-    ops = sum(norm.op + 1 - start for norm in within)
-    # The run that follows the passes normalizes by their statistics, which saves as much in forward and recomputation.
-    return Passes(norms=len(within), ops=ops, seconds=seconds - 2 * saved_s)
+    ops = sum(norm.op + 1 - start for norm in inner_norms)
+    # The run after the passes normalizes by their statistics, which saves as much in forward and recomputation.
+    return Passes(norms=len(inner_norms), ops=ops, seconds=seconds - 2 * saved_s)
 
 
-def _first_from(norms: Sequence[BatchNorm], op: int) -> int:
+def _first_from(norms: Sequence[NormOperator], op: int) -> int:
     return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
 
 
 _MAX_CHUNKS = 256
-"""Most chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took over a minute
-(four blocks of two layers, 64 features, batch 2048)."""
+"""Maximum number of chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took
+over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
-    """Yield numbers of chunks worth a try, each about ``factor`` times the one before, up to ``length``.
+    """Yield numbers of chunks worth a try, each about ``factor`` times the previous number, up to ``length``.
 
-    Of the numbers whose longest chunk is equally long, only the least is worth a try: an axis of 10 is never cut in 6
-    to 9 chunks, whose longest has 2, as 5 chunks have no longer ones.  With ``factor`` 1, all such numbers come.
+    A number is worth a try if no smaller one gives chunks as short.  An axis of 10 is never cut in 6 to 9 chunks: the
+    longest of them has 2, and so do 5 chunks.  With ``factor`` 1, all numbers worth a try come.
     """
     chunks = 1
     while chunks < length:
@@ -207,7 +209,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if it is not known."""
+    """Return the share that the longest of ``chunks`` has of an axis of ``length``.  ``length`` 0: not known."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
@@ -220,7 +222,7 @@ def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequ
 def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
     """Return whether the chunks of ``segment`` cannot be packed.
 
-    A chunk of a concatenation is not one of its parts; and a chunk along any axis but the first has gaps in memory.
+    A chunk of a concatenation is none of the concatenated parts, and a chunk along a later axis has gaps in memory.
     """
     return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
 
@@ -234,18 +236,20 @@ class CostModel:
         self._calls: dict[str, list[ModuleCall]] = defaultdict(list)
         for call in trace.calls:
             self._calls[call.path].append(call)
-        timed = any(op.seconds for op in trace.ops)
+        is_timed = any(op.seconds for op in trace.ops)
         self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
         """Bytes of the tensors that autograd saves and a codec can pack."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Allocated peak of the original in bytes."""
-        self.seconds = _timed_alike(trace) if timed else [max(_MIN_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        self.seconds = (
+            _Times(trace).medians if is_timed else [max(_MIN_OP_S, op.flops / _FLOPS_PER_S) for op in trace.ops]
+        )
         """Seconds of every operator, measured or estimated from its flops."""
         self.step_s = sum(self.seconds)
         """Seconds of the original step."""
         self.elapsed = [0.0, *accumulate(self.seconds)]
         """Seconds before each operator starts; the last entry is the total."""
-        self.norms = batch_norms(trace)
+        self.norms = norm_operators(trace)
         self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
         """Number of convolutions and matrix products before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
@@ -269,18 +273,18 @@ class CostModel:
     def _replay(self, plan: Plan) -> Prediction:
         replay = Replay(self._original, self._blocks(plan), plan.packed, sends_outside=plan.place != "device")
         peak_bytes, op = replay.peak()
-        waited_s = self._waits_s(replay) if replay.sent else 0.0
+        waits_s = self._waits_s(replay) if replay.sent else 0.0
         return Prediction(
             allocated_peak_bytes=peak_bytes,
             module=op.module,
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
             + packing_s(self.trace, sum(replay.packed_outside), len(replay.packed_outside))
-            + _LOOK_S * replay.left_unpacked
+            + _INSPECTION_S * replay.left_unpacked
             + SEND_S * len(replay.sent)
             + self.trace.copying_s_per_byte * sum(tensor.nbytes for tensor in replay.sent)
-            + waited_s,
-            waits_s=waited_s,
+            + waits_s,
+            waits_s=waits_s,
             elsewhere_bytes=replay.sent_bytes,
         )
 
@@ -294,11 +298,11 @@ class CostModel:
         rerun = self.rerun(block.call)
         saved_s = sum(self.seconds[op] for op in block.kept)
         packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in block.packed)
-        packing = packing_s(self.trace, packed_bytes, len(block.packed))
-        return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + packing
+        inputs_s = packing_s(self.trace, packed_bytes, len(block.packed))
+        return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + inputs_s
 
     def rerun(self, call: ModuleCall) -> Rerun:
-        """Return the cost of running the forward of ``call`` again, up to the last operator that autograd saves for."""
+        """Return the cost of running the forward of ``call`` again, as far as autograd saves something."""
         key = call.path, call.start, call.end
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
@@ -319,20 +323,20 @@ class CostModel:
         """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
         # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them so.
         segments = [segment for segment in plan.segments if not segment.through_loss]
-        wanted = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
-        wanted.sort(key=lambda pair: (pair[0].start, -pair[0].end))
+        recomputed = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
+        recomputed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
         blocks: list[ReplayedSegment] = []
-        around: list[ReplayedSegment] = []
-        for call, segment in wanted:
-            while around and around[-1].call.end <= call.start:
-                around.pop()
+        enclosing: list[ReplayedSegment] = []
+        for call, segment in recomputed:
+            while enclosing and enclosing[-1].call.end <= call.start:
+                enclosing.pop()
             if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
-            blocks.append(self._block(call, segment, around[-1] if around else None))
-            around.append(blocks[-1])
-        within: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
+            blocks.append(self._block(call, segment, enclosing[-1] if enclosing else None))
+            enclosing.append(blocks[-1])
+        inner_calls: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
         for block in blocks:
-            within[block.parent].append(block.call)
+            inner_calls[block.parent].append(block.call)
         stored: set[int] = set()
         for block in blocks:
             if block.parent is None:
@@ -340,24 +344,28 @@ class CostModel:
                 block.packed = self._packed(block, alive)
                 stored.update(block.call.inputs if block.segment.chunks == 1 else ())
             if block.segment.keep:
-                block.kept = self._kept(block, within[block])
+                block.kept = self._kept(block, inner_calls[block])
         return blocks
 
     def _block(self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None) -> ReplayedSegment:
-        """Return ``call`` of ``segment`` to replay; its packed and kept tensors depend on other segments: set later."""
+        """Return ``call`` of ``segment`` to replay.
+
+        :meth:`_blocks` sets packed and kept tensors, which depend on other segments.
+        """
         block = ReplayedSegment(call, segment, parent)
         block.stop = self.rerun(call).stop
         block.state_bytes = self.modules[call.path].state_bytes
         if segment.gathers:
             first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
             trained_bytes = trained_input_bytes(self.trace, call)
-            block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.nbytes <= trained_bytes)
+            block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
         block.keeps_graph = self._outliving(call) > block.state_bytes > 0
         block.first_saver = _first_saver(self._ends, call)
         block.length = self._length(segment)
         share = longest_share(segment.chunks, block.length)
         are_uneven = share * segment.chunks > 1 + 1e-9
-        block.longest_adds_in_place = segment.chunks > 2 and are_uneven  # the longest come first, so last in backward
+        # The longest chunks come first, so last in backward.
+        block.longest_adds_in_place = segment.chunks > 2 and are_uneven
         block.shares = (parent.shares if parent else 1.0) / share
         return block
 
@@ -376,14 +384,14 @@ class CostModel:
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
 
-    def _kept(self, block: ReplayedSegment, within: Sequence[ModuleCall]) -> frozenset[int]:
-        """Return the operators whose outputs ``block`` keeps; those of the segments ``within`` run again anyway."""
-        inner = {op for call in within for op in call.forward}
-        own = [op for op in range(block.call.start, block.stop) if op not in inner]
+    def _kept(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
+        """Return the operators whose outputs ``block`` keeps; operators of ``inner_calls`` run again anyway."""
+        inner_ops = {op for call in inner_calls for op in call.forward}
+        own = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
-        """Return the length of the axis along which ``segment`` is cut; 0 if its input has no such axis."""
+        """Return the length of the axis along which ``segment`` is cut.  0: its input has no such axis."""
         shape = self.modules[segment.path].input_shape
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
@@ -408,7 +416,7 @@ class CostModel:
                 yield call
 
     def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return input -> its packed bytes; parts of a concatenation in ``stored`` are alive anyway, and cost 0."""
+        """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]
         if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
@@ -417,68 +425,64 @@ class CostModel:
         if codec != "parts":
             return packed
         storages = self.trace.storages
-        held = {index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed}
-        return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in held.items() if nbytes}
+        stored_bytes = {
+            index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed
+        }
+        return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
     def _parts_of(self, storage: int) -> Set[int]:
-        """Return the storages that the operator which made ``storage`` read."""
+        """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 
 
-def _kinds(trace: StepTrace) -> list[tuple[object, ...]]:
-    """Return a key for every operator of ``trace``, equal for operators that do the same on tensors of equal sizes."""
-
-    def kind(op: OpTrace) -> tuple[object, ...]:
-        tensors = (tuple(trace.storages[index].nbytes for index in indices) for indices in (op.reads, op.makes))
-        return (op.name, op.phase, op.flops, *tensors)
-
-    return [kind(op) for op in trace.ops]
-
-
-def _median_times(trace: StepTrace, kinds: Sequence[tuple[object, ...]]) -> dict[tuple[object, ...], float]:
-    """Return the median seconds of each kind of operator in ``trace``; ``kinds`` has that of every operator.
+class _Times:
+    """The median seconds of operators that do the same on tensors of equal sizes.
 
     Each operator was timed only once, perhaps with cold caches or while the machine did something else.
     """
-    alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    for op, kind in zip(trace.ops, kinds, strict=True):
-        alike[kind].append(op.seconds)
-    return {kind: statistics.median(seconds) for kind, seconds in alike.items()}
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.kinds = [_kind_of(op, trace) for op in trace.ops]
+        """Kind of every operator."""
+        seconds: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        for op, kind in zip(trace.ops, self.kinds, strict=True):
+            seconds[kind].append(op.seconds)
+        self.of_kind = {kind: statistics.median(values) for kind, values in seconds.items()}
+        """Kind -> median seconds."""
+        self.medians = [self.of_kind[kind] for kind in self.kinds]
+        """Median seconds for the kind of every operator."""
 
 
-def _timed_alike(trace: StepTrace) -> list[float]:
-    """Return the seconds of every operator of ``trace``: the median of its kind."""
-    kinds = _kinds(trace)
-    medians = _median_times(trace, kinds)
-    return [medians[kind] for kind in kinds]
+def _kind_of(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
+    tensors = (tuple(trace.storages[index].nbytes for index in indices) for indices in (op.reads, op.makes))
+    return (op.name, op.phase, op.flops, *tensors)
 
 
 def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
-    """Return ``trace`` with the times that its operators had in ``first``, and its step time over that of ``first``.
+    """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
-    their times would then say that the whole step became faster or slower.  So an operator that both run gets the
-    median time of its kind in ``first``, and the others are scaled by the ratio that the common ones have.
+    their times would then say that the whole step became faster or slower.  So an operator in both steps gets the
+    median time of its kind in ``first``.  Other operators are scaled by the ratio of the common ones.
     """
-    first_kinds, kinds = _kinds(first), _kinds(trace)
-    medians = _median_times(first, first_kinds)
-    common = [(medians[kind], op.seconds) for op, kind in zip(trace.ops, kinds, strict=True) if kind in medians]
+    first_times, times = _Times(first), _Times(trace)
+    medians = first_times.of_kind
+    kinds_of_ops = list(zip(trace.ops, times.kinds, strict=True))
+    common = [(medians[kind], op.seconds) for op, kind in kinds_of_ops if kind in medians]
     first_s, own_s = (sum(seconds) for seconds in zip(*common, strict=True)) if common else (0.0, 0.0)
     scale = first_s / own_s if first_s and own_s else 1.0
-    ops = tuple(
-        replace(op, seconds=medians.get(kind, scale * op.seconds)) for op, kind in zip(trace.ops, kinds, strict=True)
-    )
+    ops = tuple(replace(op, seconds=medians.get(kind, scale * op.seconds)) for op, kind in kinds_of_ops)
     timed = replace(trace, ops=ops)
-    before_s, after_s = sum(medians[kind] for kind in first_kinds), sum(_timed_alike(timed))
+    before_s, after_s = sum(first_times.medians), sum(_Times(timed).medians)
     return timed, after_s / before_s if before_s and after_s else 1.0
 
 
 def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
-    """Return input of ``call`` -> its bytes in ``codec``, for inputs that take fewer bytes in it.
+    """Return input of ``call`` -> its bytes in ``codec``, for inputs that ``codec`` makes smaller.
 
-    ``trace`` has the codec and packed bytes of each storage that autograd saves.  Of other inputs it only has the
-    packed bytes of all inputs of the module together; each is assumed to shrink by that share.
+    ``trace`` has the codec and packed bytes of each storage that autograd saves.  For other inputs, it only has the
+    packed bytes of all inputs of the module together; each input is assumed to shrink by the same share.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
     packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
@@ -491,8 +495,8 @@ def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
     """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
 
-    An operator whose inputs alone are saved need not run again: autograd saves these before it runs, as of a linear
-    layer.  One whose output is saved, such as a ReLU, must.
+    If only inputs of an operator are saved, as for a linear layer, it need not run again: autograd saves inputs before
+    the operator runs.  If its output is saved, as for a ReLU, it must run again.
     """
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):
@@ -504,6 +508,6 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``; ``None`` without any."""
+    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``.  ``None``: no such one."""
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

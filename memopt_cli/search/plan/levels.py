@@ -1,4 +1,4 @@
-"""Levels: what plans of each level may do, and which level a given plan needs.
+"""Levels: what plans of each level may do, and which level a plan needs.
 
 Level 1 puts segments on modules, 2 nests them or splits modules, 3 runs segments in chunks, 4 keeps costly outputs.
 """
@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.schedules import Limits, spent_by
+from memopt_cli.search.plan.schedules import Limits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
-from memopt_cli.search.plan.targets import asked_for
+from memopt_cli.search.plan.targets import named_modules
 
 NESTED, CHUNKS, KEPT = 2, 3, 4
 """Least level at which segments may lie in others; may run in chunks, or through losses; and may keep outputs."""
@@ -21,17 +21,17 @@ NESTED, CHUNKS, KEPT = 2, 3, 4
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
-    If the user named modules, level 1 may put segments on those alone; from level 2 on, also on parts of them.  Raises
-    :class:`PlanError` for a target that matches nothing that can be a segment.
+    If the user named modules, level 1 may put segments on these modules alone, and higher levels also on their parts.
+    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    asked = asked_for(modules, options)
-    chosen = None if asked is None else {module.path for module in asked}
+    named = named_modules(modules, options)
+    named_paths = None if named is None else {module.path for module in named}
 
     def is_target(path: str) -> bool:
-        if chosen is None or path in chosen:
+        if named_paths is None or path in named_paths:
             return True
         is_part = options.parts is None or path in options.parts
-        return level >= NESTED and is_part and any(is_within(path, other) for other in chosen)
+        return level >= NESTED and is_part and any(is_within(path, named_path) for named_path in named_paths)
 
     return Allowed(
         targets=is_target,
@@ -53,5 +53,5 @@ def level_of(plan: Plan) -> int:
         return KEPT
     if any(segment.chunks > 1 or segment.through_loss for segment in plan.segments):
         return CHUNKS
-    _, splits, _ = spent_by(plan.segments, 2)
+    _, splits, _ = count_segments(plan.segments, 2)
     return NESTED if splits else 1

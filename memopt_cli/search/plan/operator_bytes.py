@@ -1,7 +1,7 @@
 """Bytes that a recorded step holds at each of its operators: the sums from which ``block_tree.py`` makes its blocks.
 
-Several operators may keep one storage for backward; the first that takes it as an input pays for it (the docstring of
-``block_tree.py`` has an example).
+Several operators may keep one storage for backward.  The first that takes it as an input pays for it; the docstring of
+``block_tree.py`` has an example.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class OperatorBytes:
         self.paid, self.paid_packed = self._payments()
         """Prefix sums of the bytes that operators of forward pay for: without packing, and with it."""
         self.base, self.entry, self.resident = self._levels()
-        """At every operator, bytes alive that are not kept for backward: while it runs, with its workspace; before it
-        runs; and those that no plan changes (parameters, gradients, inputs)."""
-        self.whole = self._held_whole()
+        """Three lists of bytes alive that are not kept for backward: while an operator runs, with its workspace; before
+        it runs; and the part that no plan changes (parameters, gradients, inputs)."""
+        self.whole = self._unpacked()
         """At every operator, bytes of packable tensors that exist unpacked: in forward, or where backward uses them."""
 
     def _payments(self) -> tuple[list[int], list[int]]:
@@ -54,12 +54,13 @@ class OperatorBytes:
         for index, storage in enumerate(self._trace.storages):
             born = max(0, storage.born)
             died = count if storage.died is None else storage.died
-            lasting = storage.born < 0 or storage.kind in ("gradients", "optimizer", "parameters", "buffers")
-            for level, counts in ((base, index not in self.payer), (resident, lasting)):
-                if counts and died > born:
+            is_kept = index in self.payer
+            is_resident = storage.born < 0 or storage.kind in ("gradients", "optimizer", "parameters", "buffers")
+            for level, is_counted in ((base, not is_kept), (resident, is_resident)):
+                if is_counted and died > born:
                     level[born] += storage.nbytes
                     level[died] -= storage.nbytes
-            if index not in self.payer and died > born + 1:  # before an operator runs: from the one after its maker
+            if not is_kept and died > born + 1:  # exists before the operator after its maker runs, and later ones
                 entry[born + 1 if storage.born >= 0 else 0] += storage.nbytes
                 entry[died] -= storage.nbytes
         levels = list(accumulate(base[:-1]))
@@ -67,16 +68,16 @@ class OperatorBytes:
             levels[index] += op.workspace_bytes
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
-    def _held_whole(self) -> list[int]:
+    def _unpacked(self) -> list[int]:
         """Compute :attr:`whole`."""
         level = [0] * (len(self._trace.ops) + 1)
         for index in self.payer:
             storage = self._trace.storages[index]
             end = self._end_of_forward(storage.born)
             freed = end if storage.freed is None else min(storage.freed, end)
-            # Backward uses it, unpacked, in the operator right before it dies; 0 if backward never uses it.
-            used = storage.died if storage.died is not None and storage.died > end else 0
-            for start, stop in ((storage.born, freed), (used - 1, used)):
+            # Backward uses it, unpacked, in the operator right before it dies.  0: backward never uses it.
+            use_end = storage.died if storage.died is not None and storage.died > end else 0
+            for start, stop in ((storage.born, freed), (use_end - 1, use_end)):
                 if storage.compressor != "null" and stop > start >= 0:
                     level[start] += storage.nbytes
                     level[stop] -= storage.nbytes
@@ -86,11 +87,11 @@ class OperatorBytes:
         """Return the operator at which the first backward after ``op`` begins."""
         if not self._backward_starts:
             return len(self._is_forward)
-        place = bisect.bisect_left(self._backward_starts, op)
-        return self._backward_starts[min(place, len(self._backward_starts) - 1)]
+        index = bisect.bisect_left(self._backward_starts, op)
+        return self._backward_starts[min(index, len(self._backward_starts) - 1)]
 
     def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Return operator -> bytes made in ``forward`` and paid for later: of all storages, and of unpacked ones."""
+        """Return operator -> bytes made in ``forward`` and paid for later: in all storages, and in unpackable ones."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]
@@ -103,8 +104,8 @@ class OperatorBytes:
                     change[backward.stop if storage.died is None else storage.died] -= storage.nbytes
 
         def levels(change: dict[int, int]) -> dict[int, int]:
-            both = ((ops, accumulate(change[op] for op in ops)) for ops in (forward, backward))
-            return {op: level for ops, alive in both for op, level in zip(ops, alive, strict=True)}
+            sums = ((ops, accumulate(change[op] for op in ops)) for ops in (forward, backward))
+            return {op: level for ops, alive in sums for op, level in zip(ops, alive, strict=True)}
 
         return levels(changes[0]), levels(changes[1])
 

@@ -1,8 +1,8 @@
-"""Options of a search, from those that the user gave to those that hold; and the choice of segments at level 1.
+"""The options of a search, resolved from what the user gave; and the choice of segments at level 1.
 
-``resolve`` applies profiles (``--profile safe``), preferences (``prefer``) and checkpoint budgets; ``select`` chooses
-among the candidates; the rest words the explanations in a summary.  Presets, precedence and names are those of
-SpikingJelly's memory optimization, so that a word means the same in both.
+``resolve`` applies profiles (``--profile safe``), preferences (``prefer``) and checkpoint budgets.  ``select`` chooses
+among the candidates.  The rest words the explanations in a summary.  SpikingJelly's memory optimization has the same
+presets, precedence and names, so that a word means the same in both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from memopt_cli.text.values import Kind, Real, Whole
 
 DEFAULT_SLOWDOWN = 1.33
 """Default limit on the slowdown of a level's plan: one more forward is about a third of a step."""
-
 
 PROFILES: dict[Profile, SearchOverrides] = {
     "safe": SearchOverrides(
@@ -61,31 +60,34 @@ PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced"
 # ------------------------------------------------------------------------------------------------ options
 
 
-def resolve(asked: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
-    """Resolve ``asked``: single options override the profile; profile and checkpoint budget override ``prefer``.
+def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
+    """Resolve ``overrides``: single options override the profile; profile and checkpoint budget override ``prefer``.
 
-    ``has_inputs`` tells whether there is something to run the model on; levels above 1 are measured, and need it.
-    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs, unless the level
-    comes from a profile: then level 1 is used instead.
+    ``has_inputs`` tells whether there are inputs to run the model on, which levels above 1 need, as they are measured.
+    Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs.  If that level
+    comes from a profile, level 1 is used instead.
     """
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     for name in given.keys() & _CHECKED:
         given[name] = accepted(name, given[name], _WIDER_RANGES.get(name))
-    notes = _prefer(given)
+    notes = _apply_preference(given)
     profile = given.get("profile")
-    settled = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **given})
-    requested = settled.level
+    options = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **given})
+    requested = options.level
     if requested > 1 and not has_inputs:
         if profile is None:
             raise OptionError(
                 f"level {requested} is measured, which needs a dummy_input to run the model on",
                 hint="Give dummy_input=(x, …), or level=1.",
             )
-        settled = replace(settled, level=1)
-        notes.append("fallback:level>1_requires_dummy_input")
-    if settled.max_slowdown == math.inf:
-        settled = replace(settled, max_slowdown=None)
-    options = _bounded(_budgeted(settled, notes), given, notes)
+        options = replace(options, level=1)
+        notes.append(
+            f"Level 1 is used instead of level {requested}, which is measured and needs inputs to run the model on. "
+            "Give dummy_input=(x, …) for a higher level."
+        )
+    if options.max_slowdown == math.inf:
+        options = replace(options, max_slowdown=None)
+    options = _limit_profiling(_apply_budget(options, notes), given, notes)
     slowdown = given.get("max_slowdown")
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
@@ -97,33 +99,35 @@ _WIDER_RANGES: dict[str, Kind] = {
     "max_candidates_per_round": Whole(0),
     "max_gc_wrapped_modules": Whole(),
 }
-"""Option -> a wider range, for SpikingJelly's calls, where 0 or less means none; the command line refuses it."""
+"""Option -> a wider range for SpikingJelly's calls, where 0 or less means none; the command line refuses 0 and less."""
 
 
-def _prefer(given: dict[str, Any]) -> list[str]:
+def _apply_preference(given: dict[str, Any]) -> list[str]:
     """Add to ``given`` the profile and the checkpoint budget of its ``prefer``, unless set; return a note on each."""
     preference = given.get("prefer")
     if preference is None:
         return []
-    meant = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
-    added = {name: value for name, value in meant.items() if name not in given}
+    preset = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
+    added = {name: value for name, value in preset.items() if name not in given}
     given.update(added)
-    return [f"prefer:{name}={value}" for name, value in added.items()]
+    return [f"prefer={preference} sets {name}={value}." for name, value in added.items()]
 
 
-def _budgeted(options: SearchOptions, notes: list[str]) -> SearchOptions:
+def _apply_budget(options: SearchOptions, notes: list[str]) -> SearchOptions:
     """Return ``options`` with the share of candidates of their checkpoint budget, unless they have another limit."""
     budget = options.checkpoint_budget
     if budget is None:
         return options
-    if options.max_gc_wrapped_modules is not None or options.gc_target_budget_ratio is not None:
-        notes.append(f"checkpoint_budget:{budget}:overruled_by_explicit_limit")
-        return options
-    notes.append(f"checkpoint_budget:{budget}")
-    return replace(options, gc_target_budget_ratio=CHECKPOINT_BUDGETS[budget])
+    for limit in ("max_gc_wrapped_modules", "gc_target_budget_ratio"):
+        if getattr(options, limit) is not None:
+            notes.append(f"checkpoint_budget={budget} has no effect, since {limit} is given.")
+            return options
+    ratio = CHECKPOINT_BUDGETS[budget]
+    notes.append(f"checkpoint_budget={budget} makes segments of at most {ratio:.0%} of the candidates.")
+    return replace(options, gc_target_budget_ratio=ratio)
 
 
-def _bounded(options: SearchOptions, given: Mapping[str, Any], notes: list[str]) -> SearchOptions:
+def _limit_profiling(options: SearchOptions, given: Mapping[str, Any], notes: list[str]) -> SearchOptions:
     """Return ``options`` limited to one round of one candidate, unless they allow expensive profiling."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
@@ -134,7 +138,7 @@ def _bounded(options: SearchOptions, given: Mapping[str, Any], notes: list[str])
     }
     for name, bound in bounds.items():
         if given.get(name, bound) != bound:
-            notes.append(f"allow_expensive_profiling:{name}={bound}")
+            notes.append(f"{name} is {bound} instead of {given[name]}, since allow_expensive_profiling is False.")
     return replace(options, **bounds)
 
 
@@ -147,34 +151,34 @@ class Selection:
 
     policy: SelectionPolicy
     candidates: int
-    """Number of modules that could have been selected."""
+    """Number of modules that could be selected."""
     selected: tuple[ModuleTrace, ...]
     """Selected modules in the order of first call."""
     explanation: str
     """Sentence that says what was selected, and why."""
-    asked: tuple[ModuleTrace, ...] = ()
+    named: tuple[ModuleTrace, ...] = ()
     """Outermost modules that the user named, selected or not."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     """Path that the user named -> why the module there cannot be a candidate."""
 
     @property
     def considered(self) -> tuple[ModuleTrace, ...]:
-        """Modules that the user named, then the other selected ones."""
-        return (*self.asked, *(m for m in self.selected if m not in self.asked))
+        """Modules that the user named, then all other selected modules."""
+        return (*self.named, *(m for m in self.selected if m not in self.named))
 
 
 def select(candidates: Sequence[ModuleTrace], options: SearchOptions) -> Selection:
     """Select as many of ``candidates`` as ``options`` allow, those with the largest input first.
 
-    The size is that of the first positional tensor of the first call, in bytes; ties, and candidates of unknown size,
-    go by the order of first call.  ``max_gc_wrapped_modules`` is a number, ``gc_target_budget_ratio`` means
-    ``max(1, ceil(n · ratio))`` of n candidates; the smaller one holds, and 0 or less selects none.
+    An input is as large as the first positional tensor of the first call, in bytes.  Equal inputs, and inputs of
+    unknown size, go by the order of first call.  ``max_gc_wrapped_modules`` is a number, and ``gc_target_budget_ratio``
+    means ``max(1, ceil(n · ratio))`` of n candidates.  The smaller of both holds; 0 or less selects none.
     """
     count = len(candidates)
-    most = most_segments(options, count)
-    ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: count if most is None else most]
+    limit = max_segments(options, count)
+    ranked = sorted(candidates, key=lambda m: (-m.first_input_bytes, m.order))[: count if limit is None else limit]
     selected = sorted(ranked, key=lambda m: m.order)
-    return _selection(_policy(candidates, options, most), count, selected, options)
+    return _selection(_policy(candidates, options, limit), count, selected, options)
 
 
 def _selection(
@@ -190,20 +194,20 @@ def _selection(
     return Selection(policy=policy, candidates=candidates, selected=tuple(selected), explanation=explanation)
 
 
-def chosen(
+def describe_choice(
     candidates: int, segments: Sequence[ModuleTrace], options: SearchOptions, *, by_goal: bool = False
 ) -> Selection:
     """Describe the ``segments`` that a search chose: for the least peak, or (``by_goal``) for a budget or frontier."""
     policy: SelectionPolicy = "fastest_within_budget" if by_goal else "least_predicted_peak"
     if not candidates:
         policy = "no_candidates"
-    elif most_segments(options, candidates) == 0:
+    elif max_segments(options, candidates) == 0:
         policy = _none_allowed(options)
     return _selection(policy, candidates, segments, options)
 
 
-def most_segments(options: SearchOptions, candidates: int) -> int | None:
-    """Return how many of ``candidates`` may become segments; ``None`` where ``options`` set no limit."""
+def max_segments(options: SearchOptions, candidates: int) -> int | None:
+    """Return the number of ``candidates`` that may become segments; ``None`` if ``options`` set no limit."""
     limits = []
     if options.max_gc_wrapped_modules is not None:
         limits.append(max(0, options.max_gc_wrapped_modules))
@@ -214,14 +218,14 @@ def most_segments(options: SearchOptions, candidates: int) -> int | None:
     return min(limits, default=None)
 
 
-def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, most: int | None) -> SelectionPolicy:
+def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, limit: int | None) -> SelectionPolicy:
     if not candidates:
         return "no_candidates"
-    if most is None:
+    if limit is None:
         return "all_candidates"
-    if not most:
+    if not limit:
         return _none_allowed(options)
-    if most >= len(candidates):
+    if limit >= len(candidates):
         return "budget_covers_all"
     if not any(m.first_input_bytes for m in candidates):
         return "fallback_module_order"
@@ -253,7 +257,7 @@ STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_spl
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
-    """Return the code of why ``level`` changed nothing in a plan of ``segments`` segments, after ``tried`` plans."""
+    """Return the code for why ``level`` changed nothing in a plan of ``segments`` segments, after ``tried`` plans."""
     reason = "no_improving_candidate"
     if level > 1 and not segments:
         reason = "no_gccontainers"
@@ -268,11 +272,11 @@ def recommend(options: SearchOptions, selection: Selection | None, *, measured: 
     ``measured`` is a sentence on the measurement that follows the advice.  ``generic`` is the advice if none of the
     options has advice of its own.  Either may be empty.
     """
-    advice = _particular(options, selection) or generic
+    advice = _specific_advice(options, selection) or generic
     return " ".join(sentence for sentence in (advice, measured) if sentence)
 
 
-def _particular(options: SearchOptions, selection: Selection | None) -> str:
+def _specific_advice(options: SearchOptions, selection: Selection | None) -> str:
     if selection is not None and selection.policy == "no_candidates":
         return "No module can become a segment: name other classes of modules, or let memopt choose them."
     if options.prefer is not None:

@@ -16,8 +16,8 @@ from memopt_cli.search.plan.segment_schedules import Allowed
 
 _OVERSHOOT = 1.1
 """Factor on every reduction of the solver's time limit, so that rounding cannot make it too small."""
-_CORRECTIONS = 4
-"""Most reductions of the solver's time limit, each because the cost model finds its plans too slow."""
+_MAX_CORRECTIONS = 4
+"""Maximum number of reductions of the solver's time limit, each because its plans are too slow by the cost model."""
 
 
 class Solvers:
@@ -26,7 +26,10 @@ class Solvers:
     def __init__(
         self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], heads_slowdown: float
     ) -> None:
-        """Take ``solvers`` by whether they pack; all plans contain ``heads``, which slow them by ``heads_slowdown``."""
+        """Take ``solvers``: without packing under ``False``, with packing under ``True``.
+
+        All plans contain ``heads``, which slow them by ``heads_slowdown``.
+        """
         self._model = model
         self._solvers = solvers
         self._heads = heads
@@ -34,7 +37,7 @@ class Solvers:
 
     @property
     def packings(self) -> tuple[bool, ...]:
-        """Which solvers there are: ``False`` for that without packing, ``True`` for that with packing."""
+        """Keys of the solvers: ``False`` without packing, ``True`` with packing."""
         return tuple(self._solvers)
 
     def fastest(self, packed: bool, budget_bytes: int) -> Plan | None:
@@ -42,39 +45,37 @@ class Solvers:
         schedule = self._solvers[packed].fastest(budget_bytes)
         return self._plan(schedule, packed) if schedule is not None else None
 
-    def least(self, high_bytes: int, most_slowdown: float = math.inf) -> Plan | None:
-        """Return the plan of the least peak whose slowdown is at most ``most_slowdown``.
+    def least(self, high_bytes: int, max_slowdown: float = math.inf) -> Plan | None:
+        """Return the plan of the least peak whose slowdown is at most ``max_slowdown``.
 
-        ``None`` if none is within ``high_bytes``.
+        ``None``: no plan is within ``high_bytes``.
         """
-        plans = (self._least_by(solver, packed, high_bytes, most_slowdown) for packed, solver in self._solvers.items())
-        return min((plan for plan in plans if plan is not None), key=self._peak, default=None)
+        plans = (self._least_by(solver, packed, high_bytes, max_slowdown) for packed, solver in self._solvers.items())
+        return min((plan for plan in plans if plan is not None), key=self._peak_and_time, default=None)
 
-    def _least_by(self, solver: Solver, packed: bool, high_bytes: int, most_slowdown: float) -> Plan | None:
-        """Return the plan of the least peak that ``solver`` finds and the cost model confirms to be fast enough.
+    def _least_by(self, solver: Solver, packed: bool, high_bytes: int, max_slowdown: float) -> Plan | None:
+        """Return the plan of the least peak by ``solver`` that is fast enough by the cost model.
 
         The solver's sums are off by more than neighbouring plans differ.  So the cost model chooses among all plans
-        that the solver found on its way down; if all are too slow, the solver gets a lower time limit.
+        that the solver found on its way down.  If all are too slow, the solver gets a lower time limit.
         """
-        seconds = most_s = (most_slowdown / self._heads_slowdown - 1) * self._model.step_s
-        for _ in range(_CORRECTIONS):
-            low = solver.least_peak_bytes(high_bytes, seconds)
-            if low is None:
+        limit_s = max_added_s = (max_slowdown / self._heads_slowdown - 1) * self._model.step_s
+        for _ in range(_MAX_CORRECTIONS):
+            if solver.least_peak_bytes(high_bytes, limit_s) is None:
                 return None
-            plans = (self._plan(schedule, packed) for schedule in solver.schedules(seconds))
-            excess_s = {plan: self._model.predict(plan).step_s - self._model.step_s - most_s for plan in plans}
+            plans = (self._plan(schedule, packed) for schedule in solver.schedules(limit_s))
+            excess_s = {plan: self._model.predict(plan).step_s - self._model.step_s - max_added_s for plan in plans}
             if fast_enough := [plan for plan, excess in excess_s.items() if excess <= 0]:
-                return min(fast_enough, key=self._peak)
-            seconds -= _OVERSHOOT * min(excess_s.values())
+                return min(fast_enough, key=self._peak_and_time)
+            limit_s -= _OVERSHOOT * min(excess_s.values())
         return None
 
-    def _peak(self, plan: Plan) -> tuple[int, float]:
-        """Return the peak of ``plan``, then its step time, by the cost model."""
-        predicted = self._model.predict(plan)
-        return predicted.allocated_peak_bytes, predicted.step_s
+    def _peak_and_time(self, plan: Plan) -> tuple[int, float]:
+        prediction = self._model.predict(plan)
+        return prediction.allocated_peak_bytes, prediction.step_s
 
     def _plan(self, schedule: Schedule, packed: bool) -> Plan:
-        # A module that is called several times gives several equal paths, of which one stays.
+        # A module that is called several times gives several equal paths; one of them stays.
         segments = {segment.path: segment for segment in schedule.segments()}
         return Plan(segments=(*segments.values(), *self._heads), packed=packed)
 
@@ -92,21 +93,21 @@ class Proposals:
     ) -> None:
         """Take a ``trace`` that was recorded with ``heads`` running through their losses, at the given ``slowdown``.
 
-        All plans contain these heads.  ``tick`` is called all along; an exception from it ends the search.
+        All plans contain these heads.  ``tick`` is called again and again, and may raise to end the search.
         """
         self.model = CostModel(trace)
         self.modules = self.model.modules
         self.root = block_tree(self.model)
         self.heads = heads
-        normed = {trace.ops[norm.op].module for norm in self.model.norms}
-        self.norms = Counter(path for module in normed for path in ancestry(module))
+        norm_paths = {trace.ops[norm.op].module for norm in self.model.norms}
+        self.norms = Counter(path for norm_path in norm_paths for path in ancestry(norm_path))
         """Path of a module -> number of modules in it that normalize by the statistics of a batch."""
         self.allowed = Allowed()
         self._heads_slowdown = slowdown
         self._tick = tick
-        self._solved = SolvedBlocks()
-        self._known: dict[Hashable, Solver] = {}
-        """All that a solver's answers depend on -> the solver, so that nothing is solved twice."""
+        self._solved_blocks = SolvedBlocks()
+        self._all_solvers: dict[Hashable, Solver] = {}
+        """Permissions and packing -> the solver, so that nothing is solved twice."""
         self.solvers = self._solvers(Allowed(), ())
 
     @property
@@ -134,18 +135,18 @@ class Proposals:
         return self.predict(plan).allocated_peak_bytes
 
     def slowdown(self, plan: Plan) -> float:
-        """Predict the step time of ``plan``, divided by that of the original."""
-        recorded = self._heads_slowdown if plan.segments else 1.0  # the empty plan is the original, without heads
-        return recorded * self.model.predict(plan).step_s / self.model.step_s
+        """Predict the step time of ``plan``, divided by the step time of the original."""
+        heads_slowdown = self._heads_slowdown if plan.segments else 1.0  # the empty plan is the original, without heads
+        return heads_slowdown * self.model.predict(plan).step_s / self.model.step_s
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
         targets = frozenset(filter(allowed.targets, self.modules))
         key = allowed.means, targets, frozenset(allowed.chunks.items())
 
         def solver(packed: bool) -> Solver:
-            if (key, packed) not in self._known:
-                solver = Solver(self.root, replace(allowed, packed=packed), self._tick, self._solved)
-                self._known[key, packed] = solver
-            return self._known[key, packed]
+            if (key, packed) not in self._all_solvers:
+                permissions = replace(allowed, packed=packed)
+                self._all_solvers[key, packed] = Solver(self.root, permissions, self._tick, self._solved_blocks)
+            return self._all_solvers[key, packed]
 
         return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._heads_slowdown)

@@ -1,14 +1,14 @@
 """The replay of a recorded step under a plan: predicts the order of its operators, and the bytes alive at each.
 
-The cost model replays every plan that it prices.  No operator runs: the replay only moves the recorded ones.  An
-*instant* is a position in their new order.  An operator in a segment has several: one in the first forward, and one in
-every recomputation around it.  With a segment around operators 1 and 2 of forward, and backward 3 to 6::
+The cost model replays every plan that it prices.  No operator runs: the replay only moves recorded operators.  An
+*instant* is a position in the new order.  An operator in a segment has several instants: one in the first forward, and
+one in every recomputation around it.  With a segment around operators 1 and 2 of forward, and backward 3 to 6::
 
     original      0 1 2   3 4 5 6        4 and 5 are the backward of 2 and 1
     instants      0 1 2   3 4 5 6 7 8
     operators     0 1 2   3 1 2 4 5 6    the recomputation comes right before the backward that needs it
 
-For every storage, the replay then finds from which instant to which it lives, and adds up the bytes alive at each.
+For every storage, the replay then finds the instants at which it is alive, and adds up the bytes at each.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 from memopt_cli.search.plan.sending import (
     MIN_SENT_BYTES,
-    NEVER,
+    NEVER_NEEDED,
     SAVES_OF_A_PARCEL,
     SentParcel,
     SentTensor,
-    follow_each_other,
+    schedule_parcels,
 )
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
     """Return the bytes of the states that chunks of ``segment`` start from: between forward and backward, in backward.
 
-    One state takes ``state_bytes``.  By default all of them are kept.  With ``recompute_states`` backward finds them
-    again by bisection, and holds about log2(chunks) of them (:mod:`memopt_cli.runtime.chunk_starts`).
+    One state takes ``state_bytes``.  By default all states are kept.  With ``recompute_states``, backward finds states
+    again by bisection, and holds about log2(chunks) states (:mod:`memopt_cli.runtime.chunk_starts`).
     """
     if segment.chunks == 1:
         return 0, 0
     if segment.recompute_states:
         return 0, state_bytes * ((segment.chunks - 2).bit_length() + 1)
-    held = state_bytes * (segment.chunks - 1)
-    return held, held
+    nbytes = state_bytes * (segment.chunks - 1)
+    return nbytes, nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -49,20 +49,20 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one; ``None`` for an outermost segment."""
+    """Call of the innermost segment around this one.  ``None``: this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
-    """Operator before which the recomputation ends: autograd saves nothing from there on."""
-    joined: int = 0
-    """Instant at which the chunks' gradients of the input are concatenated; 0 for a segment without chunks."""
+    """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
+    join: int = 0
+    """Instant at which the chunks' gradients of the input are concatenated.  0: the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment that autograd saves something for, and so the last one that backward reaches;
-    ``None`` if autograd saves nothing."""
+    """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
+    ``None``: autograd saves nothing."""
     length: int = 0
-    """Length of the axis along which the chunks are cut; 0 where it is not known."""
+    """Length of the axis along which the chunks are cut.  0: not known."""
     shares: float = 1.0
-    """Size of the whole divided by that of the longest chunk, multiplied over this segment and those around it."""
+    """Size of the whole divided by the size of the longest chunk, multiplied over this segment and all around it."""
     longest_adds_in_place: bool = False
     """Whether backward reaches a chunk of the greatest length after two others."""
     packed: dict[int, int] = field(default_factory=dict)
@@ -72,17 +72,17 @@ class ReplayedSegment:
     state_bytes: int = 0
     """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
-    """Operators that are batch norms with the statistics of all chunks.  A pass ends at each, with a link to the next
-    (drawn in :mod:`memopt_cli.runtime.batch_statistics`)."""
+    """Operators that are batch norms with the statistics of all chunks.  A pass ends at each norm, with a link to the
+    next pass (drawn in :mod:`memopt_cli.runtime.batch_statistics`)."""
     keeps_graph: bool = False
     """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
-    """This segment, then those around it from the inside out, and last ``None`` for the first forward."""
+    """This segment, then the segments around it from the inside out, and last ``None`` for the first forward."""
 
     def __post_init__(self) -> None:
         self.self_and_enclosing = (self, *_self_and_enclosing(self.parent))
 
-    def norm_behind(self, op: int) -> int | None:
+    def next_norm(self, op: int) -> int | None:
         """Return the first of :attr:`norms` after the operator ``op``; ``None`` if there is none."""
         return next((norm for norm in self.norms if norm > op), None)
 
@@ -99,31 +99,31 @@ class Original:
         self.is_forward = [op.phase == "forward" for op in trace.ops]
         """Whether each operator is one of forward; a user's own step goes forward several times."""
         self.backward_end = _innermost_backward_end(trace)
-        self.held_before = sum(s.nbytes for s in trace.storages if s.born < 0)
+        self.bytes_before = sum(s.nbytes for s in trace.storages if s.born < 0)
         """Bytes alive when the step begins."""
         self.savers = [[op for op in s.saved_by if self.is_forward[op]] for s in trace.storages]
         """For every storage, the operators of forward that autograd saves it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
         """Operator -> the module whose parameter's gradient it makes; ``None`` if it makes another storage."""
-        self.first_read_back: dict[int, int] = {}
+        self.first_backward_reader: dict[int, int] = {}
         """Storage -> the first operator of backward that reads it."""
-        for at, op in enumerate(trace.ops):
+        for number, op in enumerate(trace.ops):
             for index in op.reads if op.phase == "backward" else ():
-                self.first_read_back.setdefault(index, at)
-        self._needed: dict[tuple[int, int], frozenset[int]] = {}
+                self.first_backward_reader.setdefault(index, number)
+        self._inputs: dict[tuple[int, int], frozenset[int]] = {}
 
-    def needed_by(self, call: ModuleCall) -> frozenset[int]:
+    def inputs_of(self, call: ModuleCall) -> frozenset[int]:
         """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
         Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
         """
         key = call.start, call.end
-        if key not in self._needed:
+        if key not in self._inputs:
             read = {index for op in self.trace.ops[call.start : call.end] for index in op.reads}
-            before = (index for index in read if 0 <= self.trace.storages[index].born < call.start)
-            state = (index for index in before if self.trace.storages[index].kind != "gathered")
-            self._needed[key] = frozenset((*call.inputs, *state))
-        return self._needed[key]
+            earlier = (index for index in read if 0 <= self.trace.storages[index].born < call.start)
+            state = (index for index in earlier if self.trace.storages[index].kind != "gathered")
+            self._inputs[key] = frozenset((*call.inputs, *state))
+        return self._inputs[key]
 
 
 class _Order:
@@ -135,36 +135,36 @@ class _Order:
         Right after that backward, a segment in chunks has one more instant, at which the chunks' gradients of the input
         are concatenated.
         """
-        self.place: list[int] = []
-        """Instant of every recorded operator; for one of forward, that of its first run."""
-        starting: dict[int, list[ReplayedSegment]] = defaultdict(list)
-        joining: dict[int, list[ReplayedSegment]] = defaultdict(list)
+        self.instants: list[int] = []
+        """Instant of every recorded operator; of its first run for an operator of forward."""
+        starts: dict[int, list[ReplayedSegment]] = defaultdict(list)
+        joins: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
-            starting[block.call.backward_start].append(block)
+            starts[block.call.backward_start].append(block)
             if block.segment.chunks > 1:
-                joining[block.call.backward_end].insert(0, block)
-        now, ops = 0, len(trace.ops)
+                joins[block.call.backward_end].insert(0, block)
+        instant, ops = 0, len(trace.ops)
         for index in range(ops + 1):
-            for block in joining.get(index, ()):
-                block.joined = now
-                now += 1
+            for block in joins.get(index, ()):
+                block.join = instant
+                instant += 1
             if index == ops:
                 break
-            for block in starting.get(index, ()):
-                block.offset = now
-                now += block.stop - block.call.start
-            self.place.append(now)
-            now += 1
-        self.length = now
+            for block in starts.get(index, ()):
+                block.offset = instant
+                instant += block.stop - block.call.start
+            self.instants.append(instant)
+            instant += 1
+        self.length = instant
         """Number of instants."""
 
     def at(self, block: ReplayedSegment | None, op: int) -> int:
         """Return the instant of ``op`` in the recomputation of ``block``, or in the first forward for ``None``."""
-        return self.place[op] if block is None else block.offset + min(op, block.stop) - block.call.start
+        return self.instants[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """Return the instant after operator ``op`` - 1, where what dies at ``op`` ends; ``None`` means the last one."""
-        return self.length if op is None else self.place[op - 1] + 1 if op > 0 else 0
+        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None``: the end."""
+        return self.length if op is None else self.instants[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
         """Return the instant at which the recomputation of ``block`` ends."""
@@ -179,14 +179,17 @@ class _Ledger:
         """Bytes alive at an instant, less those at the instant before."""
         self.extra = [0] * (length + 1)
         """Bytes alive only during an instant: workspace, and temporary copies."""
-        self.behind = [0] * (length + 1)
-        """Bytes alive only right after an instant, once those freed at the next are gone."""
+        self.afterwards = [0] * (length + 1)
+        """Bytes alive only right after an instant, once the bytes freed at the next instant are gone."""
         self._freed = [0] * (length + 1)
         self.made = [0] * (length + 1)
         """Bytes that the operator of an instant makes."""
 
     def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
-        """Enter ``nbytes`` alive from ``start`` to before ``end``; ``is_made``: made by the operator of ``start``."""
+        """Enter ``nbytes`` alive from ``start`` to before ``end``.
+
+        ``is_made`` tells whether the operator of ``start`` makes them.
+        """
         if end > start:
             self.change[start] += nbytes
             self.made[start] += nbytes if is_made else 0
@@ -195,14 +198,14 @@ class _Ledger:
 
     def highest(self, before: int) -> tuple[int, int]:
         """Return the most bytes and their instant; ``before`` bytes are alive when the step begins."""
-        alive, best, at = before, -1, 0
+        alive, peak, peak_instant = before, -1, 0
         for instant in range(len(self.change) - 1):
             alive += self.change[instant]
-            behind = self.behind[instant] and self.behind[instant] - self._freed[instant + 1]
-            most = alive + max(self.extra[instant], behind)
-            if most > best:
-                best, at = most, instant
-        return best, at
+            afterwards = self.afterwards[instant] and self.afterwards[instant] - self._freed[instant + 1]
+            nbytes = alive + max(self.extra[instant], afterwards)
+            if nbytes > peak:
+                peak, peak_instant = nbytes, instant
+        return peak, peak_instant
 
 
 class _Lives:
@@ -216,7 +219,7 @@ class _Lives:
         self._order = order
         self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
-            for index in original.needed_by(block.call):
+            for index in original.inputs_of(block.call):
                 self._by_input[index].append(block)
 
     def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
@@ -227,17 +230,20 @@ class _Lives:
         return savers
 
     def forward_end(self, storage: StorageTrace, block: ReplayedSegment | None) -> int:
-        """Return until when the model's own code holds ``storage``, in the run of ``block`` or in the first forward."""
+        """Return the instant until which the model's own code holds ``storage``, in the run of ``block``.
+
+        ``None`` means the first forward.
+        """
         if block is None:
             return self._order.after(storage.died if storage.freed is None else storage.freed)
         freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
         return self._order.at(block, freed)
 
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
-        """Return when autograd releases ``storage``: after the backward of the first of ``savers``, which comes last.
+        """Return the instant at which autograd releases ``storage``: after the backward of the first of ``savers``.
 
-        The recording knows that instant exactly where the first saver is the original's, too, and only autograd kept
-        the storage alive.  Elsewhere it is taken to be the end of the backward of the module around the saver.
+        The recording has that instant exactly if the original has the same first saver, and only autograd kept the
+        storage alive.  Otherwise it is taken to be the end of the backward of the module around the saver.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
@@ -246,9 +252,9 @@ class _Lives:
 
     def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
         """Yield the segments directly inside ``block`` that hold storage ``index`` as their input, unpacked."""
-        for held in self._by_input.get(index, ()):
-            if held.parent is block and index not in held.packed and storage.born < held.call.start:
-                yield held
+        for holder in self._by_input.get(index, ()):
+            if holder.parent is block and index not in holder.packed and storage.born < holder.call.start:
+                yield holder
 
     def held_by_first_runs(
         self,
@@ -257,28 +263,30 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> int:
-        """Return the instant until which a first run of a segment inside ``block`` holds ``storage``; 0 if none does.
+        """Return the instant until which a first run of a segment inside ``block`` holds ``storage``.  0: no run does.
 
-        A segment holds a storage that autograd would save, or that an inner segment takes as input, until that run ends
-        (:class:`memopt_cli.runtime.held.Held`); in passes over chunks, until the norm at which the pass ends.
+        During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
+        input (:class:`memopt_cli.runtime.held.Held`).  In passes over chunks, it holds the storage until the norm at
+        which the pass ends.
         """
-        around = (held.parent for held in self._by_input.get(index, ()) if storage.born < held.call.start)
-        last_norms = {run: run.norm_behind(max(ops)) for run, ops in savers.items() if run is not None}
-        last_norms |= {run: None for run in around if run is not None}
-        within = ((run, norm) for run, norm in last_norms.items() if block in _self_and_enclosing(run.parent))
-        ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in within)
+        parents = (inner.parent for inner in self._by_input.get(index, ()) if storage.born < inner.call.start)
+        last_norms = {run: run.next_norm(max(ops)) for run, ops in savers.items() if run is not None}
+        last_norms |= {run: None for run in parents if run is not None}
+        inside = ((run, norm) for run, norm in last_norms.items() if block in _self_and_enclosing(run.parent))
+        ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in inside)
         return max(ends, default=0)
 
-    def held_until(self, index: int, block: ReplayedSegment) -> int:
-        """Return when ``block`` releases its input ``index``: when backward has used all that autograd saved inside.
+    def input_end(self, index: int, block: ReplayedSegment) -> int:
+        """Return the instant at which ``block`` releases its input ``index``.
 
-        A segment inside another releases an input that autograd did not save when its recomputation ends.
+        By then backward has used all that autograd saved inside.  A segment in another releases an input that autograd
+        did not save as soon as its recomputation ends.
         """
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
             return max(self._order.end_of(block), self.release(storage, [block.first_saver]))
-        saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
-        return self._order.after(block.call.backward_end) if saved else self._order.end_of(block)
+        is_saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
+        return self._order.after(block.call.backward_end) if is_saved else self._order.end_of(block)
 
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
@@ -300,9 +308,9 @@ class _Passes:
         self._original, self._trace, self._order = original, original.trace, order
 
     def linked_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes of the largest gradient that a link passes on: that of one norm's input, in all chunks."""
-        made = (self._trace.ops[norm].makes for norm in block.norms)
-        return max((self._trace.storages[index].nbytes for indices in made for index in indices), default=0)
+        """Return the bytes of the largest gradient that a link passes on: of one norm's input, in all chunks."""
+        outputs = (index for norm in block.norms for index in self._trace.ops[norm].makes)
+        return max((self._trace.storages[index].nbytes for index in outputs), default=0)
 
     def add_links(self, block: ReplayedSegment, ledger: _Ledger) -> None:
         """Enter a chunk of each norm's input, and of the gradient through its statistics, where backward enters a pass.
@@ -312,19 +320,19 @@ class _Passes:
         storages = self._trace.storages
         for norm in block.norms:
             instant = self._order.after(self._original.backward_end[norm])
-            if instant < block.joined:
+            if instant < block.join:
                 input_bytes = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
         """Return the most bytes of gradients that wait for an earlier pass, as a residual connection's do."""
-        most, begin = 0, block.call.backward_start
+        max_bytes, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]
-            made = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
-            waiting = (s for s in made if self._trace.ops[s.born].name != _NORM_BACKWARD)
-            most = max(most, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
-        return most
+            gradients = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
+            waiting = (s for s in gradients if self._trace.ops[s.born].name != _NORM_BACKWARD)
+            max_bytes = max(max_bytes, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
+        return max_bytes
 
     def statistics_bytes(self, block: ReplayedSegment) -> int:
         """Return the bytes that the first pass holds in backward beside the gradients of all chunks.
@@ -334,13 +342,13 @@ class _Passes:
         if not block.segment.batch_statistics:
             return 0
         ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
-        made = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
-        return max((_share_of(self._trace.storages[index], block) for index in made), default=0)
+        gradients = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
+        return max((_share_of(self._trace.storages[index], block) for index in gradients), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
-        """Return the bytes that the derivative of ``norm`` needs more where chunks share batch statistics.
+        """Return the further bytes that the derivative of ``norm`` needs where chunks share batch statistics.
 
-        The gradient of the scale is then the sum of input times gradient, a product as large as the input; the fused
+        The gradient of the scale is then the sum of input times gradient, a product as large as the input.  The fused
         kernel of a whole batch makes no such tensor.
         """
         if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
@@ -357,50 +365,55 @@ class _Parcels:
         blocks: Sequence[ReplayedSegment],
         inner: Sequence[ReplayedSegment | None],
         order: _Order,
-        outside: bool,
+        sends_outside: bool,
     ) -> None:
-        """Make a parcel for each of ``blocks`` that sends its inputs; ``outside``: also for saves outside of blocks."""
+        """Make a parcel for each of ``blocks`` that sends its inputs.
+
+        With ``sends_outside``, make parcels for saves outside of blocks as well.
+        """
         self._original, self._order = original, order
-        self.of: dict[ReplayedSegment, SentParcel] = {}
+        self.by_segment: dict[ReplayedSegment, SentParcel] = {}
         """Segment -> its parcel."""
-        self.holding: dict[int, SentParcel] = {}
+        self.by_storage: dict[int, SentParcel] = {}
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
-        """Input of the step -> its bytes.  It is copied, too, which frees nothing here, as the caller holds it."""
+        """Input of the step -> its bytes.  Copying it frees nothing on the device, as the caller holds it."""
         # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
         stored: list[tuple[int, int, int, SentParcel]] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
-                self.of[block] = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
-                raw = (index for index in block.call.inputs if index not in block.packed)
-                stored += [(block.call.start, block.offset, index, self.of[block]) for index in raw]
-        groups = list(self._groups(inner)) if outside else []
+                parcel = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
+                self.by_segment[block] = parcel
+                raw_inputs = (index for index in block.call.inputs if index not in block.packed)
+                stored += [(block.call.start, block.offset, index, parcel) for index in raw_inputs]
+        groups = list(self._groups(inner)) if sends_outside else []
         stored += [entry for group in groups for entry in group]
-        for _, needed, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+        for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry[0]):
             storage = original.trace.storages[index]
             if storage.kind == "inputs" and storage.nbytes >= MIN_SENT_BYTES:
                 self.copied[index] = storage.nbytes
             elif storage.born >= 0 and storage.nbytes >= MIN_SENT_BYTES:
-                first = self.holding.setdefault(index, parcel)
-                first.needed_at = min(first.needed_at, needed)
-        follow_each_other([*self.of.values(), *(group[0][3] for group in groups)])
+                first = self.by_storage.setdefault(index, parcel)
+                first.needed_at = min(first.needed_at, needed_at)
+        schedule_parcels([*self.by_segment.values(), *(group[0][3] for group in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
+        """Yield an entry for each save in a parcel, parcel by parcel, for saves outside of segments."""
         storages, savers = self._original.trace.storages, self._original.savers
         large = (index for index, storage in enumerate(storages) if storage.nbytes >= MIN_PACKED_BYTES)
         saves = sorted((op, index) for index in large for op in savers[index] if inner[op] is None)
         for start in range(0, len(saves), SAVES_OF_A_PARCEL):
             group = saves[start : start + SAVES_OF_A_PARCEL]
             following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
-            complete = self._order.place[following if following is not None else group[-1][0]]
-            parcel = SentParcel(complete_at=complete, needed_at=NEVER)
+            complete_at = self._order.instants[following if following is not None else group[-1][0]]
+            parcel = SentParcel(complete_at=complete_at, needed_at=NEVER_NEEDED)
             yield [(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
-        reader = self._original.first_read_back.get(index)
+        reader = self._original.first_backward_reader.get(index)
         end = self._order.after(self._original.backward_end[saver]) - 1
-        return end if reader is None else self._order.place[reader]
+        return end if reader is None else self._order.instants[reader]
 
 
 class Replay:
@@ -413,9 +426,9 @@ class Replay:
         self.packed_outside: list[int] = []
         """For every storage packed outside of segments, the bytes that packing takes time for."""
         self.left_unpacked = 0
-        """Times that packing inspects a tensor outside of segments and does not pack it."""
+        """Number of inspections outside of segments after which a tensor is not packed."""
         self.sent: list[SentTensor] = []
-        """Tensors that are sent to another place and freed here meanwhile."""
+        """Tensors that are sent to another place and freed on the device meanwhile."""
         self._packed = packed
         self._sends_outside = sends_outside
         self._original = original
@@ -432,14 +445,14 @@ class Replay:
         sends = sends_outside or any(block.segment.place != "device" for block in blocks)
         self._parcels = _Parcels(original, blocks, self._inner, self._order, sends_outside) if sends else None
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
-        """Bytes sent to another place, including those of tensors that stay here as well."""
+        """Bytes sent to another place, tensors that also stay on the device included."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, set by :meth:`peak`; ``None`` where chunks are concatenated."""
+        """Operator that runs at every instant, set by :meth:`peak`.  ``None``: chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
         for index, storage in enumerate(self._trace.storages):
-            if storage.born < 0:  # counted in held_before from the start
+            if storage.born < 0:  # counted in bytes_before
                 if storage.died is not None:
                     self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
             elif self._original.is_forward[storage.born]:
@@ -453,29 +466,29 @@ class Replay:
         operators = self._add_workspaces()
         for block in self.blocks:
             self._passes.add_links(block, self._ledger)
-        best, at = self._ledger.highest(self._original.held_before)
-        return best, operators[at]
+        peak_bytes, instant = self._ledger.highest(self._original.bytes_before)
+        return peak_bytes, operators[instant]
 
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
         """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
-        around = _self_and_enclosing(inner)
+        enclosing = _self_and_enclosing(inner)
         savers = self._lives.savers_in(index)
         is_kept = inner is not None and storage.born in inner.kept
-        parcel = self._parcels.holding.get(index) if self._parcels else None
-        kept_until, held_until = self._order.end_of(inner) if inner else 0, 0
-        for depth, block in enumerate(around):
+        parcel = self._parcels.by_storage.get(index) if self._parcels else None
+        kept_end, held_until = self._order.end_of(inner) if inner else 0, 0
+        for depth, block in enumerate(enclosing):
             if block is not None and storage.born >= block.stop:
                 continue  # its recomputation ends before it would make the storage
-            end, sent_end = self._until(index, storage, savers, block)
-            if is_kept:  # made once, for the longest of these lives; the last round is that of the first forward
-                kept_until, held_until = max(kept_until, end, sent_end), end
+            end, sent_end = self._ends(index, storage, savers, block)
+            if is_kept:  # made once, for the longest life; the first forward is the last of the loop
+                kept_end, held_until = max(kept_end, end, sent_end), end
                 continue
             # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
-            confining = [b for b in around[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
+            confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             begin = self._order.at(block, storage.born)
             nbytes = _share_of(storage, confining[0] if confining else block)
-            pass_begin = self._begin_of_pass(block, savers.get(block, ()))
+            pass_begin = self._pass_begin(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
             elif begin < pass_begin < end:  # freed after forward, made again by the pass that saves it
@@ -485,11 +498,11 @@ class Replay:
                 self._ledger.live(begin, end, nbytes)
         if is_kept:
             start = self._order.at(None, storage.born)
-            own_parcel = self._parcels.of.get(inner) if self._parcels and inner else None
+            own_parcel = self._parcels.by_segment.get(inner) if self._parcels and inner else None
             if own_parcel is not None and storage.nbytes >= MIN_SENT_BYTES:
-                self._add_sent(own_parcel, start, held_until, kept_until, storage.nbytes)
+                self._add_sent(own_parcel, start, held_until, kept_end, storage.nbytes)
             else:
-                self._ledger.live(start, kept_until, storage.nbytes)
+                self._ledger.live(start, kept_end, storage.nbytes)
 
     def _add_sent(self, parcel: SentParcel, begin: int, held_until: int, end: int, nbytes: int) -> None:
         """Enter a tensor of ``parcel`` that is made at ``begin`` and last needed before ``end``.
@@ -497,24 +510,24 @@ class Replay:
         The model itself holds it until ``held_until``.  If that is after the fetch, sending the tensor frees nothing.
         """
         self.sent_bytes += nbytes
-        gone = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
-        if gone is None or gone >= parcel.fetch_at:
+        freed_at = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
+        if freed_at is None or freed_at >= parcel.fetch_at:
             self._ledger.live(begin, end, nbytes)
             return
-        self._ledger.live(begin, gone, nbytes)
+        self._ledger.live(begin, freed_at, nbytes)
         self._ledger.live(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
-    def _until(
+    def _ends(
         self,
         index: int,
         storage: StorageTrace,
         savers: Mapping[ReplayedSegment | None, list[int]],
         block: ReplayedSegment | None,
     ) -> tuple[int, int]:
-        """Return two ends of ``storage``, made in ``block``: of its life here, and of its sent copy (0 without one)."""
+        """Return where ``storage``, made in ``block``, ends: on the device, and its copy elsewhere (0: no copy)."""
         end, sent_end = self._lives.forward_end(storage, block), 0
-        parcels = self._parcels if block is None and self._parcels and index in self._parcels.holding else None
+        parcels = self._parcels if block is None and self._parcels and index in self._parcels.by_storage else None
         if savers.get(block) and block is None and self._packs(storage):
             self._add_packed(storage, savers[None])
         elif savers.get(block):
@@ -523,21 +536,21 @@ class Replay:
             if block is None and storage.nbytes >= MIN_PACKED_BYTES:
                 self.left_unpacked += self._packed * len(savers[None])
         end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
-        for held in self._lives.holders(index, storage, block):
+        for holder in self._lives.holders(index, storage, block):
             # The state of a recurrent segment refers to its graph after the step, and the graph to the segment's input.
-            until = self._order.length if held.keeps_graph else self._lives.held_until(index, held)
-            if parcels and held in parcels.of:
-                sent_end = max(sent_end, until)
+            input_end = self._order.length if holder.keeps_graph else self._lives.input_end(index, holder)
+            if parcels and holder in parcels.by_segment:
+                sent_end = max(sent_end, input_end)
             else:
-                end = max(end, until)
+                end = max(end, input_end)
         return end, sent_end
 
-    def _begin_of_pass(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``block`` has no passes.
+    def _pass_begin(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
+        """Return the instant at which the pass that saves for ``savers`` runs again.  0: ``block`` has no passes.
 
-        The pass ends at the norm after them, so it runs again once backward has gone through that norm.
+        The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """
-        norm = block.norm_behind(max(savers)) if block is not None and savers else None
+        norm = block.next_norm(max(savers)) if block is not None and savers else None
         return 0 if norm is None else self._order.after(self._original.backward_end[norm])
 
     def _packs(self, storage: StorageTrace) -> bool:
@@ -546,7 +559,7 @@ class Replay:
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
         self.packed_outside.append(storage.packing_cost_bytes)
-        start, end = self._order.place[min(savers)], self._lives.release(storage, savers)
+        start, end = self._order.instants[min(savers)], self._lives.release(storage, savers)
         self._ledger.live(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:
             self._ledger.extra[end - 1] += storage.nbytes
@@ -554,38 +567,41 @@ class Replay:
     def _backward_life(self, storage: StorageTrace) -> None:
         """Enter ``storage``, made in backward or later; within chunks, one chunk's share of it is alive at a time."""
         block = self._inner[storage.born]
-        start, shares = self._order.place[storage.born], 1.0
+        start, shares = self._order.instants[storage.born], 1.0
         if block is not None and storage.kind == "gradients":
-            self._add_pieces_of_gradient(block, storage)
+            self._add_gradient_chunks(block, storage)
         elif block is not None:
-            around = [b for b in block.self_and_enclosing if b is not None]
-            outlived = [b for b in around if storage.died is None or storage.died > b.call.backward_end]
+            enclosing = [b for b in block.self_and_enclosing if b is not None]
+            outlived = [b for b in enclosing if storage.died is None or storage.died > b.call.backward_end]
             outer = outlived[-1].parent if outlived else block
             shares = outer.shares if outer else 1.0
             chunked = [b for b in outlived if b.segment.chunks > 1]
             if chunked:  # the whole exists from the concatenation on; before, there are chunks: see _add_chunks
-                joined = chunked[-1].joined
-                self._ledger.live(start, joined, int(storage.nbytes / block.shares))
-                start = joined
+                join = chunked[-1].join
+                self._ledger.live(start, join, int(storage.nbytes / block.shares))
+                start = join
         self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
 
-    def _add_pieces_of_gradient(self, block: ReplayedSegment, storage: StorageTrace) -> None:
+    def _add_gradient_chunks(self, block: ReplayedSegment, storage: StorageTrace) -> None:
         """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
 
         ``aten::mm`` gives the gradient of a weight as a transposed view, to which autograd does not add in place: the
         sum of the first two chunks is a third tensor, made after the node's other tensors are gone.  Later chunks add
-        in place, so the third tensor does not count where one of these is the longest.
+        in place.  If one of them is the longest, the third tensor does not count.
         """
         chunked = [b for b in block.self_and_enclosing if b is not None and b.segment.chunks > 1]
         if chunked:
             end = self._end_of_node(storage)
             self._ledger.live(
-                self._order.place[chunked[-1].call.backward_start], self._order.place[storage.born], storage.nbytes
+                self._order.instants[chunked[-1].call.backward_start],
+                self._order.instants[storage.born],
+                storage.nbytes,
             )
             for op in range(storage.born, end):
-                self._ledger.extra[self._order.place[op]] += storage.nbytes
+                self._ledger.extra[self._order.instants[op]] += storage.nbytes
             if self._trace.ops[storage.born].name == "aten::mm" and not chunked[-1].longest_adds_in_place:
-                self._ledger.behind[self._order.place[end - 1]] += 2 * storage.nbytes  # a chunk's own, and the new sum
+                # A chunk's own gradient, and the new sum.
+                self._ledger.afterwards[self._order.instants[end - 1]] += 2 * storage.nbytes
 
     def _end_of_node(self, gradient: StorageTrace) -> int:
         """Return the first operator after ``gradient`` that makes no gradient of the same module."""
@@ -599,8 +615,8 @@ class Replay:
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
-            end = self._lives.held_until(index, block)
-            parcel = self._parcels.of.get(block) if self._parcels else None
+            end = self._lives.input_end(index, block)
+            parcel = self._parcels.by_segment.get(block) if self._parcels else None
             if parcel is not None and packed_bytes >= MIN_SENT_BYTES and block.segment.compressor != "parts":
                 self._add_sent(parcel, start, start, end, packed_bytes)
             else:
@@ -616,33 +632,33 @@ class Replay:
         storages = self._trace.storages
         share = int(block.parent.shares) if block.parent else 1
         outputs = sum(storages[s].nbytes for s in {*block.call.outputs} if storages[s].born >= block.call.start)
-        for around in _self_and_enclosing(block.parent):
-            if around is None or block.call.end <= around.stop:
-                self._ledger.extra[self._order.at(around, block.call.end - 1)] += outputs // share
+        for enclosing in _self_and_enclosing(block.parent):
+            if enclosing is None or block.call.end <= enclosing.stop:
+                self._ledger.extra[self._order.at(enclosing, block.call.end - 1)] += outputs // share
         backward = block.call.backward
         gradients = sum(
             s.nbytes
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        self._ledger.extra[block.joined] += max(gradients // share, self._passes.statistics_bytes(block))
+        self._ledger.extra[block.join] += max(gradients // share, self._passes.statistics_bytes(block))
         segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
-        handed_on = self._handed_on(block)
-        # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches those, the states that
-        # they start from are alive, and the gradient of one state.
+        argument_bytes = self._state_argument_bytes(block)
+        # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches a longest chunk, the
+        # states from which the longest chunks start are alive, and the gradient of one state.
         longest = block.length % segment.chunks or segment.chunks
-        between, in_backward = between + (segment.chunks - 1) * handed_on, in_backward + longest * handed_on
-        pieces = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
-        pieces -= pieces // segment.chunks
+        between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
+        in_chunks = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
+        in_chunks -= in_chunks // segment.chunks
         self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
-        self._ledger.live(block.offset, block.joined, max(in_backward, pieces) // share)
+        self._ledger.live(block.offset, block.join, max(in_backward, in_chunks) // share)
 
-    def _handed_on(self, block: ReplayedSegment) -> int:
+    def _state_argument_bytes(self, block: ReplayedSegment) -> int:
         """Return the bytes that a chunk passes to the next as arguments: outputs that are not cut, as LSTM states."""
         storages, call = self._trace.storages, block.call
-        made = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
-        return sum(storage.nbytes for storage in made if storage.born >= call.start)
+        states = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
+        return sum(storage.nbytes for storage in states if storage.born >= call.start)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """Enter the workspaces of all operators; return the operator that runs at every instant."""
@@ -657,12 +673,12 @@ class Replay:
 
         for index, op in enumerate(ops):
             inner = self._inner[index]
-            run(self._order.place[index], index, inner.shares if inner else 1)
+            run(self._order.instants[index], index, inner.shares if inner else 1)
             if inner is not None and op.name == _NORM_BACKWARD:
-                self._ledger.extra[self._order.place[index]] += self._passes.product_bytes(inner, op)
+                self._ledger.extra[self._order.instants[index]] += self._passes.product_bytes(inner, op)
         for block in self.blocks:
             if block.segment.chunks > 1:
-                running[block.joined] = ops[block.call.backward_end - 1]
+                running[block.join] = ops[block.call.backward_end - 1]
         for block in self.blocks:
             for index in range(block.call.start, block.stop):
                 if index in block.kept:
@@ -679,20 +695,21 @@ def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
     """Return the bytes of ``storage`` in the longest chunk of ``block``; all of them for ``None``."""
     if block is None:
         return storage.nbytes
-    lengths = {around.length for around in block.self_and_enclosing if around is not None and around.segment.chunks > 1}
+    enclosing = (outer for outer in block.self_and_enclosing if outer is not None)
+    lengths = {outer.length for outer in enclosing if outer.segment.chunks > 1}
     fixed = max((nbytes for length, nbytes in storage.fixed_bytes if length in lengths), default=0)
     return fixed + int((storage.nbytes - fixed) / block.shares)
 
 
 def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
-    """Return :attr:`ReplayedSegment.self_and_enclosing` of ``block``; that of the first forward is ``(None,)``."""
+    """Return :attr:`ReplayedSegment.self_and_enclosing` of ``block``; ``None`` is the first forward."""
     return (None,) if block is None else block.self_and_enclosing
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
     """Return, for every operator of forward, the operator at which the backward of the innermost module around it ends.
 
-    Operators between the models of a user's own step are in no module; for them it is the end of the next backward.
+    Operators between the models of a user's own step are in no module; the next backward counts for them.
     """
     ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
     for op in reversed(range(len(trace.ops))):

@@ -19,30 +19,30 @@ class ScaledStep:
 
     @property
     def timed(self) -> StepTrace:
-        """The record with timed operators, the larger of two such; the larger record if neither was timed."""
+        """The larger record with timed operators; the larger record if neither was timed."""
         timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
         return next(timed, self.large)
 
     def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
         """Return the step at ``batch`` samples: its bytes, flops and shapes lie on the line through the two records.
 
-        Operators take ``pace`` times as long as in :attr:`timed`; those of the update, whose time does not depend on
-        the batch, ``update_pace`` times.
+        Operators take ``pace`` times as long as in :attr:`timed`.  Operators of the update, whose time does not depend
+        on the batch, take ``update_pace`` times as long.
         """
         share = (batch - self.small.batch) / (self.large.batch - self.small.batch)
-        step: StepTrace = _on_the_line(self.small, self.large, share)
+        step: StepTrace = _interpolate(self.small, self.large, share)
         ops = tuple(
             replace(op, seconds=timed.seconds * (update_pace if timed.phase in UPDATE_PHASES else pace))
             for op, timed in zip(step.ops, self.timed.ops, strict=True)
         )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
-        storages = tuple(_packed_alike(*storage) for storage in pairs)
+        storages = tuple(_with_common_codec(*storage) for storage in pairs)
         step = replace(step, batch=batch, ops=ops, storages=storages)
         return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
 
 
 def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
-    """Pair the records ``small`` and ``large``; ``None`` where operators or the lives of storages differ."""
+    """Pair the records ``small`` and ``large``; ``None`` if operators or the lives of storages differ."""
     return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
 
 
@@ -54,23 +54,23 @@ def _shape(step: StepTrace) -> tuple[object, ...]:
     return paths, step.calls, ops, lives
 
 
-def _on_the_line(small: Any, large: Any, share: float) -> Any:
+def _interpolate(small: Any, large: Any, share: float) -> Any:
     """Interpolate numbers, ``share`` of the way from ``small`` to ``large``; take all else from ``large``."""
     if small == large:
         return large
     if is_dataclass(large) and not isinstance(large, type):
         names = [f.name for f in fields(large)]
-        return replace(large, **{n: _on_the_line(getattr(small, n), getattr(large, n), share) for n in names})
+        return replace(large, **{n: _interpolate(getattr(small, n), getattr(large, n), share) for n in names})
     if isinstance(large, Sequence) and not isinstance(large, str) and len(small) == len(large):
-        return tuple(_on_the_line(one, other, share) for one, other in zip(small, large, strict=True))
+        return tuple(_interpolate(low, high, share) for low, high in zip(small, large, strict=True))
     if isinstance(large, bool) or not (isinstance(small, int | float) and isinstance(large, int | float)):
         return large
     value = max(0.0, small + share * (large - small))
     return round(value) if isinstance(large, int) else value
 
 
-def _packed_alike(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
-    """Return ``storage``, without a codec if those of the two records differ."""
+def _with_common_codec(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
+    """Return ``storage``, without a codec if the two records have different ones."""
     if small.compressor == large.compressor:
         return storage
     return replace(storage, compressor="null", packed_bytes=storage.nbytes)

@@ -5,7 +5,7 @@ bytes that the block keeps from its forward to its backward; the most bytes at a
 kept ones included; and the time that recomputation adds.  They combine by two rules:
 
 - ``a``, then ``b``, whose backward runs first:  (a.kept + b.kept, max(a.peak, a.kept + b.peak), a.time + b.time);
-- a segment whose inside runs by schedule ``s``:  (input, s.peak, forward + s.time), since it stores its input.
+- a segment whose inside runs by schedule ``s``:  (input, s.peak, forward + s.time), since the segment stores its input.
 
 Take two layers, each of which keeps 4 bytes, has a peak of 6 and runs for 1 s.  ``[x]`` is a segment, which stores an
 input of 2 bytes::
@@ -29,55 +29,64 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.search.plan.interface import is_within
 
 MAX_SCHEDULES = 400
-"""Most schedules kept of the blocks from the first of the step up to the present one."""
+"""Maximum number of schedules kept for the part of the step up to the present block."""
 MAX_INNER_SCHEDULES = 32
-"""Most schedules kept of a single block."""
+"""Maximum number of schedules kept for a single block."""
 
 
-Spent = tuple[int, ...]
-"""Counts of what :class:`Limits` bounds, in the order of its fields; empty if all are 0."""
+class Counts(NamedTuple):
+    """Numbers that :class:`Limits` bounds."""
+
+    segments: int = 0
+    splits: int = 0
+    cuts: int = 0
+
+
+NO_COUNTS: Final = Counts()
+"""Counts of a schedule without segments, and of every schedule where nothing is bounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Upper bounds on the segments of a plan; ``None`` is no bound."""
+    """Upper bounds on the segments of a plan.  ``None``: no bound."""
 
     segments: int | None = None
-    """Most segments that lie in no other."""
+    """Maximum number of outermost segments."""
     splits: int | None = None
-    """Most segments that contain others or whose module splits itself (``__spatial_split__``)."""
+    """Maximum number of segments that contain others or whose module splits itself (``__spatial_split__``)."""
     cuts: int | None = None
-    """Most multiplications of chunk numbers by the chunk factor, over all segments: 8 chunks by factor 2 are three."""
+    """Maximum number of multiplications by the chunk factor, over all segments: 8 chunks by factor 2 take three."""
 
     @property
-    def hold(self) -> bool:
+    def are_set(self) -> bool:
         """Whether any bound is set."""
         return self != Limits()
 
-    def admit(self, spent: Spent) -> bool:
-        """Return whether ``spent`` is within every bound."""
+    def admit(self, counts: Counts) -> bool:
+        """Return whether ``counts`` are within every bound."""
         bounds = (self.segments, self.splits, self.cuts)
-        return all(bound is None or amount <= bound for amount, bound in zip(spent, bounds, strict=False))
+        return all(bound is None or count <= bound for count, bound in zip(counts, bounds, strict=True))
 
     def admit_plan(self, plan: Plan, factor: int) -> bool:
         """Return whether ``plan`` is within every bound; ``factor`` multiplies numbers of chunks."""
-        return self.admit(spent_by(plan.segments, factor))
+        return self.admit(count_segments(plan.segments, factor))
 
 
-def spent_by(segments: Sequence[SegmentPlan], factor: int) -> Spent:
+def count_segments(segments: Sequence[SegmentPlan], factor: int) -> Counts:
     """Count in ``segments`` what :class:`Limits` bounds; heads that run through their losses do not count."""
-    own = [s for s in segments if not s.through_loss]
-    inner = {s.path for s in own if any(_lies_in(s, other) for other in own)}
-    split = [s for s in own if s.spatial_split or any(_lies_in(other, s) for other in own)]
-    return len(own) - len(inner), len(split), sum(cuts(s.chunks, factor) for s in own)
+    counted = [s for s in segments if not s.through_loss]
+    inner = {s.path for s in counted if any(_lies_in(s, other) for other in counted)}
+    split = [s for s in counted if s.spatial_split or any(_lies_in(other, s) for other in counted)]
+    return Counts(len(counted) - len(inner), len(split), sum(count_cuts(s.chunks, factor) for s in counted))
 
 
-def cuts(chunks: int, factor: int) -> int:
+def count_cuts(chunks: int, factor: int) -> int:
     """Count the multiplications by ``factor`` that lead from one chunk to ``chunks``."""
     return math.ceil(math.log(chunks, factor) - 1e-9)
 
@@ -86,9 +95,11 @@ def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
     return segment is not other and is_within(segment.path, other.path)
 
 
-def together(spent: Spent, other: Spent) -> Spent:
+def add_counts(counts: Counts, other: Counts) -> Counts:
     """Add the counts of two schedules."""
-    return tuple(map(operator.add, spent, other)) if spent and other else spent or other
+    if counts is NO_COUNTS or other is NO_COUNTS:  # by far the most calls
+        return other if counts is NO_COUNTS else counts
+    return Counts(counts.segments + other.segments, counts.splits + other.splits, counts.cuts + other.cuts)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,16 +119,16 @@ class Schedule:
     held_bytes: int = 0
     """Bytes of outputs that the segment around the block keeps instead of computing them again."""
     segment: SegmentPlan | None = None
-    """Segment that the schedule puts on the block; ``None`` for no segment."""
+    """Segment that the schedule puts on the block.  ``None``: no segment."""
     parts: tuple[Schedule, ...] = ()
-    """Schedules that it is made of, in the order of execution."""
-    moved: tuple[str, str] | None = None
+    """Schedules that make up this one, in the order of execution."""
+    path_change: tuple[str, str] | None = None
     """``(old, new)`` if the schedule was solved for an equal block: paths in ``parts`` begin with ``old``, which stands
-    for ``new``.  ``None`` if it was solved for this block."""
+    for ``new``.  ``None``: the schedule was solved for this block."""
     has_segments: bool = False
     """Whether the schedule is a segment, or contains one."""
-    spent: Spent = ()
-    """Counts of what :class:`Limits` bounds."""
+    counts: Counts = NO_COUNTS
+    """Numbers that :class:`Limits` bounds."""
 
     def then(self, other: Schedule) -> Schedule:
         """Return this schedule followed by ``other``, of the next block."""
@@ -131,11 +142,11 @@ class Schedule:
             (self, other),
             None,
             self.has_segments or other.has_segments,
-            together(self.spent, other.spent),
+            add_counts(self.counts, other.counts),
         )
 
-    def moved_to(self, moved: tuple[str, str], more_bytes: int) -> Schedule:
-        """Return this schedule for an equal block at another path (:attr:`moved`), its peak ``more_bytes`` higher."""
+    def relocate(self, path_change: tuple[str, str], more_bytes: int) -> Schedule:
+        """Return this schedule for an equal block at another path, where the peak is ``more_bytes`` higher."""
         return Schedule(
             self.kept_bytes,
             self.peak_bytes + more_bytes,
@@ -143,28 +154,28 @@ class Schedule:
             self.held_bytes,
             None,
             (self,),
-            moved,
+            path_change,
             self.has_segments,
-            self.spent,
+            self.counts,
         )
 
-    def finished(self) -> Schedule:
-        """Return this schedule for blocks that begin after its backward has ended, so that it keeps nothing."""
-        return Schedule(0, self.peak_bytes, self.added_s, 0, None, (self,), None, self.has_segments, self.spent)
+    def release(self) -> Schedule:
+        """Return this schedule as seen by blocks that begin after its backward has ended: it keeps nothing."""
+        return Schedule(0, self.peak_bytes, self.added_s, 0, None, (self,), None, self.has_segments, self.counts)
 
     def segments(self) -> Iterator[SegmentPlan]:
         """Yield the segments in the order of execution, outer ones first."""
         stack: list[tuple[Schedule, tuple[tuple[str, str], ...]]] = [(self, ())]
         while stack:
-            schedule, moves = stack.pop()
-            moves = (schedule.moved, *moves) if schedule.moved else moves
+            schedule, changes = stack.pop()
+            changes = (schedule.path_change, *changes) if schedule.path_change else changes
             if schedule.segment is not None:
-                yield replace(schedule.segment, path=_moved(schedule.segment.path, moves))
-            stack.extend((part, moves) for part in reversed(schedule.parts) if part.has_segments)
+                yield replace(schedule.segment, path=_change_path(schedule.segment.path, changes))
+            stack.extend((part, changes) for part in reversed(schedule.parts) if part.has_segments)
 
 
 _Pair = tuple[int, float, Schedule, Schedule]
-"""Two schedules, one after the other: the bytes that they keep, the seconds that they add, the first and the second."""
+"""Two schedules in succession: the bytes that they keep, the seconds that they add, the first and the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,28 +184,28 @@ class Bounds:
 
     budget_bytes: int
     added_s: float
-    """Most seconds that it may add.  No block of a step adds less than 0, so a part over the bound can be dropped."""
+    """Maximum seconds that the schedule may add.  No block adds less than 0, so a part over the bound is dropped."""
     limits: Limits
 
 
-def followed(before: Sequence[Schedule], own: Sequence[Schedule], bounds: Bounds) -> list[Schedule]:
-    """Return the best schedules within ``bounds`` that put one of ``own`` after one of ``before``.
+def concatenate(before: Sequence[Schedule], after: Sequence[Schedule], bounds: Bounds) -> list[Schedule]:
+    """Return the best schedules within ``bounds`` that put one of ``after`` behind one of ``before``.
 
-    They are those that :func:`thinned` would keep of all pairs, found without making a :class:`Schedule` of each pair.
+    The result is what :func:`thin_out` would keep of all pairs, without making a :class:`Schedule` of each pair.
     """
-    budget_bytes, most_s, limits = bounds.budget_bytes, bounds.added_s, bounds.limits
+    budget_bytes, max_s, limits = bounds.budget_bytes, bounds.added_s, bounds.limits
     pairs = [
-        (schedule.kept_bytes + after.kept_bytes, schedule.added_s + after.added_s, schedule, after)
-        for after in own
-        for schedule in before
-        if schedule.kept_bytes + after.peak_bytes <= budget_bytes and schedule.added_s + after.added_s <= most_s
+        (first.kept_bytes + second.kept_bytes, first.added_s + second.added_s, first, second)
+        for second in after
+        for first in before
+        if first.kept_bytes + second.peak_bytes <= budget_bytes and first.added_s + second.added_s <= max_s
     ]
-    if not limits.hold:
+    if not limits.are_set:
         return _best_pairs(pairs)
-    groups: dict[Spent, list[_Pair]] = defaultdict(list)
+    groups: dict[Counts, list[_Pair]] = defaultdict(list)
     for pair in pairs:
-        groups[together(pair[2].spent, pair[3].spent)].append(pair)
-    return [schedule for spent, group in groups.items() if limits.admit(spent) for schedule in _best_pairs(group)]
+        groups[add_counts(pair[2].counts, pair[3].counts)].append(pair)
+    return [schedule for counts, group in groups.items() if limits.admit(counts) for schedule in _best_pairs(group)]
 
 
 def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
@@ -207,79 +218,79 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
                 best.pop()
             best.append(pair)
     if len(best) > MAX_SCHEDULES:
-        best.reverse()  # the fastest first, which _sampled prefers
-        peaks = [max(schedule.peak_bytes, schedule.kept_bytes + after.peak_bytes) for _, _, schedule, after in best]
+        best.reverse()  # the fastest first, which _sample prefers
+        peaks = [max(first.peak_bytes, first.kept_bytes + second.peak_bytes) for _, _, first, second in best]
         lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
-        chosen = _sampled([kept for kept, *_ in best], [0] * len(best), lowest, MAX_SCHEDULES)
-        best = [best[n] for n in chosen]
-    return [schedule.then(after) for _, _, schedule, after in best]
+        indices = _sample([kept for kept, *_ in best], [0] * len(best), lowest, MAX_SCHEDULES)
+        best = [best[n] for n in indices]
+    return [first.then(second) for _, _, first, second in best]
 
 
-def thinned(schedules: Sequence[Schedule], most: int, indifferent_bytes: int = 0) -> list[Schedule]:
-    """Return the Pareto set of ``schedules``, at most ``most``; peaks up to ``indifferent_bytes`` are equally good.
+def thin_out(schedules: Sequence[Schedule], max_count: int, budget_bytes: int = 0) -> list[Schedule]:
+    """Return the Pareto set of ``schedules``, at most ``max_count``; all peaks within ``budget_bytes`` count as equal.
 
-    A schedule competes only with those of the same held bytes and counts.  If more than ``most`` remain, a grid is laid
-    over kept bytes and peaks, and the fastest schedule of every cell stays, and the one with the lowest peak.
+    A schedule competes only with others of the same held bytes and counts.  If more than ``max_count`` remain, a grid
+    is laid over kept bytes and peaks.  The fastest schedule of every cell stays, and the one with the lowest peak.
     """
-    groups: dict[tuple[int, Spent], list[Schedule]] = defaultdict(list)
+    groups: dict[tuple[int, Counts], list[Schedule]] = defaultdict(list)
     for schedule in schedules:
-        groups[schedule.held_bytes, schedule.spent].append(schedule)
-    best = [schedule for group in groups.values() for schedule in _pareto(group, indifferent_bytes)]
-    if len(best) <= most:
+        groups[schedule.held_bytes, schedule.counts].append(schedule)
+    best = [schedule for group in groups.values() for schedule in _pareto_set(group, budget_bytes)]
+    if len(best) <= max_count:
         return best
     best.sort(key=lambda schedule: schedule.added_s)
     lowest = min(range(len(best)), key=lambda n: (best[n].peak_bytes, best[n].kept_bytes))
-    peaks = [max(indifferent_bytes, schedule.peak_bytes) for schedule in best]
-    return [best[n] for n in _sampled([schedule.kept_bytes for schedule in best], peaks, lowest, most)]
+    peaks = [max(budget_bytes, schedule.peak_bytes) for schedule in best]
+    return [best[n] for n in _sample([schedule.kept_bytes for schedule in best], peaks, lowest, max_count)]
 
 
-def _sampled(kept: Sequence[int], peaks: Sequence[int], lowest: int, most: int) -> list[int]:
-    """Choose at most ``most`` indices of ``kept`` and ``peaks``: the first in every cell of a grid, and ``lowest``.
+def _sample(kept: Sequence[int], peaks: Sequence[int], lowest: int, max_count: int) -> list[int]:
+    """Choose at most ``max_count`` indices of ``kept`` and ``peaks``: the first in each cell of a grid, and ``lowest``.
 
-    Each side of the grid is divided in ``most`` steps at first, then in a fifth fewer until few enough cells are
+    Each side of the grid is divided in ``max_count`` steps at first, then in a fifth fewer until few enough cells are
     occupied.
     """
-    kept, peaks = _from_least(kept), _from_least(peaks)
-    steps = most
+    kept, peaks = _subtract_least(kept), _subtract_least(peaks)
+    steps = max_count
     while True:
         kept_step, peak_step = max(kept) // steps + 1, max(peaks) // steps + 1
         cells: dict[tuple[int, int], int] = {}
-        for place, (over_kept, over_peak) in enumerate(zip(kept, peaks, strict=True)):
-            cells.setdefault((over_kept // kept_step, over_peak // peak_step), place)
-        chosen = list(dict.fromkeys((*cells.values(), lowest)))
-        if len(chosen) <= most:
-            return chosen
+        for index, (kept_bytes, peak_bytes) in enumerate(zip(kept, peaks, strict=True)):
+            cells.setdefault((kept_bytes // kept_step, peak_bytes // peak_step), index)
+        indices = list(dict.fromkeys((*cells.values(), lowest)))
+        if len(indices) <= max_count:
+            return indices
         steps = steps * 4 // 5
 
 
-def _from_least(numbers: Sequence[int]) -> list[int]:
+def _subtract_least(numbers: Sequence[int]) -> list[int]:
     least = min(numbers)
     return [number - least for number in numbers]
 
 
-def _pareto(schedules: Sequence[Schedule], indifferent_bytes: int) -> Iterator[Schedule]:
-    """Yield those of ``schedules`` that no other beats or equals in all of kept, peak and time."""
-    # Schedules come by rising kept bytes, so one already yielded never keeps more: only peak and time are compared.  Of
-    # those yielded, these lists have the ones that none of the others beats in both: peaks rise, and times fall.
+def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Schedule]:
+    """Yield the ``schedules`` that no other beats or equals in all of kept, peak and time."""
+    # Schedules come by rising kept bytes, so an earlier one never keeps more: only peak and time are compared.  The two
+    # lists describe the schedules yielded so far that no other beats in both: peaks rise, and times fall.
     peaks: list[int] = []
     times: list[float] = []
-    for schedule in sorted(schedules, key=lambda s: (s.kept_bytes, max(indifferent_bytes, s.peak_bytes), s.added_s)):
-        peak = max(indifferent_bytes, schedule.peak_bytes)
-        place = bisect.bisect_right(peaks, peak)
-        if place and times[place - 1] <= schedule.added_s:
+    for schedule in sorted(schedules, key=lambda s: (s.kept_bytes, max(budget_bytes, s.peak_bytes), s.added_s)):
+        peak = max(budget_bytes, schedule.peak_bytes)
+        start = bisect.bisect_right(peaks, peak)
+        if start and times[start - 1] <= schedule.added_s:
             continue
-        end = place
+        end = start
         while end < len(peaks) and times[end] >= schedule.added_s:
             end += 1
-        if place and peaks[place - 1] == peak:
-            place -= 1
-        peaks[place:end], times[place:end] = [peak], [schedule.added_s]
+        if start and peaks[start - 1] == peak:
+            start -= 1
+        peaks[start:end], times[start:end] = [peak], [schedule.added_s]
         yield schedule
 
 
-def _moved(path: str, moves: Sequence[tuple[str, str]]) -> str:
-    """Return ``path`` after each of ``moves``, innermost first: the beginning ``old`` of a path becomes ``new``."""
-    for old, new in moves:
+def _change_path(path: str, changes: Sequence[tuple[str, str]]) -> str:
+    """Return ``path`` after each of ``changes``, innermost first: the beginning ``old`` of a path becomes ``new``."""
+    for old, new in changes:
         if path == old or path.startswith(f"{old}."):
             path = new + path[len(old) :]
     return path

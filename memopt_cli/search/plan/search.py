@@ -7,10 +7,10 @@ Every rule is monotonic in each number, so a schedule that another beats in all 
 therefore only needs its Pareto set, which is built from the sets of its children: as in Herrmann et al., "Optimal
 checkpointing for heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
-A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of it have a
-fourth number for this, the bytes of these outputs, which are added to what the segment keeps.
+A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
+have a fourth number for this: the bytes of the kept outputs, which are added to what the segment keeps.
 
-Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned, which may lose the best plan
+Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thin_out, which may lose the best plan
 but never gives one that exceeds the budget.
 """
 
@@ -22,36 +22,45 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from memopt_cli.search.plan.block_tree import Block, repeated
-from memopt_cli.search.plan.schedules import MAX_INNER_SCHEDULES, MAX_SCHEDULES, Bounds, Schedule, followed, thinned
+from memopt_cli.search.plan.block_tree import Block, repeated_paths
+from memopt_cli.search.plan.schedules import (
+    MAX_INNER_SCHEDULES,
+    MAX_SCHEDULES,
+    NO_COUNTS,
+    Bounds,
+    Counts,
+    Schedule,
+    concatenate,
+    thin_out,
+)
 from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
 
 _PRECISION = 1000
 """Reciprocal of the relative error allowed to a least peak: it is found to one part in a thousand."""
-_GALLOP = 16
+_FIRST_STEP = 16
 """First step down in the search for a least peak, in multiples of the allowed error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One decision on which repeatedly called modules are segments, in all their calls; and its answers so far."""
+    """One decision on which repeatedly called modules are segments, in all their calls, with the answers so far."""
 
-    segmented: frozenset[str]
+    segment_paths: frozenset[str]
     """Paths of the repeatedly called modules that get a segment."""
     kinds: Mapping[Block, int]
     """Block -> its kind: a number shared by equal blocks whose parts have equal permissions."""
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
-    such schedule adds."""
+    """Budget -> the fastest schedule within it, and a lower bound on the seconds that any such schedule adds.
+    ``None`` for the schedule: none was found."""
 
     def least_added_s(self, budget_bytes: int) -> float:
-        """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds, by larger budgets."""
+        """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds, from larger budgets."""
         return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
 
-    def known(self, budget_bytes: int) -> Schedule | None:
-        """Return the answer for a larger budget, or this one, if it fits ``budget_bytes``; else ``None``."""
+    def answer_within(self, budget_bytes: int) -> Schedule | None:
+        """Return an earlier answer, for this budget or a larger one, that fits ``budget_bytes``; else ``None``."""
         larger = (schedule for budget, (schedule, _) in self.answers.items() if budget >= budget_bytes)
         return next((s for s in larger if s is not None and s.peak_bytes <= budget_bytes), None)
 
@@ -63,7 +72,7 @@ class SolvedBlocks:
     schedules: dict[tuple[Means, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
     """Permissions, kind and context -> the block that was solved, and its Pareto set."""
     segments: dict[tuple[Means, Block, int, bool], list[Schedule]] = field(default_factory=dict)
-    """Permissions, block, kind and whether it lies in a segment -> its schedules with a segment on it."""
+    """Permissions, block, kind, and whether the block lies in a segment -> the schedules with a segment on it."""
 
 
 class _Candidates:
@@ -72,33 +81,35 @@ class _Candidates:
     def __init__(self, root: Block, allowed: Allowed) -> None:
         self._root = root
         self._allowed = allowed
-        # In a user's own step nearly all modules are called several times: there each call is decided by itself, and
+        # In a user's own step nearly all modules are called several times.  There each call is decided by itself, and
         # the plan makes a module a segment if any of its calls wants that.
-        self._repeated = set() if root.is_round else repeated(root)
+        self._repeated = set() if root.is_round else repeated_paths(root)
 
     def choices(self) -> list[_Choice]:
         """List the decisions to try on modules that are called several times.
 
-        They are: no segments; one on a single outermost module (eight tries, as each is a search); one on each of them.
+        In order: no segments; one on a single outermost module; one on each outermost module.  Each try is a search, so
+        only eight single modules are tried.
         """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
-        segmented = [frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)]
-        return [self._choice(paths) for paths in dict.fromkeys(segmented)]
+        choices = [frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)]
+        return [self._choice(paths) for paths in dict.fromkeys(choices)]
 
-    def _choice(self, segmented: frozenset[str]) -> _Choice:
+    def _choice(self, segment_paths: frozenset[str]) -> _Choice:
         kinds: dict[Block, int] = {}
 
         def kind(block: Block) -> int:
-            own = self.may_be_segment(block, segmented), block.path in segmented, self._allowed.chunks.get(block.path)
+            may_be, must_be = self.may_be_segment(block, segment_paths), block.path in segment_paths
+            own = may_be, must_be, self._allowed.chunks.get(block.path)
             kinds[block] = hash((block.signature, own, *map(kind, block.children)))
             return kinds[block]
 
         kind(self._root)
-        return _Choice(segmented, kinds, Counter(kinds.values()))
+        return _Choice(segment_paths, kinds, Counter(kinds.values()))
 
-    def may_be_segment(self, block: Block, segmented: frozenset[str]) -> bool:
-        return self._is_target(block) and (block.path not in self._repeated or block.path in segmented)
+    def may_be_segment(self, block: Block, segment_paths: frozenset[str]) -> bool:
+        return self._is_target(block) and (block.path not in self._repeated or block.path in segment_paths)
 
     def _is_target(self, block: Block) -> bool:
         # A segment on the whole model recomputes all of it at once, which saves nothing unless it runs in chunks.
@@ -114,60 +125,60 @@ class Solver:
         root: Block,
         allowed: Allowed,
         tick: Callable[[], None] = lambda: None,
-        solved: SolvedBlocks | None = None,
+        cache: SolvedBlocks | None = None,
     ) -> None:
         """Solve the step of ``root`` under the permissions in ``allowed``.
 
-        ``tick`` is called for every block; an exception from it ends the search.  ``solved`` is the cache of blocks
-        that this solver shares with others.
+        ``tick`` is called for every block, and may raise to end the search.  Several solvers may share a ``cache``.
         """
         self._root = root
         self._tick = tick
         self._allowed = allowed
         self._candidates = _Candidates(root, allowed)
         self._segments = Segments(allowed)
-        self._solved = SolvedBlocks() if solved is None else solved
+        self._cache = SolvedBlocks() if cache is None else cache
         self._outside = Context(packed=allowed.packed)
         self._choices = self._candidates.choices()
-        self._chosen = self._choices[0]
+        self._choice = self._choices[0]
+        """Decision under which the present search runs."""
 
     def fastest(self, budget_bytes: int) -> Schedule | None:
         """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""
         best: Schedule | None = None
         for choice in self._choices:  # each must be faster than the best so far
-            most_added_s = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
-            best = self._fastest(choice, budget_bytes, most_added_s) or best
+            max_added_s = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
+            best = self._fastest(choice, budget_bytes, max_added_s) or best
         return best
 
-    def least_peak_bytes(self, high: int, most_added_s: float = math.inf) -> int | None:
-        """Return the least peak of the schedules that add at most ``most_added_s``, to a part in a thousand.
+    def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
+        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand.
 
-        ``None`` if no schedule stays within ``high`` bytes.
+        ``None``: no schedule stays within ``high`` bytes.
         """
         least: int | None = None
         for choice in self._choices:
-            lower = self._least(choice, high if least is None else least - _step(least), most_added_s)
+            lower = self._least(choice, high if least is None else least - _allowed_error(least), max_added_s)
             least = least if lower is None else lower
         return least
 
-    def schedules(self, most_added_s: float) -> Iterator[Schedule]:
-        """Yield the schedules found so far that add at most ``most_added_s``."""
+    def schedules(self, max_added_s: float) -> Iterator[Schedule]:
+        """Yield the schedules found so far that add at most ``max_added_s``."""
         schedules = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
-        return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= most_added_s)
+        return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= max_added_s)
 
-    def _least(self, choice: _Choice, high: int, most_added_s: float) -> int | None:
+    def _least(self, choice: _Choice, high: int, max_added_s: float) -> int | None:
         """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
 
         def has_schedule(budget_bytes: int) -> bool:
-            return self._fastest(choice, budget_bytes, most_added_s) is not None
+            return self._fastest(choice, budget_bytes, max_added_s) is not None
 
         if high < 0 or not has_schedule(high):
             return None
-        low = high - (step := _GALLOP * _step(high))
+        low = high - (step := _FIRST_STEP * _allowed_error(high))
         while low >= 0 and has_schedule(low):
             high, low, step = low, low - 2 * step, 2 * step
         low = max(low, -1)
-        while high - low > _step(high):
+        while high - low > _allowed_error(high):
             middle = (low + high) // 2
             if has_schedule(middle):
                 high = middle
@@ -175,106 +186,108 @@ class Solver:
                 low = middle
         return high
 
-    def _fastest(self, choice: _Choice, budget_bytes: int, most_added_s: float) -> Schedule | None:
+    def _fastest(self, choice: _Choice, budget_bytes: int, max_added_s: float) -> Schedule | None:
         """Return the fastest schedule of ``choice`` within both bounds; ``None`` if there is none."""
-        schedule = choice.known(budget_bytes)
-        if schedule is None and choice.least_added_s(budget_bytes) <= min(most_added_s, sys.float_info.max):
-            self._chosen = choice
-            bounds = Bounds(budget_bytes, most_added_s, self._allowed.limits)
+        schedule = choice.answer_within(budget_bytes)
+        if schedule is None and choice.least_added_s(budget_bytes) <= min(max_added_s, sys.float_info.max):
+            self._choice = choice
+            bounds = Bounds(budget_bytes, max_added_s, self._allowed.limits)
             # Count the segments on repeatedly called modules here, once each, and not at every call.
-            spent = (len(choice.segmented), 0, 0) if bounds.limits.hold and choice.segmented else ()
-            schedules = self._through([Schedule(spent=spent)], self._root, bounds)
+            is_counted = bounds.limits.are_set and choice.segment_paths
+            counts = Counts(segments=len(choice.segment_paths)) if is_counted else NO_COUNTS
+            schedules = self._continue([Schedule(counts=counts)], self._root, bounds)
             schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
-            least_s = math.nextafter(most_added_s, math.inf) if schedule is None else schedule.added_s
+            least_s = math.nextafter(max_added_s, math.inf) if schedule is None else schedule.added_s
             choice.answers[budget_bytes] = schedule, least_s
-        return schedule if schedule is not None and schedule.added_s <= most_added_s else None
+        return schedule if schedule is not None and schedule.added_s <= max_added_s else None
 
-    def _through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
-        """Return the schedules of ``before`` continued through ``block``; all peaks within the budget are equally good.
+    def _continue(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
+        """Return ``before``, schedules of the step up to ``block``, continued through ``block``.
 
-        ``before`` are schedules of the step up to ``block``.  A block with parts is not solved by itself but part by
-        part, so that schedules over the budget are dropped as early as possible.
+        All peaks within the budget are equally good.  A block with parts is not solved by itself but part by part, so
+        that schedules over the budget are dropped as early as possible.
         """
         self._tick()
-        if self._stands_alone(block):
-            return followed(before, self._schedules(block, self._outside), bounds)
+        if self._is_solved_alone(block):
+            return concatenate(before, self._schedules(block, self._outside), bounds)
         plain, run = before, list[Schedule]()
         for child in block.children:
-            schedules = self._schedules(child, self._outside) if self._stands_alone(child) else []
+            schedules = self._schedules(child, self._outside) if self._is_solved_alone(child) else []
             if len(schedules) == 1:  # join such blocks first, so that many schedules are continued once, not each time
                 run = [run[0].then(schedules[0])] if run else schedules
                 continue
-            plain = followed(plain, run, bounds) if run else plain
-            plain, run = self._through(plain, child, bounds), []
-        plain = followed(plain, run, bounds) if run else plain
-        segments = followed(before, self._as_segment(block, self._outside), bounds)
-        return thinned([*plain, *segments], MAX_SCHEDULES, bounds.budget_bytes)
+            plain = concatenate(plain, run, bounds) if run else plain
+            plain, run = self._continue(plain, child, bounds), []
+        plain = concatenate(plain, run, bounds) if run else plain
+        segments = concatenate(before, self._segment_schedules(block, self._outside), bounds)
+        return thin_out([*plain, *segments], MAX_SCHEDULES, bounds.budget_bytes)
 
-    def _stands_alone(self, block: Block) -> bool:
+    def _is_solved_alone(self, block: Block) -> bool:
         """Return whether ``block`` is solved by itself: if it has no parts, has equals, or is a round."""
         if block.is_round:
             return block is not self._root
-        return self._chosen.counts[self._chosen.kinds[block]] > 1 or not block.children
+        return self._choice.counts[self._choice.kinds[block]] > 1 or not block.children
 
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
         context = context.of(block)
-        key = self._allowed.means, self._chosen.kinds[block], context
-        if key not in self._solved.schedules:
-            self._solved.schedules[key] = block, self._solve(block, context)
-        solved, schedules = self._solved.schedules[key]
-        if solved is block:
+        key = self._allowed.means, self._choice.kinds[block], context
+        if key not in self._cache.schedules:
+            self._cache.schedules[key] = block, self._solve(block, context)
+        solved_block, schedules = self._cache.schedules[key]
+        if solved_block is block:
             return schedules
         # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
-        more_bytes = block.resident_bytes - solved.resident_bytes
-        moved = (solved.path, block.path)
-        return [schedule.moved_to(moved, more_bytes) for schedule in schedules]
+        more_bytes = block.resident_bytes - solved_block.resident_bytes
+        path_change = (solved_block.path, block.path)
+        return [schedule.relocate(path_change, more_bytes) for schedule in schedules]
 
     def _solve(self, block: Block, context: Context) -> list[Schedule]:
         self._tick()
         if block.is_round:
-            return thinned([schedule.finished() for schedule in self._inside(block, context)], MAX_INNER_SCHEDULES)
-        segments = self._as_segment(block, context)
-        if block.path in self._chosen.segmented:
+            plain = self._plain_schedules(block, context)
+            return thin_out([schedule.release() for schedule in plain], MAX_INNER_SCHEDULES)
+        segments = self._segment_schedules(block, context)
+        if block.path in self._choice.segment_paths:
             return segments
-        return thinned([*self._inside(block, context), *segments], MAX_INNER_SCHEDULES)
+        return thin_out([*self._plain_schedules(block, context), *segments], MAX_INNER_SCHEDULES)
 
-    def _inside(self, block: Block, context: Context) -> list[Schedule]:
-        """Return the schedules of ``block`` without a segment on it, from those of its parts."""
+    def _plain_schedules(self, block: Block, context: Context) -> list[Schedule]:
+        """Return the schedules of ``block`` without a segment on it, from the schedules of its parts."""
         if not block.children:
-            kept = block.packed_bytes if context.packed else block.kept_bytes
-            held = [c for c in block.costly if c.op in context.kept]
-            saved_s = sum(c.seconds for c in held)
-            own = block.packed_peak_bytes if context.packed else block.peak_bytes
-            peak = kept + (max(own, block.recompute_peak_bytes) if context.recomputed else own)
-            return [Schedule(kept, peak, -saved_s, sum(c.nbytes for c in held))]
+            kept_bytes = block.packed_bytes if context.packed else block.kept_bytes
+            kept_calls = [c for c in block.costly if c.op in context.kept]
+            saved_s = sum(c.seconds for c in kept_calls)
+            own_bytes = block.packed_peak_bytes if context.packed else block.peak_bytes
+            own_bytes = max(own_bytes, block.recompute_peak_bytes) if context.recomputed else own_bytes
+            return [Schedule(kept_bytes, kept_bytes + own_bytes, -saved_s, sum(c.nbytes for c in kept_calls))]
         schedules = [Schedule()]
         for child in block.children:
-            schedules = thinned(
+            schedules = thin_out(
                 [schedule.then(own) for schedule in schedules for own in self._schedules(child, context)],
                 MAX_INNER_SCHEDULES,
             )
         return schedules
 
-    def _as_segment(self, block: Block, context: Context) -> list[Schedule]:
+    def _segment_schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the schedules of ``block`` with a segment on it; none if it may have no segment there."""
-        may_be = self._candidates.may_be_segment(block, self._chosen.segmented)
+        may_be = self._candidates.may_be_segment(block, self._choice.segment_paths)
         if not may_be or (context.recomputed and not self._allowed.nested):
             return []
-        key = self._allowed.means, block, self._chosen.kinds[block], context.recomputed
-        if key not in self._solved.segments:
-            choices = [frozenset[int](), *self._segments.keeps(block, context)]
+        key = self._allowed.means, block, self._choice.kinds[block], context.recomputed
+        if key not in self._cache.segments:
+            choices = [frozenset[int](), *self._segments.kept_choices(block, context)]
             schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, context)]
-            self._solved.segments[key] = thinned(schedules, MAX_INNER_SCHEDULES)
-        return self._solved.segments[key]
+            self._cache.segments[key] = thin_out(schedules, MAX_INNER_SCHEDULES)
+        return self._cache.segments[key]
 
     def _keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
         """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
-        counts = not context.recomputed and block.path not in self._chosen.segmented
-        for inside in self._inside(block, Context(recomputed=True, kept=kept)):
-            yield from self._segments.on(block, inside, kept, context, counts=counts)
+        is_counted = not context.recomputed and block.path not in self._choice.segment_paths
+        for inside in self._plain_schedules(block, Context(recomputed=True, kept=kept)):
+            yield from self._segments.schedules_on(block, inside, kept, context, is_counted=is_counted)
 
 
-def _step(peak_bytes: int) -> int:
+def _allowed_error(peak_bytes: int) -> int:
     """Return the bytes by which two peaks near ``peak_bytes`` must differ for the search to tell them apart."""
     return max(1, peak_bytes // _PRECISION)

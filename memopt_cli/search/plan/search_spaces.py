@@ -1,7 +1,7 @@
-"""Search spaces: a recorded step with the permissions of a level, and the answers of modules that were tried in chunks.
+"""Search spaces: a recorded step with the permissions of a level, and the results of trials of modules in chunks.
 
-There is one for the recorded step.  Where a head that runs through its loss (``loss_heads.py``) lowers the peak, there
-is a second one, for a step that was recorded with such heads; levels with chunks then search in that.
+There is one space for the recorded step.  If a head that runs through its loss (``loss_heads.py``) lowers the peak, a
+second space has a step that was recorded with such heads.  Levels with chunks then search the second space.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.search.plan.chunk_trials import ChunkTrials
 from memopt_cli.search.plan.cost_model import timed_like
+from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.improvements import Improvements
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.search.plan.levels import CHUNKS, NESTED, allowed_at
-from memopt_cli.search.plan.loss_heads import with_heads
-from memopt_cli.search.plan.policy import most_segments
+from memopt_cli.search.plan.loss_heads import add_heads
+from memopt_cli.search.plan.policy import max_segments
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.search.plan.questions import ChunkQuestions, DryRuns, Priced, TimeIsUp
 from memopt_cli.search.plan.schedules import Limits
-from memopt_cli.search.plan.targets import asked_for
+from memopt_cli.search.plan.targets import named_modules
 
 WORTH_LOWERING = 0.02
 """Share by which a peak must be below another to count as lower."""
-_WORTH_ASKING = 0.05
-"""Share of the original step time that chunks must promise to save before modules are tried in chunks, where a plan
+_MIN_TIME_SAVED = 0.05
+"""Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """A recorded step, the plans proposed for it, and the modules' answers on chunks so far.
+    """A recorded step, the plans proposed for it, and the trials of its modules in chunks so far.
 
-    To ask a module whether it can run in chunks takes a real step of it.  So modules are asked only where the level
-    allows chunks, and chunks could change the plan by enough.
+    A trial takes a real step of a module.  So modules are tried only where the level allows chunks, and chunks could
+    change the plan by enough.
     """
 
     proposals: Proposals
-    questions: ChunkQuestions
+    trials: ChunkTrials
     improvements: Improvements
 
     @property
@@ -48,48 +49,48 @@ class SearchSpace:
         return self.proposals.allowed.may_cut
 
     def learn(self, plan: Plan) -> bool:
-        """Ask one module at the peak of ``plan`` whether it can run in chunks; return whether one can."""
-        return self.may_cut and self.questions.learn(plan)
+        """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
+        return self.may_cut and self.trials.learn(plan)
 
-    def hopeful(self) -> Mapping[str, tuple[ChunkRule, int]]:
-        """Return the modules that can run in chunks, and those that were not asked yet but may be."""
-        may_ask = self.may_cut and self.questions.may_ask
-        return self.questions.hopeful() if may_ask else self.proposals.allowed.chunks
+    def hopeful_rules(self) -> Mapping[str, tuple[ChunkRule, int]]:
+        """Return the rules for chunks, with a guess for each module that may still be tried."""
+        may_try = self.may_cut and self.trials.may_try_more
+        return self.trials.hopeful_rules() if may_try else self.proposals.allowed.chunks
 
-    def lower(self, to_beat: int, most_slowdown: float) -> Plan | None:
-        """Return the smallest plan with chunks whose slowdown is at most ``most_slowdown``.
+    def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
+        """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
 
-        ``None`` if its peak is not clearly below ``to_beat`` bytes.  Asking a module takes longer than solving, so
-        modules that were not asked yet are first assumed to run in chunks.  Those that the resulting plan runs in
-        chunks are then asked; if one refuses, the search is solved again without it.
+        ``None``: its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so modules
+        without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then tried.  If a
+        trial fails, the search is solved again.
         """
-        proposals, questions = self.proposals, self.questions
+        proposals, trials = self.proposals, self.trials
         while self.may_cut:
-            solvers = proposals.supposing(self.hopeful(), proposals.solvers.packings)
-            hoped_for = solvers.least(to_beat, most_slowdown)
-            if hoped_for is None or proposals.peak_of(hoped_for) >= (1 - WORTH_LOWERING) * to_beat:
+            solvers = proposals.supposing(self.hopeful_rules(), proposals.solvers.packings)
+            plan = solvers.least(peak_to_beat, max_slowdown)
+            if plan is None or proposals.peak_of(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
                 break
-            asked_before = questions.questions
-            if questions.confirm(hoped_for):
-                return hoped_for
-            if questions.questions == asked_before:  # nothing was learned: the same plan would come again
+            trials_before = trials.count
+            if trials.confirm(plan):
+                return plan
+            if trials.count == trials_before:  # nothing was learned: the same plan would come again
                 break
         return None
 
-    def may_give_a_faster(self, best: Priced | None, target: int) -> bool:
+    def may_give_faster(self, best: PricedPlan | None, target: int) -> bool:
         """Return whether chunks could give a plan within ``target`` bytes that is clearly faster than ``best``.
 
-        ``best`` is ``None`` where no plan fits so far; any plan would then be better.
+        ``best`` is ``None`` if no plan fits so far; any plan would then be better.
         """
-        if not self.may_cut or not self.questions.may_ask:
+        if not self.may_cut or not self.trials.may_try_more:
             return False
         if best is None:
             return True
-        wanted = best.slowdown - _WORTH_ASKING
-        if wanted <= self.proposals.least_slowdown:
+        max_slowdown = best.slowdown - _MIN_TIME_SAVED
+        if max_slowdown <= self.proposals.least_slowdown:
             return False
-        plan = self.proposals.supposing(self.hopeful(), [False]).fastest(packed=False, budget_bytes=target)
-        return plan is not None and self.proposals.slowdown(plan) < wanted
+        plan = self.proposals.supposing(self.hopeful_rules(), [False]).fastest(packed=False, budget_bytes=target)
+        return plan is not None and self.proposals.slowdown(plan) < max_slowdown
 
 
 class SearchSpaces:
@@ -97,16 +98,16 @@ class SearchSpaces:
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
-        self._asked = asked_for(trace.modules, options)
+        self._named = named_modules(trace.modules, options)
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
         self.plain = self._space(Proposals(trace, self._tick))
         self._headed: SearchSpace | None = None
-        self.limits = self._bounds()
+        self.limits = self._limits()
         self._forbidden: set[str] = set()
-        """Paths of modules with which a step fails if they are segments."""
-        self._entered: dict[SearchSpace, tuple[int, int]] = {}
+        """Paths of modules that make a step fail if they are segments."""
+        self._permissions: dict[SearchSpace, tuple[int, int]] = {}
         """Search space -> the level whose permissions it has, and the number of forbidden modules when it got them."""
 
     @property
@@ -117,7 +118,7 @@ class SearchSpaces:
     def at(self, level: int) -> SearchSpace:
         """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp`."""
         self._tick()
-        if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._asked is None:
+        if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:
             self._headed = next(self._with_heads(), None)
         space = self.highest if level >= CHUNKS else self.plain
         self._allow(space, level)
@@ -141,32 +142,32 @@ class SearchSpaces:
             raise TimeIsUp
 
     def _space(self, proposals: Proposals) -> SearchSpace:
-        questions = ChunkQuestions(self._probes, proposals, self._options)
-        return SearchSpace(proposals, questions, Improvements(proposals, questions))
+        trials = ChunkTrials(self._probes, proposals, self._options)
+        return SearchSpace(proposals, trials, Improvements(proposals, trials))
 
     def _allow(self, space: SearchSpace, level: int) -> None:
         """Give ``space`` the permissions of ``level``, unless it has them already."""
-        entered = level, len(self._forbidden)
-        if self._entered.get(space) == entered:
+        permissions = level, len(self._forbidden)
+        if self._permissions.get(space) == permissions:
             return
         allowed = allowed_at(level, self._options, self._trace.modules, self.limits)
-        known = space.questions.known if level >= CHUNKS else {}
+        rules = space.trials.rules if level >= CHUNKS else {}
 
         def is_target(path: str) -> bool:
             return path not in self._forbidden and allowed.targets(path)
 
-        space.proposals.allow(replace(allowed, targets=is_target, chunks=known))
-        self._entered[space] = entered
+        space.proposals.allow(replace(allowed, targets=is_target, chunks=rules))
+        self._permissions[space] = permissions
 
     def _with_heads(self) -> Iterator[SearchSpace]:
         """Yield search spaces of steps recorded with heads through their losses, best first; the caller uses one.
 
         First come the heads that lower the peak of the smallest plan so far: in the original, another part of the step
-        may be at the peak, which heads cannot lower.  Then come those that lower the peak of the original.
+        may be at the peak, which heads cannot lower.  Then come the heads that lower the peak of the original.
         """
         starts = {priced.plan: priced for priced in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            headed = with_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
+            headed = add_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
             if heads := heads_of(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
@@ -187,23 +188,22 @@ class SearchSpaces:
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
 
-    def _bounds(self) -> Limits:
+    def _limits(self) -> Limits:
         """Return the limits that the options set.
 
-        ``gc_target_budget_ratio`` is a share of the modules that the user named, or, if none were named, of the
-        segments that level 1 would choose without limits.
+        ``gc_target_budget_ratio`` is a share of the modules that the user named.  If the user named none, it is a share
+        of the segments that level 1 would choose without limits.
         """
         options = self._options
         limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
-        asked, plan = self._asked, None
-        if asked is None and options.gc_target_budget_ratio is not None:
+        named, plan = self._named, None
+        if named is None and options.gc_target_budget_ratio is not None:
             self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, Limits()))
             with contextlib.suppress(TimeIsUp):
                 plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
-        candidates = len(asked) if asked is not None else len(plan.segments) if plan else 0
-        most = most_segments(options, candidates)
-        is_all = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1
-        return replace(limits, segments=None if is_all else most)
+        candidates = len(named) if named is not None else len(plan.segments) if plan else 0
+        is_unlimited = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1
+        return replace(limits, segments=None if is_unlimited else max_segments(options, candidates))
 
 
 def heads_of(plan: Plan) -> tuple[SegmentPlan, ...]:

@@ -1,4 +1,4 @@
-"""Segments that a plan may put on a block (whole or in chunks, packed or not), each priced as a schedule."""
+"""Segments that a plan may put on a block, whole or in chunks, packed or not; each is priced as a schedule."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.records import ChunkRule, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import chunk_counts, cut_by, longest_share
-from memopt_cli.search.plan.keeping import choices, keep_names, numbered
+from memopt_cli.search.plan.keeping import choices, keep_names, names_single_calls
 from memopt_cli.search.plan.replay import chunk_state_bytes
-from memopt_cli.search.plan.schedules import Limits, Schedule, Spent, cuts, together
+from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Limits, Schedule, add_counts, count_cuts
 
 Means = tuple[bool, bool, int, bool, Limits]
 """Permissions that are equal for all blocks: see :attr:`Allowed.means`."""
@@ -28,7 +28,7 @@ class Allowed:
     """Whether segments may lie in other segments."""
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
-    """Path -> how that module may run in chunks, and the length of the axis that is cut."""
+    """Path -> the rule by which the module there may run in chunks, and the length of the axis that is cut."""
     may_cut: bool = True
     """Whether more modules may be tried in chunks."""
     chunk_factor: int = 2
@@ -41,7 +41,7 @@ class Allowed:
 
     @property
     def means(self) -> Means:
-        """Permissions that apply to all blocks alike; the others are part of a block's kind or context."""
+        """Permissions that apply to all blocks alike; other permissions are part of a block's kind or context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 
@@ -57,7 +57,7 @@ class Context:
     """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
     def of(self, block: Block) -> Context:
-        """Return this context as it applies to ``block``: without kept calls that are not in it."""
+        """Return this context for ``block``, without kept calls outside of the block."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 
@@ -67,21 +67,21 @@ class Segments:
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
 
-    def keeps(self, block: Block, context: Context) -> list[frozenset[int]]:
+    def kept_choices(self, block: Block, context: Context) -> list[frozenset[int]]:
         """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
-        An inner segment keeps none: the recomputation of the outer one would run those calls again all the same.
+        An inner segment keeps none: the recomputation of the outer segment would run the calls again all the same.
         """
         may_keep = self._allowed.keep and not context.recomputed
         return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
 
-    def on(
-        self, block: Block, inside: Schedule, kept: frozenset[int], context: Context, *, counts: bool
+    def schedules_on(
+        self, block: Block, inside: Schedule, kept: frozenset[int], context: Context, *, is_counted: bool
     ) -> Iterator[Schedule]:
         """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
-        ``kept`` are the costly calls whose outputs the segment keeps, ``context`` tells what is around the block, and
-        ``counts`` tells whether the segment counts towards :attr:`Limits.segments`.
+        ``kept`` are the costly calls whose outputs the segment keeps, and ``context`` tells what is around the block.
+        ``is_counted`` tells whether the segment counts towards :attr:`Limits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
@@ -89,7 +89,7 @@ class Segments:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
         peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
         unpacked = replace(plain, compressor="null") if plain.compressor == "parts" else plain
-        chunked = () if numbered(plain.keep) else self._in_chunks(block, plain, context)
+        chunked = () if names_single_calls(plain.keep) else self._in_chunks(block, plain, context)
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
                 # A norm in an inner segment cannot take part in the statistics of all chunks, and each of several
@@ -100,8 +100,8 @@ class Segments:
             packed_bytes = block.packed_input_bytes if packed else 0
             stored = inside.held_bytes + (packed_bytes if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)
-            spent = self._spent(segment, inside, counts=counts)
-            if not self._allowed.limits.admit(spent):
+            counts = self._counts(segment, inside, is_counted=is_counted)
+            if not self._allowed.limits.admit(counts):
                 continue
             is_whole = segment.chunks == 1
             highest = peak + packed_bytes if is_whole else stored + self._peak_in_chunks(block, segment, peak)
@@ -114,14 +114,14 @@ class Segments:
                 segment=segment,
                 parts=(inside,),
                 has_segments=True,
-                spent=spent,
+                counts=counts,
             )
 
-    def _spent(self, segment: SegmentPlan, inside: Schedule, *, counts: bool) -> Spent:
-        if not self._allowed.limits.hold:
-            return ()
-        own = int(counts), int(inside.has_segments), cuts(segment.chunks, self._allowed.chunk_factor)
-        return together(own, inside.spent) if any(own) else inside.spent
+    def _counts(self, segment: SegmentPlan, inside: Schedule, *, is_counted: bool) -> Counts:
+        if not self._allowed.limits.are_set:
+            return NO_COUNTS
+        cuts = count_cuts(segment.chunks, self._allowed.chunk_factor)
+        return add_counts(Counts(int(is_counted), int(inside.has_segments), cuts), inside.counts)
 
     def _in_chunks(self, block: Block, plain: SegmentPlan, context: Context) -> Iterator[SegmentPlan]:
         """Yield the segment ``plain`` on ``block`` in every number of chunks worth a try; none if it may not be cut."""
@@ -137,18 +137,18 @@ class Segments:
     def _peak_in_chunks(self, block: Block, segment: SegmentPlan, peak_bytes: int) -> int:
         """Return the peak of ``block`` cut as in ``segment``, without its stored input; uncut it is ``peak_bytes``.
 
-        The output and its gradient are never cut.  The peak is the largest of three, in the order of the sum below:
+        The output and its gradient are never cut.  The peak is the largest of three sums, in the order of the code:
 
         - during backward: one chunk's share, and either the states or the chunks of the input's gradient, as backward
-          frees the states while it makes those;
-        - at the end of backward: the chunks of the input's gradient, and the whole that they are concatenated to;
+          frees states while it makes such chunks;
+        - at the end of backward: the chunks of the input's gradient, and the whole gradient;
         - at the end of forward: the chunks of the output, and the whole output.
         """
         between, in_backward = chunk_state_bytes(segment, block.state_bytes)
         _, length = self._allowed.chunks[block.path]
         share = int(max(0, peak_bytes - block.resident_bytes) * longest_share(segment.chunks, length))
         return block.resident_bytes + max(
-            block.output_bytes + max(block.given_bytes, in_backward) + share,
-            block.output_bytes + 2 * block.given_bytes,
+            block.output_bytes + max(block.all_input_bytes, in_backward) + share,
+            block.output_bytes + 2 * block.all_input_bytes,
             between + 2 * block.output_bytes,
         )

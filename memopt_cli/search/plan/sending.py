@@ -1,8 +1,8 @@
 """Predictions for plans that send tensors to host memory or a file: when each is freed, and how long copies delay.
 
-The order is that of :mod:`memopt_cli.runtime.places.schedule`.  Tensors are sent in parcels: one for each segment, with
-what it stores, and one for every four saves outside of segments.  A parcel is freed here (*given up*) once the next one
-is complete, and its fetch begins when backward needs the next one::
+:mod:`memopt_cli.runtime.places.schedule` sets the order.  Tensors are sent in parcels: one for each segment, with what
+the segment stores, and one for every four saves outside of segments.  A parcel is freed on the device (*given up*) once
+the next parcel is complete, and its fetch begins when backward needs the next parcel::
 
     forward     1 complete      2 complete: 1 is given up                 3 complete: 2 is given up
     backward                    3 is needed: the fetch of 2 begins        2 is needed: the fetch of 1 begins
@@ -24,8 +24,8 @@ SAVES_OF_A_PARCEL: Final = 4
 """Saves outside of segments that make a parcel."""
 LINK_BYTES_PER_S: Final = 1e9
 """Assumed rate of copies to and from a place, in bytes a second, where it was not measured."""
-NEVER: Final = sys.maxsize
-"""Instant at which backward needs an empty parcel."""
+NEVER_NEEDED: Final = sys.maxsize
+"""Instant at which backward needs a parcel that is empty so far."""
 SEND_S: Final = 0.3e-3
 """Least seconds to send a tensor and to get it back, however small it is."""
 
@@ -39,7 +39,7 @@ class SentParcel:
     needed_at: int
     """Instant at which backward needs the parcel."""
     given_up_at: int | None = None
-    """Instant at which the parcel is given up; ``None`` for the last one, which stays."""
+    """Instant at which the parcel is given up.  ``None``: never, as for the last parcel."""
     fetch_at: int = 0
     """Instant at which the fetch of the parcel begins."""
 
@@ -54,22 +54,22 @@ class SentTensor:
     nbytes: int
 
 
-def follow_each_other(parcels: Sequence[SentParcel]) -> None:
-    """Set when each of ``parcels`` is given up and fetched: when the next one is complete, and needed."""
-    next_complete, next_needed = None, NEVER
+def schedule_parcels(parcels: Sequence[SentParcel]) -> None:
+    """Set when each of ``parcels`` is given up and fetched: when the next parcel is complete, and needed."""
+    next_complete, next_needed = None, NEVER_NEEDED
     for parcel in sorted(parcels, key=lambda parcel: parcel.complete_at, reverse=True):
         parcel.given_up_at, parcel.fetch_at = next_complete, min(next_needed, parcel.needed_at)
-        next_complete, next_needed = parcel.complete_at, next_needed if parcel.needed_at == NEVER else parcel.needed_at
+        next_complete = parcel.complete_at
+        next_needed = next_needed if parcel.needed_at == NEVER_NEEDED else parcel.needed_at
 
 
 def waits_s(
     tensors: Sequence[SentTensor], elapsed: Sequence[float], out_bytes_per_s: float, in_bytes_per_s: float
 ) -> float:
-    """Return the seconds that a step waits for copies of ``tensors``, which go one after another in each direction.
+    """Return the seconds that a step waits for copies of ``tensors``, made one after another in each direction.
 
-    ``elapsed`` has the seconds before each instant of the step, without waits.  The step waits for copies out that have
-    not ended when their parcel is given up, and for copies in that have not ended when backward needs the parcel.  Each
-    wait delays all that follows.
+    ``elapsed`` has the seconds before each instant of the step, without waits.  When a parcel is given up, the step
+    waits for its copies out; when backward needs a parcel, for its copies in.  Each wait delays all later instants.
     """
     sizes: dict[SentParcel, int] = {}
     for tensor in tensors:
@@ -94,12 +94,12 @@ def waits_s(
     return delay_s
 
 
-def variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
+def sending_variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
     """Yield ``plan`` with tensors sent to ``place``: the inputs of segments, saves outside of segments, and both."""
     segments = tuple(_sent(segment, plan, place) for segment in plan.segments)
     if segments != plan.segments:
         yield replace(plan, segments=segments)
-    if not plan.packed:  # the dry run of a plan that packs and sends outside of segments is not exact
+    if not plan.packed:  # with packing and sending outside of segments, a dry run is not exact
         yield replace(plan, place=place)
         if segments != plan.segments:
             yield replace(plan, segments=segments, place=place)
@@ -107,9 +107,9 @@ def variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
 
 def fewer_sent(plan: Plan) -> Iterator[Plan]:
     """Yield ``plan`` with the inputs of one segment, or the saves outside of segments, kept on the device."""
-    for at, segment in enumerate(plan.segments):
+    for index, segment in enumerate(plan.segments):
         if segment.place != "device":
-            segments = (*plan.segments[:at], replace(segment, place="device"), *plan.segments[at + 1 :])
+            segments = (*plan.segments[:index], replace(segment, place="device"), *plan.segments[index + 1 :])
             yield replace(plan, segments=segments)
     if plan.place != "device":
         yield replace(plan, place="device")

@@ -1,4 +1,4 @@
-"""The modules that the user named as segments, by class, path or object; and notes on those that cannot be."""
+"""The modules that the user named as segments, by class, path or object; and notes on modules that cannot be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.policy import Selection, chosen
+from memopt_cli.search.plan.policy import Selection, describe_choice
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -21,55 +21,57 @@ _NONE_ALLOWED: dict[SelectionPolicy, str] = {
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
     """Return a plan with a plain segment on every module of ``selection``."""
-    return Plan(segments=tuple(segment(m, options.compress_x) for m in selection.selected))
+    return Plan(segments=tuple(plain_segment(m, options.compress_x) for m in selection.selected))
 
 
-def segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
-    """Return the plain segment on ``module``, its input packed by the codec that held it in the recorded step."""
+def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
+    """Return the plain segment on ``module``; with ``compress``, its input is packed by the codec of the record."""
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
-def asked_for(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
-    """Return the outermost modules that ``options`` name; ``None`` if they name none, so that memopt may choose any."""
+def named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
+    """Return the outermost modules that ``options`` name.  ``None``: they name none, so that memopt may choose any."""
     if options.targets:
-        return matching_targets(modules, options.targets)
+        return match_targets(modules, options.targets)
     if options.modules is not None:
-        return outermost([m for m in modules if m.path in options.modules and not m.refusal])
+        return find_outermost([m for m in modules if m.path in options.modules and not m.refusal])
     return None
 
 
-def selected(modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool) -> Selection:
+def describe_selection(
+    modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool
+) -> Selection:
     """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
-    asked = asked_for(modules, options)
-    candidates = len(asked) if asked is not None else sum(not module.refusal for module in modules)
+    named = named_modules(modules, options)
+    candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
-    segments = outermost([by_path[segment.path] for segment in plan.segments])
-    selection = chosen(candidates, segments, options, by_goal=by_goal)
-    return replace(selection, asked=tuple(asked or ()), refused=refused(modules, options))
+    segments = find_outermost([by_path[segment.path] for segment in plan.segments])
+    selection = describe_choice(candidates, segments, options, by_goal=by_goal)
+    return replace(selection, named=tuple(named or ()), refusals=find_refusals(modules, options))
 
 
-def refused(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
-    """Return path -> why the module there, which the user named, cannot be a candidate; others are left out."""
-    known = {m.path: m.refusal for m in modules}
-    reasons = {path: known.get(path, _NEVER_CALLED) for path in options.modules or ()}
+def find_refusals(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
+    """Return path -> why the module there cannot be a candidate, for modules that the user named."""
+    refusals = {m.path: m.refusal for m in modules}
+    reasons = {path: refusals.get(path, _NEVER_CALLED) for path in options.modules or ()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
-def left_out(refusals: Mapping[str, str]) -> list[str]:
+def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
     """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
-    named = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
-    return [f"Not candidates: {format_some(named)}."] if named else []
+    modules = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
+    return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
 
-def without_segment(
+def missing_segment_notes(
     classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
 ) -> list[str]:
-    """Return a note for each of ``classes`` of which no module became a segment, by name and paths of its modules."""
+    """Return a note for each of ``classes``, pairs of a name and the paths of its modules, none of them a segment."""
     return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
 
 
 def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | None) -> str:
-    refusals = selection.refused
+    refusals = selection.refusals
     if not paths:
         return "the model has none"
     if any(path not in refusals for path in paths):
@@ -80,26 +82,26 @@ def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | Non
     return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"
 
 
-def outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
-    """Return those of ``modules`` that lie in no other, in the order of first call."""
+def find_outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
+    """Return the ``modules`` that lie in no other one, in the order of first call."""
     ordered = sorted(modules, key=lambda m: m.order)
     return [m for m in ordered if not any(o is not m and is_within(m.path, o.path) for o in modules)]
 
 
-def matching_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
+def match_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
     """Return the outermost modules whose class name or path matches one of ``targets``.
 
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    chosen: list[ModuleTrace] = []
+    targeted: list[ModuleTrace] = []
     for target in targets:
         matches = [m for m in modules if m.class_name == target or (m.path and fnmatch.fnmatchcase(m.path, target))]
         usable = [m for m in matches if not m.refusal]
         if not usable:
             message = _no_match(modules, target, matches)
             raise PlanError(message, hint="Name a class or a path glob: `--target Bottleneck`.")
-        chosen += [m for m in usable if m not in chosen]
-    return outermost(chosen)
+        targeted += [m for m in usable if m not in targeted]
+    return find_outermost(targeted)
 
 
 def _no_match(modules: Sequence[ModuleTrace], target: str, matches: list[ModuleTrace]) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError
-from memopt_cli.runtime.leaves import leaves_before
+from memopt_cli.runtime.graph import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")

@@ -23,7 +23,7 @@ from memopt_cli.records import (
     StepFailed,
     TooSlow,
 )
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from tests.pipeline import measurements
 from tests.pipeline.measurements import measurements_by, started
 from tests.search.plan.subjects import drawn, without_norms
@@ -33,7 +33,7 @@ ORIGINAL = 1000
 MEASURED = measured(ORIGINAL)
 
 
-def priced(peak: int, slowdown: float) -> Priced:
+def priced(peak: int, slowdown: float) -> PricedPlan:
     """A plan of its own for every peak."""
     segments = () if peak == ORIGINAL else (SegmentPlan(path=f"m{peak}"),)
     return measurements.priced(peak, Plan(segments=segments), slowdown)
@@ -48,10 +48,10 @@ class FakeDryRuns:
     def __len__(self) -> int:
         return 0
 
-    def smallest(self, level: int, most_slowdown: float) -> Priced:
+    def smallest(self, level: int, most_slowdown: float) -> PricedPlan:
         return self._planner.best(level, most_slowdown)
 
-    def known(self, plan: Plan) -> Priced | None:
+    def get(self, plan: Plan) -> PricedPlan | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
 
 
@@ -63,7 +63,7 @@ class FakePlanner:
         self._plans = plans
         self.dry_runs = FakeDryRuns(self)
 
-    def best(self, level: int, most_slowdown: float) -> Priced:
+    def best(self, level: int, most_slowdown: float) -> PricedPlan:
         usable = {
             peak: slowdown
             for at, plans in self._plans.items()
@@ -72,7 +72,7 @@ class FakePlanner:
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
 
-    def least(self, level: int, most_slowdown: float = math.inf) -> Priced:
+    def least(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
         return self.best(level, most_slowdown)
 
 

@@ -37,7 +37,7 @@ from memopt_cli.records import (
     StepFailed,
     TimedOut,
 )
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from tests.pipeline.measurements import FakePlanner, measurements_by, started
 from tests.pipeline.measurements import of_peak as priced
 from tests.zoo.records import counted, measured
@@ -99,7 +99,7 @@ def in_backward(search: GoalSearch, fault: Reason | None = None) -> GoalSearch:
     return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))
 
 
-def holding(found: Priced) -> Priced:
+def holding(found: PricedPlan) -> PricedPlan:
     gradients = HELD if found.plan.segments else 0
     return replace(found, counted=counted(found.peak_bytes, gradients))
 

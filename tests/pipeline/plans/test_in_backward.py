@@ -23,7 +23,7 @@ from memopt_cli.records import (
     StepFailed,
     TooSlow,
 )
-from memopt_cli.search.plan.questions import Priced
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from tests.pipeline.measurements import measurements_by
 from tests.zoo import records
 from tests.zoo.records import a_row, measured
@@ -54,7 +54,7 @@ def plans_of(
     )
 
 
-FOUND = Priced(plan=PLAN, counted=counted(PLAN), level=1, slowdown=1.2)
+FOUND = PricedPlan(plan=PLAN, counted=counted(PLAN), level=1, slowdown=1.2)
 
 
 def tried(

@@ -124,6 +124,7 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({}, ("--pick", "2"), "--pick 2: plans on the frontier: 1"),
         ({"segment": {"chunks": 2, "inexact": True}}, (), "the plan of --pick 1 is not exact"),
         ({}, ("--level", "2"), "its level was 3, not 2"),
+        ({}, ("--target", "Linear"), "its target was none, not Linear"),
         ({}, ("--compile", "eager"), "--pick takes a plan that was shown, and eager compiles none of them"),
         ({}, (), "were shown for another step: model net.pt → with hash "),
     ],
@@ -150,6 +151,26 @@ def test_plans_of_another_step_are_named(flags: tuple[str, ...], said: str, opti
     done = optimize("--pick", "1", *flags)
     assert done.code == 2
     assert said in done.err
+
+
+@pytest.mark.parametrize(("field", "flag"), [("data_file", "--input-data"), ("script", "--input-script")])
+def test_a_file_of_inputs_has_to_be_typed_again(field: str, flag: str, optimize: Memopt) -> None:
+    """Only what the user types names files to read and code to run."""
+    Path(SHOWN).write_text(json.dumps(made_up(spec={field: "my inputs.py:make", "source": flag})))
+    done = optimize("--pick", "1")
+    assert (done.code, done.out, done.changed) == (2, "", set())
+    assert f"the plans were shown for a step with {flag} 'my inputs.py:make'" in done.err
+    assert f"add {flag} 'my inputs.py:make'." in done.err
+
+
+def test_the_slowdown_that_a_frontier_allows_by_itself_may_be_typed_again(optimize: Memopt) -> None:
+    assert optimize(*SPEC, "--level", "1", "--frontier").code == 0
+    assert json.loads(Path(SHOWN).read_text())["options"]["max_slowdown"] == shown.FRONTIER_SLOWDOWN
+    done = optimize("--pick", "2", "--plan-only", "--max-slowdown", f"{shown.FRONTIER_SLOWDOWN:g}")
+    assert done.code == 0, done.err
+    done = optimize("--pick", "2", "--plan-only", "--force", "--max-slowdown", "5")
+    assert (done.code, done.out) == (2, "")
+    assert "its max slowdown was 10, not 5" in done.err
 
 
 def test_the_step_that_plans_were_shown_for_need_not_be_typed_again(optimize: Memopt) -> None:

@@ -111,7 +111,7 @@ def test_a_codec_that_does_not_fit_is_noted_with_a_segment_and_without(segments:
         "x_compressor is not used by 'a': it does not make all their inputs in this step smaller without loss, so a "
         "segment stores them as they are."
     ]
-    searched = replace(selected(), asked=(a_module("a"),))  # a search chose no segment of it
+    searched = replace(selected(), named=(a_module("a"),))  # a search chose no segment of it
     again = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=searched)
     assert again.notes == found.notes
     fitting = selected(a_module("a", compressor="bit"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.records import BatchProbe
-from memopt_cli.search.batch_size.length_comparison import Fit, compare_lengths, fit
+from memopt_cli.search.batch_size.length_comparison import FittedCost, compare_lengths, fit
 from memopt_cli.search.batch_size.length_strategies import BatchExtent
 
 
@@ -28,7 +28,7 @@ def test_an_epoch_takes_no_less_than_its_positions_at_the_fastest_pace(lengths: 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 100))
 def test_a_fit_is_exact_where_it_can_be(constant: float, linear: float, quadratic: float) -> None:
-    truth = Fit(constant, linear, quadratic)
+    truth = FittedCost(constant, linear, quadratic)
     extents = [extent(4, 40), extent(4, 20), extent(8, 20)]
     found = fit([(e, truth(e)) for e in extents])
     other = extent(3, 33)

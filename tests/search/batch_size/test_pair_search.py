@@ -59,7 +59,7 @@ class Machine:
         return BatchProbe(batch=batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
 
     def search(self, *, most_runs: int = 8, global_batch: int | None = None, **limits: Any) -> PairSearch:
-        named: dict[str, Any] = {"longest_step_s": 1e9, "most_samples": global_batch, **limits}
+        named: dict[str, Any] = {"longest_step_s": 1e9, "max_samples": global_batch, **limits}
         return PairSearch(
             limits=Limits(budget_bytes=1100, device_bytes=9999, runnable_bytes=9999, name="", **named),
             fastest=self.fastest,
@@ -68,11 +68,11 @@ class Machine:
             step_s=self.step_s,
             update_s=0.0,
             samples_per_s=lambda batch, step_s, update_s: batch / step_s,
-            growth_known=lambda: True,
-            of_use=lambda size: size if global_batch is None else accumulate(global_batch, size).batch,
+            is_growth_known=lambda: True,
+            usable_batch=lambda size: size if global_batch is None else accumulate(global_batch, size).batch,
             run=self.run,
             runs_left=lambda: most_runs - len(self.asked),
-            over=lambda: False,
+            is_over=lambda: False,
         )
 
 
@@ -86,7 +86,7 @@ def best(machine: Machine) -> tuple[int, int]:
 
 def sought(machine: Machine, **limits: Any) -> PairSearch:
     search = machine.search(**limits)
-    search.seek(search.priced(100), 100 / machine.step_s(PLANS[0], 100))
+    search.seek(search.price(100), 100 / machine.step_s(PLANS[0], 100))
     return search
 
 
@@ -96,7 +96,7 @@ def test_the_best_pair_is_run(fixed_s: float) -> None:
     search = sought(machine)
     plan, batch = best(machine)
     wanted = batch / machine.step_s(PLANS[plan], batch)
-    assert max(run.samples_per_s for run in search.ran) >= 0.97 * wanted
+    assert max(run.samples_per_s for run in search.fitting_runs) >= 0.97 * wanted
     assert len(machine.asked) <= 8
 
 
@@ -105,13 +105,13 @@ def test_where_the_growth_is_not_known_a_pair_is_run_and_corrects_the_sums() -> 
     machine = Machine(fixed_s=2.0)
     search = machine.search()
     first_s = machine.step_s(PLANS[0], 100)
-    search.growth_known = lambda: bool(machine.asked)
+    search.is_growth_known = lambda: bool(machine.asked)
     search.step_s = lambda plan, batch: (
         machine.step_s(plan, batch) if machine.asked else first_s * batch / 100 * (1 + 0.1 * len(plan.segments))
     )
-    search.seek(search.priced(100), 100 / first_s)
+    search.seek(search.price(100), 100 / first_s)
     plan, batch = best(machine)
-    assert max(run.samples_per_s for run in search.ran) >= 0.97 * batch / machine.step_s(PLANS[plan], batch)
+    assert max(run.samples_per_s for run in search.fitting_runs) >= 0.97 * batch / machine.step_s(PLANS[plan], batch)
     assert len(machine.asked) <= 8
 
 
@@ -133,8 +133,8 @@ def test_a_run_beyond_the_limit_is_followed_by_a_smaller_batch() -> None:
     (first, large), (second, small), *_ = machine.asked
     assert first == second
     assert small < large
-    assert search.ran
-    assert all(run.allocated_peak_bytes <= 1100 for run in search.ran)
+    assert search.fitting_runs
+    assert all(run.allocated_peak_bytes <= 1100 for run in search.fitting_runs)
 
 
 def test_a_run_far_below_the_limit_is_followed_by_a_larger_batch() -> None:
@@ -143,14 +143,14 @@ def test_a_run_far_below_the_limit_is_followed_by_a_larger_batch() -> None:
     (first, small), (second, large), *_ = machine.asked
     assert first == second
     assert large > 1.2 * small
-    assert max(run.allocated_peak_bytes for run in search.ran) > 1000
+    assert max(run.allocated_peak_bytes for run in search.fitting_runs) > 1000
 
 
 def test_a_run_out_of_memory_is_too() -> None:
     machine = Machine(fails=lambda batch: batch > 300)
     search = sought(machine)
-    assert search.ran
-    assert all(run.batch <= 300 for run in search.ran)
+    assert search.fitting_runs
+    assert all(run.batch <= 300 for run in search.fitting_runs)
 
 
 def test_what_an_allocator_keeps_is_learned_once() -> None:
@@ -159,7 +159,7 @@ def test_what_an_allocator_keeps_is_learned_once() -> None:
     kept = 0.85 * 1100
     machine.fails = lambda batch: machine.peak(PLANS[machine.asked[-1][0]], batch) > kept
     search = sought(machine)
-    assert 0 < len(machine.asked) - len(search.ran) <= 2
+    assert 0 < len(machine.asked) - len(search.fitting_runs) <= 2
     plan, batch = machine.asked[-1]
     assert machine.peak(PLANS[plan], batch) >= 0.8 * kept
 
@@ -174,24 +174,24 @@ def test_no_more_pairs_are_run_than_may_be(most_runs: int) -> None:
 def test_of_a_global_batch_only_parts_are_run() -> None:
     machine = Machine()
     search = sought(machine, global_batch=480)
-    assert search.ran
+    assert search.fitting_runs
     assert all(480 % batch == 0 for _, batch in machine.asked)
 
 
 def test_batches_are_multiples() -> None:
     machine = Machine()
     search = machine.search(multiple_of=64)
-    search.of_use = lambda size: size // 64 * 64
-    search.seek(search.priced(64), 0.0)
-    assert search.ran
+    search.usable_batch = lambda size: size // 64 * 64
+    search.seek(search.price(64), 0.0)
+    assert search.fitting_runs
     assert all(batch % 64 == 0 for _, batch in machine.asked)
 
 
 def test_no_step_is_to_take_longer_than_it_may() -> None:
     machine = Machine(true_slowdown=0.1)
     search = sought(machine, longest_step_s=0.8)
-    assert search.ran
-    assert all(run.step_s <= 0.8 for run in search.ran)
+    assert search.fitting_runs
+    assert all(run.step_s <= 0.8 for run in search.fitting_runs)
 
 
 def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
@@ -199,8 +199,8 @@ def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
     machine = Machine(fixed_s=50.0, slowdown=0.1)
     search = machine.search(longest_step_s=10.0)
     search.fastest = lambda batch: PLANS[1]
-    assert search.priced(after=0) == [(PLANS[1], 1)]
-    assert search.priced(after=8) == []
+    assert search.price(after=0) == [(PLANS[1], 1)]
+    assert search.price(after=8) == []
     search.seek([(PLANS[1], 1)], 0.0)
     assert machine.asked == [(1, 1)]
 
@@ -208,6 +208,6 @@ def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
 def test_dry_runs_are_spared_for_pairs_that_cannot_win() -> None:
     machine = Machine(fixed_s=0.5, true_slowdown=1.0)
     search = machine.search()
-    priced, before = search.priced(100), machine.dry_runs
+    priced, before = search.price(100), machine.dry_runs
     search.seek(priced, 1e9)
     assert machine.dry_runs == before

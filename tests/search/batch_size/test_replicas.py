@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.records import BatchProbe, Failure, NoBatchFits, OutOfMemory, ReplicaAdvice, StepFailed, TimedOut
-from memopt_cli.search.batch_size.replicas import CHOOSING, ReplicaSearch
+from memopt_cli.search.batch_size.replicas import CHOICE_RATIO, ReplicaSearch
 from memopt_cli.search.batch_size.runs import Limits
 
 BATCH = 10
@@ -82,7 +82,7 @@ def test_a_run_over_the_budget_is_not_recommended() -> None:
 
 
 def test_nothing_is_run_that_this_machine_has_no_room_to_choose_a_route_for() -> None:
-    found = search(peak=lambda n: 10 * n, runnable=CHOOSING * 45)
+    found = search(peak=lambda n: 10 * n, runnable=CHOICE_RATIO * 45)
     advice = advised(found)
     assert tried(found) == [1, 2, 4]
     assert "this machine, where 180 B are free" in advice.limited_by

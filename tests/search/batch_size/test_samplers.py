@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.batching.sequences import padding_report
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.search.batch_size.samplers import LengthBucketSampler, LengthSampler, TokenBudgetSampler, divisible
+from memopt_cli.search.batch_size.samplers import LengthBucketSampler, LengthSampler, TokenBudgetSampler, make_divisible
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
@@ -90,7 +90,7 @@ def test_ranks_share_the_batches_equally(lengths: list[int], budget: int, ranks:
 def test_batches_are_halved_rather_than_repeated(sizes: list[int], ranks: int) -> None:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     batches = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-    divided = divisible(batches, ranks)
+    divided = make_divisible(batches, ranks)
     assert len(divided) % ranks == 0
     needed = -(-len(batches) // ranks) * ranks
     assert len(divided) == needed

@@ -30,7 +30,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size import capacity
 from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
-from memopt_cli.search.batch_size.lines import between, fit_line, largest_root
+from memopt_cli.search.batch_size.lines import fit_line, interpolate, largest_root
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.runs import MAX_PROBES, Limits
 from memopt_cli.search.batch_size.search import BatchSearch
@@ -205,7 +205,7 @@ def test_what_is_foreseen_is_all_that_is_asked_without_data() -> None:
     dry: dict[int, float] = {}
 
     def predict(batch: int) -> float:
-        known = between(dry, batch)
+        known = interpolate(dry, batch)
         return dry.setdefault(batch, 100 + 10 * batch) if known is None else known
 
     machine = Machine(
@@ -225,7 +225,7 @@ def test_what_is_foreseen_is_all_that_is_asked_without_data() -> None:
 
 
 def test_a_sample_that_is_refused_alone_tells_nothing_of_many() -> None:
-    assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, known_at=[1, 4]) == 80
+    assert largest_root(lambda n: math.inf if n == 1 else 10 * n, 800, start=4, evaluated=[1, 4]) == 80
 
 
 def test_runs_that_are_slower_than_what_they_go_by_aim_below_the_longest_step() -> None:
@@ -324,7 +324,7 @@ def test_what_points_at_rows_refuses_a_batch_without_the_last_of_them(
     search = machine.search(batch)
     run, refused = search.probe, StepFailed(message="index 7 is out of bounds", hint="")
     search.probe = lambda size: refused if size < 8 else run(size)
-    assert search.refusal_of_fewer(fewer) == reason
+    assert search.smaller_refusal(fewer) == reason
     assert len(search.runs) == runs  # not of a single sample, nor of the batch described
 
 
@@ -457,15 +457,15 @@ def test_a_straight_peak_takes_three_dry_runs() -> None:
 
 def test_what_lies_between_three_on_a_line_is_known() -> None:
     known = {32: 3700.0, 64: 6900.0, 1000: 100_500.0}
-    assert between(known, 500) == 50_500.0
-    assert between(known, 33) == 3800.0
+    assert interpolate(known, 500) == 50_500.0
+    assert interpolate(known, 33) == 3800.0
 
 
 def test_near_a_known_number_a_bend_changes_little() -> None:
     known = {32: 3700.0, 64: 6900.0, 1000: 103_000.0, 1100: 113_500.0}
-    assert between(known, 990) == pytest.approx(101_973, rel=1e-4)
-    assert between(known, 65) == pytest.approx(7003, rel=1e-3)
-    assert between(known, 800) is None
+    assert interpolate(known, 990) == pytest.approx(101_973, rel=1e-4)
+    assert interpolate(known, 65) == pytest.approx(7003, rel=1e-3)
+    assert interpolate(known, 800) is None
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_near_a_known_number_a_bend_changes_little() -> None:
     ],
 )
 def test_what_lies_beyond_a_line_or_around_a_bend_is_not(known: dict[int, float], number: int) -> None:
-    assert between(known, number) is None
+    assert interpolate(known, number) is None
 
 
 @pytest.mark.slow
@@ -496,7 +496,7 @@ def test_between_known_numbers_little_is_lost(
 
     known: dict[int, float] = {}
     for batch in batches:
-        found = between(known, batch)
+        found = interpolate(known, batch)
         if found is None:
             known[batch] = value(batch)
         else:
@@ -613,7 +613,7 @@ def test_the_root_of_joined_lines(
 
     bound = data.draw(st.floats(0, 2e6))
     told = data.draw(st.lists(st.integers(1, 20_000), max_size=8, unique=True))
-    found = largest_root(value, bound, start=start, known_at=told)
+    found = largest_root(value, bound, start=start, evaluated=told)
     assert found == 0 or value(found) <= bound
     assert value(max(found + 1, math.ceil(found * 1.01) + 1)) > bound
     assert len(asked) - len(told) <= 26
@@ -742,7 +742,7 @@ def test_a_batch_that_alone_can_be_predicted() -> None:
 @pytest.mark.parametrize(("most", "largest"), [(50, 50), (52, 50), (800, 790)])
 def test_no_larger_batch_is_run_than_is_of_use(most: int, largest: int) -> None:
     machine = Machine(peak=lambda batch: 10 * batch, predict=lambda batch: 10 * batch)
-    search = machine.search(8, most_samples=most, multiple_of=10 if most < 800 else 1)
+    search = machine.search(8, max_samples=most, multiple_of=10 if most < 800 else 1)
     search.find()
     assert max(machine.asked) == search.runs.best
     assert search.runs.best == pytest.approx(largest, rel=0.02)

@@ -84,7 +84,7 @@ def test_free_blocks_apart_hold_nothing_large() -> None:
 
 
 def test_a_full_device_gets_whole_segments_back() -> None:
-    allocator = CachingAllocator(most_bytes=50 * MIB)
+    allocator = CachingAllocator(max_bytes=50 * MIB)
     allocator.release(allocator.allocate(40 * MIB))
     allocator.allocate(50 * MIB)
     assert held(allocator) == (50 * MIB, 50 * MIB)
@@ -144,8 +144,8 @@ def test_of_every_sequence(sequence: list[int]) -> None:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-def replayed(*lives: Lifetime, most_bytes: int | None = None) -> CachingAllocator:
-    allocator = CachingAllocator(most_bytes=most_bytes)
+def replayed(*lives: Lifetime, max_bytes: int | None = None) -> CachingAllocator:
+    allocator = CachingAllocator(max_bytes=max_bytes)
     replay(allocator, lives)
     return allocator
 
@@ -179,9 +179,9 @@ def test_the_second_step_finds_the_segments_of_the_first() -> None:
 
 def test_a_step_that_finds_no_room() -> None:
     life = Lifetime(nbytes=30 * MIB, born=0, died=None)
-    assert replayed(life, most_bytes=30 * MIB).reserved_peak_bytes == 30 * MIB
+    assert replayed(life, max_bytes=30 * MIB).reserved_peak_bytes == 30 * MIB
     with pytest.raises(NoRoomError):
-        replayed(life, most_bytes=30 * MIB - 1)
+        replayed(life, max_bytes=30 * MIB - 1)
 
 
 def test_storages_without_bytes_or_without_a_life_take_none() -> None:

@@ -26,8 +26,8 @@ from memopt_cli.search.plan.cost_model import (
     PRODUCT_S,
     SEGMENT_OP_S,
     SEGMENT_S,
-    BatchNorm,
     CostModel,
+    NormOperator,
     Passes,
     Rerun,
     chunk_counts,
@@ -145,7 +145,7 @@ def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int
     full, small = (
         Step(model=model, args=(torch.randn(24, batch, 57),), kwargs={}, settings=StepSettings()) for batch in (16, 8)
     )
-    workspaces = taken(full).compared(taken(small))
+    workspaces = taken(full).pair_with(taken(small))
     fake = FakeStep(full)
     trace = fake.record(16, workspaces)
     assert any(0 < op.fixed_workspace_bytes < op.workspace_bytes for op in trace.ops)
@@ -268,7 +268,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
     chunks = {"blocks.2": (rule, 4)} if rule else {}
     allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
     (block,) = (b for b in block_tree(model) if b.path == "blocks.2")
-    schedules = Solver(block, allowed)._as_segment(block, Context())
+    schedules = Solver(block, allowed)._segment_schedules(block, Context())
     priced = {segment: schedule.added_s for schedule in schedules for segment in schedule.segments()}
     assert any(segment.batch_statistics for segment in priced) is bool(rule)
     for segment, added_s in priced.items():
@@ -299,7 +299,10 @@ def test_every_norm_costs_a_pass_over_what_precedes_it() -> None:
     relu = 2  # convolution, norm, relu, convolution, norm
     elapsed = [0.0, 50.0, 60.0, 61.0, 81.0, 91.0]
     both = functools.partial(
-        statistics_passes, elapsed, [BatchNorm(1, source=0), BatchNorm(4, source=3, nbytes=8)], trained_bytes=8
+        statistics_passes,
+        elapsed,
+        [NormOperator(1, input_maker=0), NormOperator(4, input_maker=3, input_bytes=8)],
+        trained_bytes=8,
     )
     norm_s, saved_s = 4.0, 6.0  # of ten seconds each
     first_s = 2 * 50.0 - 50.0 + norm_s
@@ -324,7 +327,7 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
         model(torch.randn(3, 2, 4, 4, requires_grad=True))
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
-    passes = statistics_passes([0.0] * (ops + 1), [BatchNorm(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
+    passes = statistics_passes([0.0] * (ops + 1), [NormOperator(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
     rerun = Rerun(ops=ops, products=norms, modules=ops + 1, passes=passes)
     again = len(runs) / ops - 1
     assert rerun.overhead_s(segment) == pytest.approx(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from memopt_cli.records import OpTrace, StepTrace, StorageTrace
-from memopt_cli.search.plan.keeping import Costly, choices, costly_calls, keep_names, kept_calls
+from memopt_cli.search.plan.keeping import CostlyCall, choices, costly_calls, keep_names, kept_calls
 
 CONV, MM, RELU = "aten::convolution", "aten::mm", "aten::relu_"
 
 
-def call(op: int, nbytes: int = 8, seconds: float = 1.0, name: str = CONV, module: str = "") -> Costly:
-    return Costly(op=op, name=name, module=module, nbytes=nbytes, seconds=seconds)
+def call(op: int, nbytes: int = 8, seconds: float = 1.0, name: str = CONV, module: str = "") -> CostlyCall:
+    return CostlyCall(op=op, name=name, module=module, nbytes=nbytes, seconds=seconds)
 
 
 def storage(nbytes: int, born: int) -> StorageTrace:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.records import OpTrace, Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.search.plan.cost_model import timed_like
 from memopt_cli.search.plan.interface import NotTried
-from memopt_cli.search.plan.loss_heads import loss_heads, with_heads
+from memopt_cli.search.plan.loss_heads import add_heads, loss_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
@@ -116,14 +116,14 @@ def test_heads_that_stand_equally_high_go_together(
         paths = {segment.path for segment in plan.segments}
         return 1000.0 * (2.0 if "worse" in paths else both if len(paths) == 2 else 1.0)
 
-    found = with_heads(Plan(), 1000, subject.trace, peak_of)
+    found = add_heads(Plan(), 1000, subject.trace, peak_of)
     assert [segment.path for segment in found.segments] == kept
     assert len(tried) == 3
 
 
 def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
     subject = subject_of(alone)
-    assert with_heads(Plan(), 1000, subject.trace, lambda plan: math.inf) == Plan()
+    assert add_heads(Plan(), 1000, subject.trace, lambda plan: math.inf) == Plan()
 
 
 def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
@@ -136,7 +136,7 @@ def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
         tried.append(plan)
         return math.inf
 
-    with_heads(start, 1000, subject.trace, peak_of)
+    add_heads(start, 1000, subject.trace, peak_of)
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 
@@ -171,7 +171,7 @@ def test_the_smallest_plan_without_the_head_is_tried_with_it_wherever_a_search_b
     assert heads
     found, plain = plans.least(3), plans.dry_runs.smallest(2).plan
     assert plain.segments
-    both = plans.dry_runs.known(replace(plain, segments=(*plain.segments, *heads)))
+    both = plans.dry_runs.get(replace(plain, segments=(*plain.segments, *heads)))
     assert found.peak_bytes <= both.peak_bytes
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from memopt_cli.online import LIF, OverTime
 from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from memopt_cli.runtime.runs import group_layers
+from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried, is_within
-from memopt_cli.search.plan.keeping import numbered
+from memopt_cli.search.plan.keeping import names_single_calls
 from memopt_cli.search.plan.level_search import LevelSearch
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.proposals import Proposals, Solvers
-from memopt_cli.search.plan.questions import Priced
-from memopt_cli.search.plan.schedules import Schedule, spent_by
+from memopt_cli.search.plan.schedules import Schedule, count_segments
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.search_spaces import SearchSpaces
 from sample_models import gpt
@@ -49,7 +49,7 @@ NEARLY_A_FRONTIER = 1.01 * NEARLY
 """A frontier counts more plans, one of which may take less than is predicted."""
 
 
-def counted(plans: Planner) -> list[Priced]:
+def counted(plans: Planner) -> list[PricedPlan]:
     """All plans that were dry-run, without the original."""
     return [found for found in plans.dry_runs.up_to(4) if not found.plan.is_empty]
 
@@ -74,14 +74,14 @@ def any_step(request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.fixture(scope="module")
-def best(any_step: Subject) -> dict[int, Priced]:
+def best(any_step: Subject) -> dict[int, PricedPlan]:
     """Of every level, by one planner."""
     plans = any_step.planner(without_norms(any_step))
     return {level: plans.best(level) for level in LEVELS}
 
 
 @pytest.mark.slow
-def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Priced]) -> None:
+def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, PricedPlan]) -> None:
     plans = any_step.planner(without_norms(any_step))
     for found in ([plans.least(level) for level in LEVELS], [best[level] for level in LEVELS]):
         peaks = [any_step.original.allocated_peak_bytes, *(priced.peak_bytes for priced in found)]
@@ -92,7 +92,7 @@ def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Pric
 
 
 @pytest.mark.slow
-def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dict[int, Priced]) -> None:
+def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dict[int, PricedPlan]) -> None:
     """And no plan is dry-run that the level does not allow."""
     refused = {m.path for m in any_step.trace.modules if m.refusal}
     for level in LEVELS:
@@ -103,11 +103,13 @@ def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dic
             assert level_of(priced.plan) <= level
             assert len(paths) == len(set(paths))
             assert not refused.intersection(paths)
-            assert not any(numbered(s.keep) for s in priced.plan.segments if s.chunks > 1)
+            assert not any(names_single_calls(s.keep) for s in priced.plan.segments if s.chunks > 1)
 
 
 @pytest.mark.slow
-def test_a_budget_that_a_level_meets_is_met_by_every_level_above(any_step: Subject, best: dict[int, Priced]) -> None:
+def test_a_budget_that_a_level_meets_is_met_by_every_level_above(
+    any_step: Subject, best: dict[int, PricedPlan]
+) -> None:
     chunking = without_norms(any_step)
     for level, other in itertools.combinations_with_replacement(LEVELS, 2):
         budget = best[level].peak_bytes
@@ -143,8 +145,8 @@ def test_what_is_nearly_the_least_lowers_the_peak_by_enough_too() -> None:
     original = plans.dry_runs.smallest(0)
     for path, share, slowdown in (("blocks.0", 0.979, 2.0), ("blocks.1", 0.98, 1.8), ("blocks.2", 0.985, 1.5)):
         counted = replace(original.counted, allocated_peak_bytes=int(share * original.peak_bytes))
-        found = Priced(plan=segments(path), counted=counted, level=1, slowdown=slowdown)
-        plans.dry_runs._found[found.plan] = found
+        found = PricedPlan(plan=segments(path), counted=counted, level=1, slowdown=slowdown)
+        plans.dry_runs._priced[found.plan] = found
     assert plans.best(1).slowdown == 1.8
 
 
@@ -164,23 +166,23 @@ def test_a_level_takes_no_more_time_than_is_asked(any_step: Subject) -> None:
 
 
 LIMITS: dict[str, tuple[dict[str, Any], Callable[[Plan], bool]]] = {
-    "no segment": ({"max_gc_wrapped_modules": 0}, lambda plan: spent_by(plan.segments, 2)[0] == 0),
-    "one segment": ({"max_gc_wrapped_modules": 1}, lambda plan: spent_by(plan.segments, 2)[0] <= 1),
-    "three segments": ({"max_gc_wrapped_modules": 3}, lambda plan: spent_by(plan.segments, 2)[0] <= 3),
-    "no share": ({"gc_target_budget_ratio": 0.0}, lambda plan: spent_by(plan.segments, 2)[0] == 0),
+    "no segment": ({"max_gc_wrapped_modules": 0}, lambda plan: count_segments(plan.segments, 2)[0] == 0),
+    "one segment": ({"max_gc_wrapped_modules": 1}, lambda plan: count_segments(plan.segments, 2)[0] <= 1),
+    "three segments": ({"max_gc_wrapped_modules": 3}, lambda plan: count_segments(plan.segments, 2)[0] <= 3),
+    "no share": ({"gc_target_budget_ratio": 0.0}, lambda plan: count_segments(plan.segments, 2)[0] == 0),
     "half of two": (
         {"gc_target_budget_ratio": 0.5, "targets": ("blocks.0", "blocks.1")},
-        lambda plan: spent_by(plan.segments, 2)[0] <= 1,
+        lambda plan: count_segments(plan.segments, 2)[0] <= 1,
     ),
     "no rounds": (
         {"max_split_rounds": 0},
-        lambda plan: not any(s.chunks > 1 for s in plan.segments) and not spent_by(plan.segments, 2)[1],
+        lambda plan: not any(s.chunks > 1 for s in plan.segments) and not count_segments(plan.segments, 2)[1],
     ),
-    "one round": ({"max_split_rounds": 1}, lambda plan: max(spent_by(plan.segments, 2)[1:]) <= 1),
-    "three rounds": ({"max_split_rounds": 3}, lambda plan: max(spent_by(plan.segments, 2)[1:]) <= 3),
+    "one round": ({"max_split_rounds": 1}, lambda plan: max(count_segments(plan.segments, 2)[1:]) <= 1),
+    "three rounds": ({"max_split_rounds": 3}, lambda plan: max(count_segments(plan.segments, 2)[1:]) <= 3),
     "chunks by three": (
         {"temporal_split_factor": 3, "max_split_rounds": 2},
-        lambda plan: max(spent_by(plan.segments, 3)[1:]) <= 2,
+        lambda plan: max(count_segments(plan.segments, 3)[1:]) <= 2,
     ),
     "a target": (
         {"targets": ("blocks.1",)},
@@ -517,7 +519,7 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
         if known_first:
             search.runs.count(smallest.plan)
         else:
-            plans.dry_runs._found.pop(smallest.plan)
+            plans.dry_runs._priced.pop(smallest.plan)
         before = len(plans.dry_runs)
         search.descend(0)
         assert (len(plans.dry_runs) > before) is not known_first
@@ -582,7 +584,7 @@ def test_what_no_plan_may_cut_is_not_asked() -> None:
 def test_chunks_are_asked_for_where_they_could_save_enough(
     worth: float, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.search.plan.search_spaces._WORTH_ASKING", worth)
+    monkeypatch.setattr("memopt_cli.search.plan.search_spaces._MIN_TIME_SAVED", worth)
     subject = known("chain")
     asked: list[str] = []
 
@@ -614,11 +616,11 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
         return planned, first.peak_bytes
 
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis))
-    assert plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
-    monkeypatch.setattr(plans.space.questions, "_learned", 12)
-    assert not plans.space.may_give_a_faster(plans.runs.fastest(budget), budget)
+    assert plans.space.may_give_faster(plans.runs.fastest(budget), budget)  # fewer chunks, or of fewer, are faster
+    monkeypatch.setattr(plans.space.trials, "_classes_tried", 12)
+    assert not plans.space.may_give_faster(plans.runs.fastest(budget), budget)
     plans, budget = priced(segments("0", "1", "2", chunks=16, axis=axis), Plan())
-    assert not plans.space.may_give_a_faster(
+    assert not plans.space.may_give_faster(
         plans.runs.fastest(subject.original.allocated_peak_bytes), budget
     )  # the original is within that
 
@@ -641,7 +643,7 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
     needed = plans._at(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
-    plans.dry_runs._found.pop(needed.plan)
+    plans.dry_runs._priced.pop(needed.plan)
     needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
@@ -649,7 +651,7 @@ def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     assert all(segment.chunks == 1 for segment in relaxed.plan.segments)
 
 
-def relaxed_to(plans: Planner, start: Priced, budget: int) -> Priced:
+def relaxed_to(plans: Planner, start: PricedPlan, budget: int) -> PricedPlan:
     """What is left of a plan that is the only one to fit so far."""
     assert plans.dry_runs.fastest(4, budget) is start
     plans._relax(4, budget)
@@ -665,7 +667,7 @@ def test_packing_is_taken_back_where_a_budget_does_not_need_it(needed: bool) -> 
     def fits(plan: Plan) -> bool:
         return plan.segments == plain.segments and plan.packed >= needed
 
-    relaxed = known("chain").planner()._spaces.plain.improvements.relaxed(replace(plain, packed=True), fits)
+    relaxed = known("chain").planner()._spaces.plain.improvements.relax(replace(plain, packed=True), fits)
     assert relaxed == replace(plain, packed=needed)
 
 
@@ -712,9 +714,9 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
     space, rules = plans._at(4).space, {"blocks.1": (rule_along(0), 4)}
-    space.questions._allow(rules)
+    space.trials._set_rules(rules)
     around = segments("", "blocks.0", "blocks.1.0")
-    found = [[(s.path, s.chunks) for s in plan.segments] for plan in space.improvements.rearranged(around, rules)]
+    found = [[(s.path, s.chunks) for s in plan.segments] for plan in space.improvements.rearrange(around, rules)]
     assert found
     assert all(paths == [("blocks.0", 1), ("blocks.1", paths[-1][1])] and paths[-1][1] > 1 for paths in found)
 
@@ -725,7 +727,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.space.improvements.rearranged(segments("blocks.1"), search.space.hopeful())
+    rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.hopeful_rules())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import ModuleTrace, SearchOptions, SearchOverrides
 from memopt_cli.search.plan import policy
-from memopt_cli.search.plan.policy import Selection, most_segments, recommend, resolve, select, skipped_step
+from memopt_cli.search.plan.policy import Selection, max_segments, recommend, resolve, select, skipped_step
 from tests.zoo.records import a_module
 
 
@@ -100,9 +100,9 @@ def test_without_expensive_profiling_the_search_is_bounded_whatever_is_asked_for
     assert options.warmup_in_profile_workers is False
     assert options.warmup_in_main_process is True
     assert notes(level=level, allow_expensive_profiling=False, **asked) == (
-        "allow_expensive_profiling:max_split_rounds=1",
-        "allow_expensive_profiling:max_candidates_per_round=1",
-        "allow_expensive_profiling:warmup_in_profile_workers=False",
+        "max_split_rounds is 1 instead of 5, since allow_expensive_profiling is False.",
+        "max_candidates_per_round is 1 instead of 6, since allow_expensive_profiling is False.",
+        "warmup_in_profile_workers is False instead of True, since allow_expensive_profiling is False.",
     )
     assert notes(level=level, allow_expensive_profiling=False) == ()
     assert resolved(profile="safe", level=level).max_split_rounds == 1
@@ -117,6 +117,10 @@ def test_up_to_level_1_nothing_is_bounded(level: int) -> None:
 # ---------------------------------------------------------------------------------------------- prefer and budgets
 
 
+def budget_note(budget: str, ratio: float) -> str:
+    return f"checkpoint_budget={budget} makes segments of at most {ratio:.0%} of the candidates."
+
+
 @pytest.mark.parametrize(
     ("prefer", "profile", "ratio"), [("speed", "safe", 0.5), ("balanced", "balanced", 0.75), ("memory", "memory", 1.0)]
 )
@@ -125,26 +129,32 @@ def test_prefer_stands_for_a_profile_and_a_budget(prefer: Any, profile: Any, rat
     assert (options.profile, options.checkpoint_budget, options.gc_target_budget_ratio) == (profile, prefer, ratio)
     assert options.level == resolved(profile=profile).level
     assert notes(prefer=prefer) == (
-        f"prefer:profile={profile}",
-        f"prefer:checkpoint_budget={prefer}",
-        f"checkpoint_budget:{prefer}",
+        f"prefer={prefer} sets profile={profile}.",
+        f"prefer={prefer} sets checkpoint_budget={prefer}.",
+        budget_note(prefer, ratio),
     )
 
 
 def test_an_explicit_profile_or_budget_wins_over_prefer() -> None:
     options = resolved(prefer="speed", profile="exhaustive")
     assert (options.profile, options.level, options.checkpoint_budget) == ("exhaustive", 4, "speed")
-    assert notes(prefer="speed", profile="exhaustive") == ("prefer:checkpoint_budget=speed", "checkpoint_budget:speed")
+    assert notes(prefer="speed", profile="exhaustive") == (
+        "prefer=speed sets checkpoint_budget=speed.",
+        budget_note("speed", 0.5),
+    )
     options = resolved(prefer="speed", checkpoint_budget="memory")
     assert (options.profile, options.checkpoint_budget, options.gc_target_budget_ratio) == ("safe", "memory", 1.0)
-    assert notes(prefer="speed", checkpoint_budget="memory") == ("prefer:profile=safe", "checkpoint_budget:memory")
-    assert notes(prefer="speed", profile="memory", checkpoint_budget="memory") == ("checkpoint_budget:memory",)
+    assert notes(prefer="speed", checkpoint_budget="memory") == (
+        "prefer=speed sets profile=safe.",
+        budget_note("memory", 1.0),
+    )
+    assert notes(prefer="speed", profile="memory", checkpoint_budget="memory") == (budget_note("memory", 1.0),)
 
 
 @pytest.mark.parametrize(("budget", "ratio"), [("speed", 0.5), ("balanced", 0.75), ("memory", 1.0)])
 def test_a_budget_is_a_ratio(budget: Any, ratio: float) -> None:
     assert resolved(checkpoint_budget=budget).gc_target_budget_ratio == ratio
-    assert notes(checkpoint_budget=budget) == (f"checkpoint_budget:{budget}",)
+    assert notes(checkpoint_budget=budget) == (budget_note(budget, ratio),)
     assert resolved(checkpoint_budget=budget).profile is None
 
 
@@ -152,7 +162,9 @@ def test_a_budget_is_a_ratio(budget: Any, ratio: float) -> None:
 def test_a_budget_gives_way_to_an_explicit_limit(limit: dict[str, Any]) -> None:
     options = resolved(checkpoint_budget="memory", **limit)
     assert options == replace(resolved(**limit), checkpoint_budget="memory")
-    assert notes(checkpoint_budget="memory", **limit) == ("checkpoint_budget:memory:overruled_by_explicit_limit",)
+    assert notes(checkpoint_budget="memory", **limit) == (
+        f"checkpoint_budget=memory has no effect, since {next(iter(limit))} is given.",
+    )
 
 
 # ---------------------------------------------------------------------------------------------- without inputs
@@ -170,8 +182,9 @@ def test_a_profile_falls_back_to_level_1(asked: dict[str, Any]) -> None:
     found = resolve(SearchOverrides(**asked), has_inputs=False)
     assert found.options.level == 1
     assert found.requested_level == with_inputs.options.level > 1
-    assert "fallback:level>1_requires_dummy_input" in found.notes
-    assert "fallback:level>1_requires_dummy_input" not in with_inputs.notes
+    note = f"Level 1 is used instead of level {found.requested_level}, which is measured"
+    assert any(text.startswith(note) for text in found.notes)
+    assert not any(text.startswith("Level 1 is used") for text in with_inputs.notes)
 
 
 @pytest.mark.parametrize("asked", [{"level": 1}, {"level": 0}, {"profile": "safe"}])
@@ -300,12 +313,12 @@ def test_a_selection_explains_itself(limits: dict[str, Any], said: str) -> None:
 
 
 def test_memopts_own_choice_explains_itself() -> None:
-    own = policy.chosen(9, CANDIDATES[:2], SearchOptions())
+    own = policy.describe_choice(9, CANDIDATES[:2], SearchOptions())
     assert (own.policy, own.candidates, len(own.selected)) == ("least_predicted_peak", 9, 2)
     assert own.explanation == "2 of 9 candidates: the set with the lowest predicted peak."
-    by_goal = policy.chosen(9, CANDIDATES[:2], SearchOptions(), by_goal=True)
+    by_goal = policy.describe_choice(9, CANDIDATES[:2], SearchOptions(), by_goal=True)
     assert by_goal.explanation == "2 of 9 candidates: the fastest plan found for this peak."
-    assert policy.chosen(0, [], SearchOptions()).policy == "no_candidates"
+    assert policy.describe_choice(0, [], SearchOptions()).policy == "no_candidates"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +331,7 @@ def test_memopts_own_choice_explains_itself() -> None:
     ],
 )
 def test_memopts_own_choice_says_why_it_is_none(limits: dict[str, Any], expected: str) -> None:
-    own = policy.chosen(9, [], SearchOptions(**limits))
+    own = policy.describe_choice(9, [], SearchOptions(**limits))
     assert own.policy == expected
     assert "9 candidates" in own.explanation
 
@@ -336,7 +349,7 @@ def test_memopts_own_choice_says_why_it_is_none(limits: dict[str, Any], expected
     ],
 )
 def test_how_many_segments_are_allowed(limits: dict[str, Any], most: int | None) -> None:
-    assert most_segments(SearchOptions(**limits), 5) == most
+    assert max_segments(SearchOptions(**limits), 5) == most
 
 
 # ---------------------------------------------------------------------------------------------- what is said of it

@@ -15,8 +15,8 @@ from memopt_cli.search.plan import schedules
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.keeping import Costly, choices
-from memopt_cli.search.plan.schedules import Limits, Schedule, _pareto, spent_by, thinned
+from memopt_cli.search.plan.keeping import CostlyCall, choices
+from memopt_cli.search.plan.schedules import Limits, Schedule, _pareto_set, count_segments, thin_out
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
 
@@ -41,7 +41,7 @@ def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -
     )
     made.costly = tuple(c for child in children for c in child.costly)
     if numbers.get("output"):
-        own = Costly(
+        own = CostlyCall(
             op=hash(path),
             name="aten::mm",
             module=path,
@@ -200,8 +200,8 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
     if chunks > 1:  # output and its gradient are whole, as are those of the input; the rest is of one chunk
         longest = int(peak * (LENGTH // chunks) / LENGTH)
         peak = root.input_bytes + max(
-            root.output_bytes + root.given_bytes + longest,
-            root.output_bytes + 2 * root.given_bytes,
+            root.output_bytes + root.all_input_bytes + longest,
+            root.output_bytes + 2 * root.all_input_bytes,
             2 * root.output_bytes,
         )
     overhead = root.rerun.overhead_s(SegmentPlan(path="", chunks=chunks))
@@ -215,7 +215,7 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
     root: Block, most: int | None, share: float, able: set[int], output: int
 ) -> None:
     for each in root:
-        each.output_bytes = each.given_bytes = output
+        each.output_bytes = each.all_input_bytes = output
     rules = {path: (RULE, LENGTH) for n, path in enumerate(paths(root)) if n in able}
     schedules: list[list[int]] = [[0, 1, *([2, 4, 8] if path in rules else [])] for path in paths(root)]
     every: list[Chunked] = [
@@ -237,7 +237,7 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
 
 
 @pytest.mark.parametrize(
-    ("spent", "plan"),
+    ("counts", "plan"),
     [
         ((0, 0, 0), []),
         ((2, 0, 0), [SegmentPlan(path="a"), SegmentPlan(path="b")]),
@@ -248,8 +248,8 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
         ((1, 0, 0), [SegmentPlan(path="a"), SegmentPlan(path="head", chunks=4, through_loss=True)]),
     ],
 )
-def test_what_a_plan_spends(spent: tuple[int, ...], plan: list[SegmentPlan]) -> None:
-    assert spent_by(plan, 2) == spent
+def test_what_a_plan_spends(counts: tuple[int, ...], plan: list[SegmentPlan]) -> None:
+    assert count_segments(plan, 2) == counts
 
 
 Kept = dict[str, frozenset[int]]
@@ -352,7 +352,7 @@ def test_nothing_fits_below_the_least_peak(root: Block) -> None:
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), max_size=30))
 def test_the_pareto_set(numbers: list[tuple[int, int, int]]) -> None:
-    kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto([Schedule(*n) for n in numbers], 0)}
+    kept = {(w.kept_bytes, w.peak_bytes, w.added_s) for w in _pareto_set([Schedule(*n) for n in numbers], 0)}
     best = {n for n in numbers if not any(o != n and all(a <= b for a, b in zip(o, n, strict=True)) for o in numbers)}
     assert kept == best
 
@@ -366,7 +366,7 @@ def test_a_thinned_set_is_spread_out(resident: int) -> None:
         for peak in range(100, 200)
     ]
     most = 32
-    left = thinned(incomparable, most)
+    left = thin_out(incomparable, most)
     assert most * 3 // 4 <= len(left) <= most
     assert min(schedule.peak_bytes for schedule in left) == resident + 100
     assert max(schedule.added_s for schedule in left) > 2 * min(schedule.added_s for schedule in left)
@@ -375,7 +375,7 @@ def test_a_thinned_set_is_spread_out(resident: int) -> None:
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), max_size=60), st.integers(2, 8))
 def test_a_thinned_set_has_no_more_ways_and_none_twice(numbers: list[tuple[int, int, int]], most: int) -> None:
     given = [Schedule(*n) for n in numbers]
-    left = thinned(given, most)
+    left = thin_out(given, most)
     assert len(left) == len(set(left)) <= most
     assert min((w.peak_bytes for w in left), default=0) == min((w.peak_bytes for w in given), default=0)
     assert min((w.added_s for w in left), default=0) == min((w.added_s for w in given), default=0)
@@ -472,7 +472,7 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
     solver = Solver(root, Allowed(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
     chunked, whole = set(), set()
-    for schedule in solver._as_segment(root.children[0], Context()):
+    for schedule in solver._segment_schedules(root.children[0], Context()):
         (segment,) = schedule.segments()
         (chunked if segment.chunks > 1 else whole).add(segment.keep)
     assert chunked == {(), ("aten::mm",)}

@@ -15,12 +15,12 @@ from memopt_cli.search.plan import replay, sending
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.sending import (
-    NEVER,
+    NEVER_NEEDED,
     SentParcel,
     SentTensor,
     fewer_sent,
-    follow_each_other,
-    variants,
+    schedule_parcels,
+    sending_variants,
     waits_s,
 )
 from sample_models import gpt
@@ -46,8 +46,8 @@ def planner(subject: Subject, rate: float, level: int = 2) -> Planner:
 
 
 def test_a_parcel_is_given_up_by_the_next_and_fetched_by_the_one_that_backward_asks_for_before() -> None:
-    first, empty, last = SentParcel(1, 20), SentParcel(3, NEVER), SentParcel(5, 12)
-    follow_each_other([last, first, empty])
+    first, empty, last = SentParcel(1, 20), SentParcel(3, NEVER_NEEDED), SentParcel(5, 12)
+    schedule_parcels([last, first, empty])
     assert (first.given_up_at, first.fetch_at) == (3, 12)
     assert empty.given_up_at == 5
     assert last.given_up_at is None
@@ -75,7 +75,7 @@ def test_copies_go_one_after_another_and_a_wait_delays_what_comes_later() -> Non
 @pytest.mark.parametrize("base", [Plan(), segments(*BLOCKS), segments(*BLOCKS[::2])], ids=["none", "all", "half"])
 def test_the_cost_model_follows_the_schedule(subject: object, base: Plan) -> None:
     found = subject()  # type: ignore[operator]
-    for plan in variants(base, "disk"):
+    for plan in sending_variants(base, "disk"):
         assert abs(found.error(plan)) < 0.15, plan  # views that are saved are not told apart in a trace
         elsewhere_bytes = found.count(plan).elsewhere_bytes
         assert found.model.predict(plan).elsewhere_bytes == pytest.approx(elsewhere_bytes, rel=0.15)
@@ -150,9 +150,9 @@ def test_variants_send_what_outer_whole_segments_store_and_never_beside_packing_
     cut = SegmentPlan(path="c", chunks=2)
     plan = Plan(segments=(outer, inner, cut), packed=True)
     sent = replace(plan, segments=(replace(outer, place="disk"), inner, cut))
-    assert list(variants(plan, "disk")) == [sent]
+    assert list(sending_variants(plan, "disk")) == [sent]
     unpacked = replace(plan, packed=False)
-    assert list(variants(unpacked, "disk")) == [
+    assert list(sending_variants(unpacked, "disk")) == [
         replace(sent, packed=False),
         replace(unpacked, place="disk"),
         replace(sent, packed=False, place="disk"),
@@ -173,5 +173,5 @@ def test_a_budget_is_met_that_recomputation_alone_does_not_meet() -> None:
 
 def test_the_search_counts_by_the_sizes_of_the_runtime() -> None:
     """It repeats them, since it works without torch."""
-    assert (sending.MIN_SENT_BYTES, sending.SAVES_OF_A_PARCEL) == (schedule._MIN_BYTES, schedule._GROUP)
+    assert (sending.MIN_SENT_BYTES, sending.SAVES_OF_A_PARCEL) == (schedule._MIN_BYTES, schedule._PARCEL_SAVES)
     assert replay.MIN_PACKED_BYTES == packing._MIN_BYTES

@@ -10,7 +10,14 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
 from memopt_cli.search.plan.schedules import Limits
-from memopt_cli.search.plan.targets import asked_for, left_out, matching_targets, outermost, refused, segment
+from memopt_cli.search.plan.targets import (
+    find_outermost,
+    find_refusals,
+    match_targets,
+    named_modules,
+    plain_segment,
+    refusal_notes,
+)
 from tests.zoo.records import a_module
 
 
@@ -57,8 +64,8 @@ BLOCKS = in_order(
     ],
 )
 def test_targets_asked_for(targets: tuple[str, ...], expected: list[str]) -> None:
-    assert [m.path for m in matching_targets(BLOCKS, targets)] == expected
-    assert asked_for(BLOCKS, SearchOptions(targets=targets)) == matching_targets(BLOCKS, targets)
+    assert [m.path for m in match_targets(BLOCKS, targets)] == expected
+    assert named_modules(BLOCKS, SearchOptions(targets=targets)) == match_targets(BLOCKS, targets)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +87,12 @@ def test_targets_that_match_nothing(level: int, target: str, message: str) -> No
     [(None, None), ((), []), (("b.y", "a.x", "a"), ["a", "b.y"]), (("b.x", "b.z"), [])],
 )
 def test_modules_asked_for_by_path(modules: tuple[str, ...] | None, expected: list[str] | None) -> None:
-    found = asked_for(BLOCKS, SearchOptions(modules=modules))
+    found = named_modules(BLOCKS, SearchOptions(modules=modules))
     assert (None if found is None else [m.path for m in found]) == expected
 
 
 def test_targets_come_before_modules() -> None:
-    found = asked_for(BLOCKS, SearchOptions(targets=("b",), modules=("a",)))
+    found = named_modules(BLOCKS, SearchOptions(targets=("b",), modules=("a",)))
     assert found is not None
     assert [m.path for m in found] == ["b"]
 
@@ -104,19 +111,19 @@ def test_without_targets_every_module_is_one() -> None:
 
 
 def test_what_was_asked_for_and_cannot_be_is_noted() -> None:
-    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("a", "b.x", "c"))))
-    assert note == "Not candidates: 'b.x' (it is parametrized), 'c' (the step never calls it)."
-    (note,) = left_out(refused(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g"))))
+    (note,) = refusal_notes(find_refusals(BLOCKS, SearchOptions(modules=("a", "b.x", "c"))))
+    assert note == "These modules cannot be segments: 'b.x' (it is parametrized), 'c' (the step never calls it)."
+    (note,) = refusal_notes(find_refusals(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g"))))
     assert note.endswith("and 2 more.")
-    assert left_out(refused(BLOCKS, SearchOptions(modules=("a",)))) == []
+    assert refusal_notes(find_refusals(BLOCKS, SearchOptions(modules=("a",)))) == []
 
 
 def test_the_outermost_are_in_the_order_of_first_call() -> None:
     by_path = {m.path: m for m in BLOCKS}
     chosen = [by_path[path] for path in ("b", "a.y", "a.x", "b.y")]
-    assert [m.path for m in outermost(chosen)] == ["a.x", "a.y", "b"]
+    assert [m.path for m in find_outermost(chosen)] == ["a.x", "a.y", "b"]
 
 
 @pytest.mark.parametrize(("compress", "codec"), [(True, "bit"), (False, "null")])
 def test_inputs_are_packed_if_that_is_wanted(compress: bool, codec: str) -> None:
-    assert segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=codec)
+    assert plain_segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=codec)

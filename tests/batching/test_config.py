@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
+from memopt_cli.batching.config import parse_batch_shaping, read_batch_shaping
 from memopt_cli.errors import UsageError
-from memopt_cli.search.batch_size.config import (
-    AdaptiveSizing,
-    BatchShaping,
-    MemoryAwareShaping,
-    OptimizationHints,
-    parse_batch_shaping,
-    read_batch_shaping,
-)
+from memopt_cli.records import AdaptiveSizing, BatchShaping, MemoryAwareShaping, OptimizationHints
 from tests.zoo.records import a_header
 
 DOCUMENTED = """

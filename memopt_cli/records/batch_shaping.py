@@ -1,16 +1,13 @@
-"""The ``batch_shaping:`` section of a YAML file for :mod:`memopt_cli.batching`, in which unknown keys are errors."""
+"""The options of :mod:`memopt_cli.batching`, as in the ``batch_shaping:`` section of a YAML file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from memopt_cli.errors import UsageError, shortened
-from memopt_cli.records import FileHeader, from_data
-from memopt_cli.text.documents import read_mapping
+from memopt_cli.errors import UsageError
 
-Layout = Literal["contiguous", "channels_last", "packed_sequence"]
+TensorLayout = Literal["contiguous", "channels_last", "packed_sequence"]
 
 
 def _require_share(name: str, value: float) -> None:
@@ -51,9 +48,9 @@ class AdaptiveSizing:
 class OptimizationHints:
     """Memory layout of the tensors that go into each kind of operation."""
 
-    attention: Layout = "contiguous"
-    convolution: Layout = "channels_last"
-    recurrent: Layout = "packed_sequence"
+    attention: TensorLayout = "contiguous"
+    convolution: TensorLayout = "channels_last"
+    recurrent: TensorLayout = "packed_sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +96,7 @@ class PerformanceMonitoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class ShapeValidation:
     """Checks that :class:`~memopt_cli.batching.validator.BatchShapeValidator` makes."""
 
     strict_mode: bool = False
@@ -117,40 +114,4 @@ class BatchShaping:
     adaptive_sizing: AdaptiveSizing = field(default_factory=AdaptiveSizing)
     memory_aware_shaping: MemoryAwareShaping = field(default_factory=MemoryAwareShaping)
     performance_monitoring: PerformanceMonitoring = field(default_factory=PerformanceMonitoring)
-    validation: Validation = field(default_factory=Validation)
-
-
-_OTHER_KEYS = {"recommended", *(f.name for f in fields(FileHeader))}
-"""Keys that ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
-
-
-def read_batch_shaping(path: str | Path) -> BatchShaping:
-    """Read the ``batch_shaping:`` section of a YAML file, such as the ``*.batch.yaml`` that memopt writes.
-
-    Parameters
-    ----------
-    path:
-        The file.
-
-    Returns
-    -------
-    The configuration; options that the file leaves out have their defaults.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be read, lacks the section, or has an unknown key or a value of the wrong type or range.
-    """
-    hint = "Write batch_shaping: and options below it."
-    data = read_mapping(Path(path), hint)
-    for key in data:
-        if key != "batch_shaping" and key not in _OTHER_KEYS:
-            raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
-    if "batch_shaping" not in data:
-        raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
-    return parse_batch_shaping(data["batch_shaping"])
-
-
-def parse_batch_shaping(data: Any) -> BatchShaping:
-    """Check ``data``, plain values, and return the configuration; raises as :func:`read_batch_shaping` does."""
-    return from_data(BatchShaping, data, where="batch_shaping")
+    validation: ShapeValidation = field(default_factory=ShapeValidation)

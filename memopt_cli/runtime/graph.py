@@ -1,0 +1,32 @@
+"""Walk autograd's graph, from results back to the leaves from which they were computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """Yield the nodes by which ``tensors`` were computed, each once, the nearest first.
+
+    ``is_end``: returns whether the walk stops before a node; ``None`` walks on to the leaves.
+    """
+    pending, seen = deque(tensor.grad_fn for tensor in tensors), set[Node]()
+    while pending:
+        node = pending.popleft()
+        if node is None or node in seen or (is_end is not None and is_end(node)):
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(following for following, _ in node.next_functions)
+
+
+def leaves_before(tensors: Sequence[Tensor], ends: Collection[Node] = ()) -> Iterator[Tensor]:
+    """Yield the leaves from which ``tensors`` were computed, by paths that pass none of the ``ends``."""
+    yield from (tensor for tensor in tensors if tensor.grad_fn is None)
+    for node in nodes_behind(tensors, set(ends).__contains__):
+        if hasattr(node, "variable"):
+            yield node.variable
