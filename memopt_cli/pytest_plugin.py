@@ -20,7 +20,7 @@ import pytest
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import in_python, said_in_python
 from memopt_cli.text.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -54,25 +54,27 @@ class TrainMemory:
     ) -> Counted:
         """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and which modules hold it.
 
-        ``loss`` is called with the output.  Without it, the loss is a scalar output or an entry ``loss``; failing that,
-        backward starts from a random gradient of the output.  ``optimizer``: one whose state counts, named as for
-        ``--optimizer``.  The model keeps its device, mode and state; its gradients are ``None`` afterwards.
+        ``loss`` is called with the output.  Without it, the loss is a scalar output, an entry ``loss`` or the only
+        scalar among the outputs; failing that, backward starts from random gradients of the outputs.  ``optimizer``:
+        one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients
+        are ``None`` afterwards.
         """
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
         from memopt_cli.training.module_calls import InputsRejected
 
         try:
             with said_in_python():
-                counted = _count(model, args, inputs or {}, loss, optimizer, seed)
+                counted, heard = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejected as error:
             error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None
         self.steps += 1
-        self._properties.append((_COUNTED, f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}"))
+        said = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *heard])
+        self._properties.append((_COUNTED, said))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
-            pytest.fail(_complaint(model, counted, self._limit_bytes), pytrace=False)
+            pytest.fail("\n".join([_complaint(model, counted, self._limit_bytes), *heard]), pytrace=False)
         return counted
 
 
@@ -129,14 +131,15 @@ def _count(
     loss: Callable[[Any], Tensor] | None,
     optimizer: str,
     seed: int,
-) -> Counted:
-    """Count one step of ``model``, and leave its state as it was."""
+) -> tuple[Counted, list[str]]:
+    """Count one step of ``model``, and leave its state as it was; also return sentences on what was guessed."""
     from memopt_cli.measure.local import undisturbed
     from memopt_cli.runtime.state import StartingState
     from memopt_cli.trace import count
     from memopt_cli.training.optimizers import optimizer_maker
     from memopt_cli.training.step import Step, begin
 
+    heard: dict[str, None] = {}
     settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
     step = Step(
         model=model,
@@ -145,6 +148,7 @@ def _count(
         settings=settings,
         loss=loss,
         optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
+        hear=lambda sentence: heard.setdefault(in_python(sentence)),
     )
     start = StartingState(model)
     with undisturbed():
@@ -155,7 +159,7 @@ def _count(
         begin(step, start)
         counted = count(step)
         start.enter()
-    return counted
+    return counted, list(heard)
 
 
 def _limit(marker: pytest.Mark) -> int:

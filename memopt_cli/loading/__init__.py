@@ -31,6 +31,7 @@ from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
 from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.compiling import compile_again
+from memopt_cli.training.own_checkpoints import warn_if_on
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import compiled_notes, split_wrappers, unwrapped, wrapper_notes
 
@@ -109,6 +110,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
             return load_pretrained(os.fspath(path))[0].module
         model = _load_file(read_file(os.fspath(path), key), trust)[0].module
         compile_again(unwrapped(model))
+        warn_if_on(unwrapped(model))
         return model
     except Unvouched as err:
         if err.remedy == Trust():

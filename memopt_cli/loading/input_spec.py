@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import inspect
@@ -222,6 +223,26 @@ def make_inputs(
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
+
+
+def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
+    """Yield a note on each of ``kwargs`` that the forward of ``model`` does not name but takes, by ``**``.
+
+    Any misspelt name is taken so.  A forward that names no argument at all, as a wrapper's, tells nothing.
+    """
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # it shows no signature, as a compiled function may
+        return
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    if not named or rest is None:
+        return
+    for name in kwargs:
+        if name not in named:
+            like = difflib.get_close_matches(name[:100], named, n=1)
+            meant = f"; did you mean {like[0]}?" if like else "."
+            yield f"forward names no argument {printable(name)}, so it goes into **{rest}{meant}"
 
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:

@@ -69,7 +69,10 @@ class LocalSession(Session):
         """Return the answer to ``job``, or the failure that prevented it."""
         with _one_at_a_time, undisturbed():
             try:
-                answer = self._work().do(_over_the_wire(job, type(job)))
+                worker = self._work()
+                answer = worker.do(_over_the_wire(job, type(job)))
+                for sentence in worker.heard:
+                    self.hear(sentence)
                 return _over_the_wire(answer, answer_of(type(job)))
             except ChangedFileError:
                 raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
@@ -37,6 +38,8 @@ class Session:
         self._subject = subject
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
+        self.hear: Callable[[str], object] = lambda sentence: None
+        """Called with each sentence for the user that comes with an answer."""
 
     def __enter__(self) -> Self:
         # Tensors of a plan wait in a file there: a confined process may write to no other folder.
@@ -125,7 +128,7 @@ class Session:
         if not isinstance(line, bytes):
             return line
         try:
-            answer = read(line, job)
+            answer = read(line, job, self.hear)
         except Exception:  # reading an answer that is made up may raise anything
             return channel.refuse_answer()
         if isinstance(answer, FileChanged):

@@ -87,6 +87,11 @@ class Worker:
                 error.hint = f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
             raise
 
+    @property
+    def heard(self) -> list[str]:
+        """Sentences that the user should read on the steps of the jobs so far."""
+        return list(self.bench.heard) if "bench" in vars(self) else []
+
     def close(self) -> None:
         """Leave the contexts that the bench keeps open for further jobs, such as a group of ranks."""
         if "bench" in vars(self):
@@ -119,7 +124,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.do(job)
             if isinstance(answer, ModelFacts) and unconfined:
                 answer = replace(answer, notes=(*answer.notes, unconfined))
-            reply = {"kind": "answer", "answer": to_data(answer)}
+            reply = {"kind": "answer", "answer": to_data(answer), "heard": worker.heard}
         except ChangedFileError as error:
             changed = FileChanged(message=error.message, hint=error.hint)
             reply = {"kind": type(changed).__name__, **to_data(changed)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Plan, describe
-from memopt_cli.text.units import counted, format_bytes, format_seconds, format_some
+from memopt_cli.records import Failure, Measurement, Plan, describe
+from memopt_cli.text.paths import attributes_in_words
+from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
 def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
@@ -25,38 +25,38 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     traced = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), "small batch")
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
-    cost = _cost_in_words(prepared) if measures else ""
+    own = _measure(prepared) if measures else None
+    cost = "" if own is None else _cost_in_words(own)
     note = (
-        f"The model checkpoints by itself ({_switches_in_words(switches)}){cost}. Plans are searched with that off, "
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched with that off, "
         "and compared with the step without it. A plan that is applied turns it off, in a training script as well: the "
         "script must not turn it on again."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
-    return replace(prepared, subject=subject, notes=(*prepared.notes, note))
+    measured = own if isinstance(own, Measurement) else None
+    return replace(prepared, subject=subject, notes=(*prepared.notes, note), own_checkpoints=measured)
 
 
-def _cost_in_words(prepared: Prepared) -> str:
-    """Say what the step takes with the model's own checkpointing on."""
+def _measure(prepared: Prepared) -> Measurement | Failure:
+    """Measure the step with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
-    if not isinstance(answer, Measured):
-        return f", which does not run: {describe(answer)}"
-    measurement = answer.measurement
-    return f", and takes {format_bytes(measurement.allocated_peak_bytes)} and {format_seconds(measurement.step_s)} so"
+    return answer.measurement if isinstance(answer, Measured) else answer
+
+
+def _cost_in_words(own: Measurement | Failure) -> str:
+    """Say what the step takes with the model's own checkpointing on."""
+    if not isinstance(own, Measurement):
+        return f", which does not run: {describe(own)}"
+    return f", and takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} so"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
     if not switches or plan.of_model.is_empty:
         return ()
-    return (f"The model's own checkpointing is off under the plan ({_switches_in_words(switches)}).",)
-
-
-def _switches_in_words(switches: Sequence[str]) -> str:
-    """Return ``switches`` for people: ``gradient_checkpointing of 5 modules``."""
-    counts = Counter(switch.rpartition(".")[2] for switch in switches)
-    return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())
+    return (f"The model's own checkpointing is off under the plan ({attributes_in_words(switches)}).",)
 
 
 def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:

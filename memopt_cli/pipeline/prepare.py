@@ -31,6 +31,7 @@ from memopt_cli.records import (
     Failure,
     FileHeader,
     InputSpec,
+    Measurement,
     ModelFacts,
     ModelSource,
     Plan,
@@ -63,6 +64,10 @@ class Prepared:
     """Longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
     """Display of the stages that the model goes through."""
+    own_checkpoints: Measurement | None = None
+    """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
+    heard: dict[str, None] = field(default_factory=dict)
+    """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
 
     def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
         """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
@@ -90,7 +95,9 @@ class Prepared:
 
     def session(self, data: Data = "full size") -> Session:
         """Open a fresh profiling subprocess; ``data`` bounds the steps that it may run."""
-        return (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
+        session = (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
+        session.hear = self.heard.setdefault
+        return session
 
     def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:
         """Return the answer to ``job`` from a profiling subprocess that is opened for it alone."""
@@ -103,8 +110,7 @@ class Prepared:
         Raises :class:`UsageError` where the batch of the inputs is fixed.
         """
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
-        facts = replace(self.facts, batch=batch, spec=spec)
-        return replace(self, subject=replace(self.subject, spec=spec), facts=facts)
+        return self._with(spec, batch)
 
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
@@ -118,7 +124,13 @@ class Prepared:
     def with_size(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
-        return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
+        return self._with(spec, self.batch)
+
+    def _with(self, spec: InputSpec, batch: int) -> Prepared:
+        """Return the model with the inputs of ``spec``, at other sizes of which the step was not measured."""
+        subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
+        own = self.own_checkpoints if spec == self.subject.spec else None
+        return replace(self, subject=subject, facts=facts, own_checkpoints=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ from memopt_cli.records.dropped import Differs as Differs
 from memopt_cli.records.dropped import Dropped as Dropped
 from memopt_cli.records.dropped import LeftOut as LeftOut
 from memopt_cli.records.dropped import NotRun as NotRun
+from memopt_cli.records.dropped import OwnIsBetter as OwnIsBetter
 from memopt_cli.records.dropped import Reason as Reason
 from memopt_cli.records.dropped import SavesTooLittle as SavesTooLittle
 from memopt_cli.records.dropped import TooSlow as TooSlow

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memopt_cli.records.measurement import Failure, describe
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.units import counted, format_apart, format_bytes
+from memopt_cli.text.units import counted, format_apart, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,33 @@ class NotRun:
         return "Try a lower `--level`, or name other modules with `--target`."
 
 
-Reason = TooSlow | SavesTooLittle | Differs | NotRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnIsBetter:
+    """The reason that the model as it comes, with its own checkpoints, does better than the plan."""
+
+    own_bytes: int
+    """Allocated peak of the step with the model's own checkpoints."""
+    own_s: float
+    """Time of that step in seconds."""
+    step_s: float
+    """Time of the step under the plan in seconds."""
+    budget_bytes: int | None = None
+    """Budget, within which the fastest step was looked for; ``None`` if the smallest one was."""
+
+    @property
+    def because(self) -> str:
+        own, times = format_bytes(self.own_bytes), (format_seconds(self.own_s), format_seconds(self.step_s))
+        return f"the model's own checkpoints take {own}: a step of {times[0]}, and {times[1]} under the plan"
+
+    @property
+    def remedy(self) -> str:
+        if self.budget_bytes is not None:
+            return "A lower `--budget` looks for a plan that takes less than they do."
+        budget = f"`--budget {format_bytes(self.own_bytes).replace(' ', '')}`"
+        return f"A higher `--level` may find a smaller plan, and {budget} looks for the fastest one that takes no more."
+
+
+Reason = TooSlow | SavesTooLittle | Differs | NotRun | OwnIsBetter
 """A reason, with ``because``, which follows the word "but" in a sentence, and ``remedy``, a sentence on what to do."""
 
 
@@ -170,9 +196,9 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    The last plan that got as far as verification comes first, then the fastest plan that was too slow, then the last
-    plan that saved too little, then one that could not be run.  An optimizer that cannot run in backward does not count
-    as a plan.
+    The last plan that got as far as verification, or that the model's own checkpoints beat, comes first, then the
+    fastest plan that was too slow, then the last plan that saved too little, then one that could not be run.  An
+    optimizer that cannot run in backward does not count as a plan.
     """
     plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
     return min(reversed(plans), key=_distance, default=None)
@@ -181,7 +207,7 @@ def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
 def _distance(dropped: Dropped) -> tuple[int, float]:
     """Return a key that is the smaller, the nearer a plan came to being applied."""
     match dropped.why:
-        case Differs() | NotRun(in_verification=True):
+        case Differs() | NotRun(in_verification=True) | OwnIsBetter():
             return 0, 0.0
         case TooSlow(slowdown=slowdown):
             return 1, slowdown

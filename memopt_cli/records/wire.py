@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records.batch import BatchAdvice, BatchEstimate, NoBatchFits
-from memopt_cli.records.dropped import Differs, NotRun, SavesTooLittle, TooSlow
+from memopt_cli.records.dropped import Differs, NotRun, OwnIsBetter, SavesTooLittle, TooSlow
 from memopt_cli.records.measurement import Crashed, Measurement, OutOfMemory, StepFailed, TimedOut
 from memopt_cli.records.plan import ChunkRule, Refused
 from memopt_cli.records.rank import NotPredicted, RankBatch, RankLost, RanksMeasured
@@ -25,7 +25,7 @@ _TAGGED = (
     *(Measurement, OutOfMemory, TimedOut, Crashed, StepFailed, ChunkRule, Refused),
     *(BatchAdvice, BatchEstimate, NoBatchFits, RankBatch, NotPredicted),
     *(RanksMeasured, RankLost),
-    *(TooSlow, SavesTooLittle, Differs, NotRun),
+    *(TooSlow, SavesTooLittle, Differs, NotRun, OwnIsBetter),
 )
 """Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
 ``kind``."""

@@ -25,6 +25,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     PlanEstimates,
+    SegmentPlan,
     TooSlow,
     Verification,
     describe,
@@ -74,8 +75,10 @@ def _in_bytes(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            peak, budget = format_bytes(before.allocated_peak_bytes), summary.budget_bytes
-            if budget is not None and before.allocated_peak_bytes <= budget:
+            as_it_is, budget = summary.own_checkpoints or before, summary.budget_bytes
+            peak = format_bytes(as_it_is.allocated_peak_bytes)
+            peak += " with its own checkpoints" * (summary.own_checkpoints is not None)
+            if budget is not None and as_it_is.allocated_peak_bytes <= budget:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
@@ -108,7 +111,12 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
     """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
     if verbose:
         yield level_table(summary)
-    elif summary.is_applied and not summary.ranges and not summary.compiled and len(summary.levels) > 1:
+    elif (
+        (summary.is_applied or summary.own_checkpoints)
+        and not summary.ranges
+        and not summary.compiled
+        and len(summary.levels) > 1
+    ):
         yield plan_table(summary)
     if summary.compiled and not summary.is_to_choose:
         yield compiled_table(summary)
@@ -122,15 +130,16 @@ def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
-    rows = [(row.plan, row.outcome, row.dropped) for row in summary.compiled]
-    for plan, outcome, dropped in [(Plan(), original, ""), *rows]:
+    rows = [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
+    own = [(_OWN, None, summary.own_checkpoints, "")] * (summary.own_checkpoints is not None)
+    for words, plan, outcome, dropped in [(in_words(Plan()), Plan(), original, ""), *own, *rows]:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
             ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
             cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
         is_applied = summary.is_applied and plan == summary.plan
         said = "applied" if is_applied else dropped
-        table.add_row(in_words(plan), *cells, said, style="bold" if is_applied else None)
+        table.add_row(words, *cells, said, style="bold" if is_applied else None)
     return table
 
 
@@ -150,7 +159,19 @@ def plan_table(summary: MemOptSummary) -> Table:
         table.add_row(
             f"{span}{' *' if applied else ''}", in_words(rows[-1].plan), *cells, style="bold" if applied else None
         )
+    if (own := _own_row(summary)) is not None:
+        table.add_row("–", _OWN, *_measured_cells(own, original))
     return table
+
+
+_OWN = "the model's own checkpoints"
+
+
+def _own_row(summary: MemOptSummary) -> LevelRow | None:
+    """Return the measurement with the model's own checkpoints as a row; ``None`` without one."""
+    if summary.own_checkpoints is None:
+        return None
+    return LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
 
 
 def _elsewhere(found: LevelRow | ParetoPoint) -> str:
@@ -190,6 +211,8 @@ def level_table(summary: MemOptSummary) -> Table:
         table.add_row(
             f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
         )
+    if (own := _own_row(summary)) is not None:
+        table.add_row("–", _OWN, *_numbers(own, original if isinstance(original, Measurement) else None))
     return table
 
 
@@ -227,7 +250,8 @@ def frontier(summary: MemOptSummary) -> Table:
     headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
     table = plain_table(*headings, "plan", _PLOT, names=[_PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
-    longest = max((found.step_s for found in measured), default=0.0)
+    own = summary.own_checkpoints
+    longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
     for number, point in enumerate(summary.frontier, 1):
         match point.outcome:
             case Measurement() as found:
@@ -241,6 +265,12 @@ def frontier(summary: MemOptSummary) -> Table:
         elsewhere = [_elsewhere(point)] * shows_elsewhere
         plan = "the original" if point.plan.is_empty else in_words(point.plan)
         table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, plan, plot)
+    if own is not None:
+        cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
+        base_s = summary.frontier[0].original_step_s
+        ratio = "–" if base_s is None else f"{own.step_s / base_s:.2f}×"
+        plot = " " * round(_PLOT_WIDTH * own.step_s / longest) + "●"
+        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _OWN, plot)
     return table
 
 
@@ -275,19 +305,13 @@ def ranges(summary: MemOptSummary) -> Table:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words, such as ``8 segments, 3 in chunks, saved packed, optimizer in backward``."""
+    """Return ``plan`` in words: ``8 segments (2 packed), saved packed``, ``7 recomputed, 4 in chunks, …``.
+
+    The counts before the brackets add up to the number of segments.
+    """
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
-    count = len(plan.segments)
-    parts = {
-        f"segment{'s' * (count > 1)}": count,
-        "in chunks": sum(segment.chunks > 1 for segment in plan.segments),
-        "through its loss": sum(segment.through_loss for segment in plan.segments),
-        "packed": sum(segment.compressor != "null" for segment in plan.segments),
-        "keeping outputs": sum(bool(segment.keep) for segment in plan.segments),
-        "sent away": sum(segment.place != "device" for segment in plan.segments),
-    }
-    said = [f"{number} {what}" for what, number in parts.items() if number]
+    said = _segments_in_words(plan.segments)
     said += (
         ["saved packed"] * plan.packed
         + [f"saved sent to {plan.place}"] * (plan.place != "device")
@@ -298,6 +322,26 @@ def in_words(plan: Plan) -> str:
         said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
         said += [f"memory budget {budget:g}"] if budget is not None else []
     return ", ".join(said) or "no segments"
+
+
+def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
+    through_loss = sum(segment.through_loss for segment in segments)
+    in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
+    recomputed = len(segments) - in_chunks - through_loss
+    kinds = {
+        "recomputed" if in_chunks or through_loss else f"segment{'s' * (recomputed > 1)}": recomputed,
+        "in chunks": in_chunks,
+        f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
+    }
+    also = {
+        "packed": sum(segment.compressor != "null" for segment in segments),
+        "keeping outputs": sum(bool(segment.keep) for segment in segments),
+        "sent away": sum(segment.place != "device" for segment in segments),
+    }
+    said, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
+    if more:
+        said[-1] += f" ({', '.join(more)})"
+    return said
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:

@@ -200,10 +200,15 @@ class DeferredLinear(Tensor):
         """Return the values, and warn if they had to be computed: that takes the memory that the plan was to save."""
         was_computed, values = self.is_computed, self.values()
         if not was_computed:
-            how = "after its loss" if self._head.has_loss else "by something else than cross_entropy"
+            size = f"{values.nbytes / 2**20:.1f} MiB"
+            if self._head.has_loss:
+                how = f"after its loss, so {size} of it are computed once more: one matmul, and memory until they go"
+                advice = "Read only the rows that you need (logits[:, -1]), or read it in eval()"
+            else:
+                how = f"by something else than cross_entropy, so it is computed whole ({size}), and so is its loss"
+                advice = "Read it after its loss; if its loss is not F.cross_entropy, remove the layer from the plan"
             warnings.warn(
-                f"the output of a linear layer that runs in chunks through its loss is read {how}, so it is computed "
-                "whole and saves no memory. Remove the layer from the plan.",
+                f"the output of a linear layer that runs in chunks through its loss is read {how}. {advice}.",
                 stacklevel=_level_of_reader(),
             )
         return values

@@ -31,6 +31,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.copies import copies_of, remade
+from memopt_cli.runtime.first_calls import first_call
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
@@ -128,11 +129,17 @@ def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learne
     """Return whether ``module`` can and should run as a segment in this call."""
     if any(t.is_nested and t.layout is torch.strided for t in tensors):
         run_plainly(module, "is given a nested tensor of the strided layout")
-    if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed() or is_checkpointed():
+    if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed():
+        return False
+    if is_checkpointed():
+        first_call(module, within_checkpoint=True)
         return False
     if not needs_gradient(module, tensors):
         return False
-    return learned.known is not None or not uninitialized(module)  # a lazy module has no state yet to start from
+    if learned.known is None:
+        first_call(module, within_checkpoint=False)
+        return not uninitialized(module)  # a lazy module has no state yet to start from
+    return True
 
 
 def _within_recomputation(

@@ -129,8 +129,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "loss": Option(
-        "Call a function of the model's output for the loss. Without it, the loss is a scalar output or an entry "
-        "'loss', else every output gets a seeded random gradient.",
+        "Call a function of the model's output for the loss. Without it, the loss is a scalar output, an entry "
+        "'loss' or the only scalar among the outputs, else every output gets a seeded random gradient.",
         STEP,
         "FILE.py:NAME",
         "function",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final
+
+from memopt_cli.text.units import counted
 
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
@@ -23,3 +25,9 @@ def gathered(held: Mapping[str, int]) -> dict[str, int]:
         for name, paths in alike.items()
     }
     return dict(sorted(rows.items(), key=lambda row: -row[1]))
+
+
+def attributes_in_words(attributes: Sequence[str]) -> str:
+    """Return paths of ``attributes`` for people, by their names: ``gradient_checkpointing of 5 modules``."""
+    counts = Counter(attribute.rpartition(".")[2] for attribute in attributes)
+    return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())

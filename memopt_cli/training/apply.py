@@ -43,7 +43,7 @@ from memopt_cli.training.compiling import (
     require_uncompiled,
     stop_compiling,
 )
-from memopt_cli.training.own_checkpoints import resume, suspend
+from memopt_cli.training.own_checkpoints import resume, suspend, warn_if_on
 from memopt_cli.training.wrappers import unwrapped
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
@@ -109,6 +109,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             _run_in_backward(optimizer, model)
         if plan.compile is None and not compiles_by_plan(model):
             stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
+        warn_if_on(model)
         undo.pop_all()  # nothing failed: keep all parts
 
 

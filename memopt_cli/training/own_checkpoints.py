@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
+from weakref import ref
 
 from torch import nn
 from torch.utils import checkpoint as checkpoints
 
+from memopt_cli.runtime import named_parts, settings_of
+from memopt_cli.runtime.first_calls import look_at_first_call
 from memopt_cli.runtime.private_torch import CheckpointCall, replaced
+from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.training.module_calls import module_hooks
 
 _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
@@ -53,6 +58,35 @@ def resume(model: nn.Module) -> None:
     """Turn the switches of ``model`` on again that :func:`suspend` turned off."""
     switches = vars(model).pop(_SUSPENDED, ())
     _set(model, switches if isinstance(switches, tuple) else (), on=True)
+
+
+def warn_if_on(model: nn.Module) -> None:
+    """Have ``model``, which is under a plan, warn once if it checkpoints by itself when its segments run.
+
+    A training script may turn the switches on after the plan is applied, as ``TrainingArguments(gradient_checkpointing=
+    True)`` does.  They are looked at when a segment runs for the first time, and where one runs within a checkpoint.
+    """
+    model_of, looked = ref(model), set[bool]()
+
+    def look(within_checkpoint: bool) -> None:
+        if within_checkpoint in looked:
+            return
+        looked.add(within_checkpoint)
+        known = model_of()
+        if known is not None and (switches := switches_of(known)):
+            looked.update((False, True))
+            warnings.warn(_ON_AGAIN.format(attributes_in_words(switches)), stacklevel=1)
+
+    for _, part in named_parts(model):
+        if settings_of(part) is not None:
+            look_at_first_call(part, look)
+
+
+_ON_AGAIN: Final = (
+    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
+    "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
+    "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
+)
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:

@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,13 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.training.module_calls import failed_forward, watched_modules
 from memopt_cli.training.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.training.wrappers import unwrapped
+
+Hear = Callable[[str], object]
+
+
+def unheard(sentence: str) -> None:
+    """Ignore ``sentence``."""
+
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +58,8 @@ class Step:
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
     step may replace them."""
+    hear: Hear = unheard
+    """Called with a sentence for the user wherever backward starts from a guess."""
 
     @property
     def unwrapped_model(self) -> nn.Module:
@@ -65,7 +74,7 @@ class Step:
     def backward(self, output: Any) -> None:
         """Back-propagate from ``output`` into the ``.grad`` of parameters."""
         with _autocast(self.settings):
-            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
+            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed, self.hear)
         if self.scaler is not None:
             roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
@@ -234,37 +243,49 @@ def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
 
 
 def seeds_of_backward(
-    output: Any, loss: Callable[[Any], Tensor] | None, seed: int
+    output: Any, loss: Callable[[Any], Tensor] | None, seed: int, hear: Hear = unheard
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the tensors that backward starts from, and their cotangents (``None`` for a loss).
 
-    With a ``loss`` given, that is the only one.  Otherwise it is the ``output`` itself if that is a scalar, or its
-    entry ``loss``.  Otherwise backward starts from all floating tensors of the output, with random cotangents drawn
-    from ``seed``: the gradients of a plain sum vanish in many models.  Raises :class:`StepError` if nothing is
-    differentiable.
+    With a ``loss`` given, that is the only one.  Otherwise it is the loss that :func:`loss_entry` finds in ``output``.
+    Otherwise backward starts from all floating tensors of the output, with random cotangents drawn from ``seed``: the
+    gradients of a plain sum vanish in many models.  ``hear`` is called with a sentence on a guess: which of several
+    outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
     """
     if loss is not None:
         output = loss(output)
-    scalar = loss_entry(output)
+    scalar = loss_entry(output, hear)
     if scalar is not None:
         _require_gradient([scalar], "the loss")
         return [scalar], [None]
-    leaves = [t for t in _by_keys(output) if t.requires_grad]
+    leaves = [t for _, t in _by_keys(output) if t.requires_grad]
     _require_gradient(leaves, "the model's output")
+    if len(leaves) > 1:
+        hear(
+            f"No loss is known: backward starts from random gradients on {len(leaves)} outputs; "
+            "`--loss file.py:function` names one."
+        )
     generator = torch.Generator(leaves[0].device).manual_seed(seed)
     return leaves, [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in leaves]
 
 
-def _by_keys(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of ``output``, of dicts by sorted keys, so that their order does not change cotangents."""
+def _by_keys(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of ``output`` with their names below ``name``, such as ``1`` or ``losses.nll``.
+
+    Those of a dict come by sorted keys, so that its order does not change cotangents.
+    """
+    parts: Iterable[tuple[Any, Any]]
     if isinstance(output, dict):
-        for key in sorted(output, key=str):
-            yield from _by_keys(output[key])
+        parts = ((key, output[key]) for key in sorted(output, key=str))
     elif isinstance(output, list | tuple):
-        for part in output:
-            yield from _by_keys(part)
+        parts = enumerate(output)
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = ((field.name, getattr(output, field.name)) for field in fields(output))
     else:
-        yield from tensors_of(output)
+        yield from ((name, tensor) for tensor in tensors_of(output))
+        return
+    for key, part in parts:
+        yield from _by_keys(part, f"{name}.{key}".removeprefix("."))
 
 
 def begin(step: Step, start: StartingState) -> None:
@@ -367,12 +388,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
 
 
-def loss_entry(output: Any) -> Tensor | None:
-    """Return the loss in a model's ``output``: a scalar, or an entry ``loss``; ``None`` if there is none."""
+def loss_entry(output: Any, hear: Hear = unheard) -> Tensor | None:
+    """Return the loss in a model's ``output``; ``None`` if there is none.
+
+    It is a scalar output, an entry ``loss``, or the only scalar among the outputs that requires a gradient, as in
+    ``return logits, loss``.  ``hear`` is told the latter, since an auxiliary loss may be the only scalar, too.
+    """
     candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.dim() == 0:
+    if isinstance(candidate, Tensor) and candidate.dim() == 0:
         return candidate
-    return None
+    scalars = {
+        id(tensor): (name, tensor)
+        for name, tensor in _by_keys(output)
+        if tensor.dim() == 0 and tensor.is_floating_point() and tensor.requires_grad
+    }
+    if len(scalars) != 1:
+        return None
+    ((name, scalar),) = scalars.values()
+    named = name if name.isdecimal() else f"'{name}'"
+    hear(f"The scalar output {named} is taken as the loss; `--loss file.py:function` names another.")
+    return scalar
 
 
 def _require_gradient(tensors: list[Tensor], what: str) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
+from memopt_cli.report.optimization import in_words
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -142,10 +144,10 @@ BUSY = "the machine was busy: steps waited for a processor"
 SHORT = """\
 617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
-level  plan                                    measured   step  predicted  step
-0      no segments                            617.9 MiB  1.00×
-1      1 segment, 1 packed                out of memory         310.0 MiB
-3 *    3 segments, 2 in chunks, 2 packed      294.6 MiB  1.37×  310.0 MiB
+level  plan                                       measured   step  predicted  step
+0      no segments                               617.9 MiB  1.00×
+1      1 segment (1 packed)                  out of memory         310.0 MiB
+3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB
 
 inputs are a [guess] from conv1
 wrote model.memopt.pt, .plan.yaml in 1 min 5 s
@@ -155,11 +157,11 @@ use it: model = memopt_cli.load('model.memopt.pt')
 LONG = """\
 617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
-                                          allocated                  of     tensor  activation
-level  plan                                    peak  predicted  level 0       peak        peak    step  ratio
-0      no segments                        617.9 MiB          –    100 %  616.9 MiB   517.9 MiB  1.09 s  1.00×
-1      1 segment, 1 packed                        –  310.0 MiB        –          –           –       –      –
-3 *    3 segments, 2 in chunks, 2 packed  294.6 MiB  310.0 MiB     48 %  293.6 MiB   194.6 MiB  1.49 s  1.37×
+                                             allocated                  of     tensor  activation
+level  plan                                       peak  predicted  level 0       peak        peak    step  ratio
+0      no segments                           617.9 MiB          –    100 %  616.9 MiB   517.9 MiB  1.09 s  1.00×
+1      1 segment (1 packed)                          –  310.0 MiB        –          –           –       –      –
+3 *    1 recomputed, 2 in chunks (2 packed)  294.6 MiB  310.0 MiB     48 %  293.6 MiB   194.6 MiB  1.49 s  1.37×
 
 * level 3 is applied; 4 was asked for
 level 1: out of memory (limit 400 MiB)
@@ -218,7 +220,7 @@ def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:
     assert [line.split()[0] for line in lines[3:5]] == ["0", "1–3"]
     summary.levels[-1] = replace(summary.levels[-1], plan=Plan(segments=SEGMENTS[:1]))
     lines = shown(TextReport(), result(summary)).splitlines()
-    assert lines[4].split() == "1–2 3 segments, 2 in chunks, 2 packed 310.0 MiB 1.25×".split()
+    assert lines[4].split() == "1–2 1 recomputed, 2 in chunks (2 packed) 310.0 MiB 1.25×".split()
 
 
 def test_where_nothing_is_applied_three_lines_say_so(summary: MemOptSummary) -> None:
@@ -662,3 +664,23 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     last = shown(TextReport(), found).splitlines()[-1]
     use = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
     assert last == f"nothing is applied; {use} applies plan N, if found is this result"
+
+
+@pytest.mark.parametrize(
+    ("segments", "text"),
+    [
+        ([{}] * 8, "8 segments"),
+        ([{}], "1 segment"),
+        ([{"chunks": 4, "through_loss": True}], "1 through its loss"),
+        (
+            [{}] * 7 + [{"chunks": 4}] * 4 + [{"chunks": 4, "through_loss": True}],
+            "7 recomputed, 4 in chunks, 1 through its loss",
+        ),
+        (
+            [{"chunks": 4, "keep": ("aten::mm",)}, {"keep": ("aten::mm",)}],
+            "1 recomputed, 1 in chunks (2 keeping outputs)",
+        ),
+    ],
+)
+def test_the_segments_of_a_plan_are_counted_once(segments: list[dict[str, Any]], text: str) -> None:
+    assert in_words(Plan(segments=tuple(SegmentPlan(path=str(n), **s) for n, s in enumerate(segments)))) == text

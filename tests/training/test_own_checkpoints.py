@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,57 @@ def test_a_saved_plan_knows_what_it_turned_off(tmp_path: Path) -> None:
     assert memopt_cli.remove_plan(loaded).use_checkpoint is True
 
 
+def turned_on(net: nn.Module) -> nn.Module:
+    vars(net)["use_checkpoint"] = True
+    for block in net.blocks:  # type: ignore[union-attr]
+        vars(block)["with_cp"] = True
+    return net
+
+
+def take_steps(net: nn.Module) -> None:
+    for _ in range(3):
+        net(X).sum().backward()
+
+
+def written_and_loaded(net: nn.Module, folder: Path) -> nn.Module:
+    torch.save(net, folder / "net.pt")
+    return memopt_cli.load(folder / "net.pt", trust=memopt_cli.Trust(packages=("tests",)))
+
+
+@pytest.mark.parametrize("path", ["blocks.0", ""])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_is_turned_on_again_is_warned_of_once(path: str, chunks: int, is_loaded: bool, tmp_path: Path) -> None:
+    plan = Plan(segments=(SegmentPlan(path=path, chunks=chunks),))
+    net = memopt_cli.apply_plan(Net(), plan)
+    if is_loaded:
+        net = written_and_loaded(net, tmp_path)
+    turned_on(net)
+    with torch.no_grad():
+        net(X)  # nothing is recomputed
+    with pytest.warns(
+        UserWarning, match=r"by itself under its plan \(use_checkpoint of 1 module, with_cp of 2"
+    ) as seen:
+        take_steps(net)
+    assert len(seen) == 1
+
+
+def test_it_is_seen_after_the_first_step_too_and_not_where_it_is_off() -> None:
+    net = memopt_cli.apply_plan(Net(), Plan(segments=(*PLAN.segments, SegmentPlan(path="blocks.1"))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(X).sum().backward()
+        net(X).sum().backward()
+    turned_on(net)
+    with pytest.warns(UserWarning, match="by itself under its plan"):
+        net(X).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turned_on(memopt_cli.remove_plan(net))(X).sum().backward()
+        copied = copy.deepcopy(memopt_cli.apply_plan(net, PLAN))
+        copied(X).sum().backward()
+
+
 @pytest.mark.parametrize("said", [("training", "0.bias", "0.__class__", "9.with_cp"), (3, None), 7, "training"])
 def test_what_a_file_says_was_on_is_no_other_attribute(said: Any) -> None:
     net = nn.Sequential(nn.Linear(2, 2)).eval()
@@ -201,6 +254,7 @@ def models(memopt: Any) -> None:
 
 
 FLAGS = ("-i", "512x16", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
+OWN = "the model's own checkpoints"
 BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), and takes "
 
 
@@ -246,6 +300,32 @@ class TestCommands:
         written: Any = torch.load("models.memopt.pt", weights_only=False)
         assert written.use_checkpoint is True
         assert not Path("models.memopt.plan.yaml").exists()
+
+    OF_ONE = ("-i", "512x16", "--target", "blocks.0", "--max-slowdown", "none", "--no-recommend-batch")
+
+    def test_a_plan_that_needs_more_is_not_applied(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--level", "1")
+        assert done.code == 0, done.err
+        assert "but the model's own checkpoints take " in done.out
+        assert "A higher --level may find a smaller plan, and --budget " in done.out
+        assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
+        assert not list(Path().glob("models.memopt.p*"))
+        summary = json.loads(Path("models.memopt.summary.json").read_text())["summary"]
+        found, own = summary["levels"][1]["outcome"], summary["own_checkpoints"]
+        assert own["allocated_peak_bytes"] < found["allocated_peak_bytes"]
+        assert (summary["applied_level"], summary["plan"]["segments"]) == (0, [])
+
+    def test_a_budget_that_only_its_checkpoints_meet_needs_no_plan(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "640KiB", "--plan-only")
+        assert done.code == 0, done.err
+        assert "with its own checkpoints is within the budget of 640.0 KiB" in done.out
+        assert not Path("models.memopt.plan.yaml").exists()
+        assert memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "300KiB", "--plan-only").code != 0
+
+    def test_it_is_a_row_of_the_frontier(self, memopt: Any) -> None:
+        done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--frontier", "--plan-only")
+        assert done.code == 0, done.err
+        assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
 
     def test_an_attribute_that_no_checkpoint_asks_is_left_alone(self, memopt: Any) -> None:
         done = memopt("optimize", "models.py:Never", *FLAGS)

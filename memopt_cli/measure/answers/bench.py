@@ -17,7 +17,7 @@ from torch import nn
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.inputs.spec_text import is_built_in
-from memopt_cli.loading.input_spec import batch_of, make_inputs
+from memopt_cli.loading.input_spec import batch_of, make_inputs, unnamed_arguments
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
@@ -35,6 +35,7 @@ from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler
 from memopt_cli.training.user_step import StepModels
+from memopt_cli.training.wrappers import unwrapped
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Bench:
         self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
+        self.heard: dict[str, None] = {}
+        """Sentences that the user should read on steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
         self.rank_step = CachedValue()
@@ -192,6 +195,8 @@ class Bench:
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
         if isinstance(self.model, StepModels):
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
+        for note in unnamed_arguments(unwrapped(self.model), kwargs):
+            self.heard.setdefault(note)
         return Step(
             model=self.model,
             args=args,
@@ -201,6 +206,7 @@ class Bench:
             optimizer=self.optimizer,
             make_optimizer=self._make_optimizer,
             scaler=self._scaler,
+            hear=lambda sentence: self.heard.setdefault(sentence),
         )
 
     def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:

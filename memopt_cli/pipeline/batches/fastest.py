@@ -29,6 +29,7 @@ from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, check_inputs
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
+from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
@@ -266,6 +267,7 @@ class _FastestSearch:
             self.notes.append(
                 f"No step took {longest_s:g} s or less (`--longest-step`): the answer has the shortest step."
             )
+        self.notes += heads_notes(pairs[chosen].plan)
         if self.interrupted:
             self.notes.append("The search was interrupted: further runs might have given a better answer.")
         return FastestTraining(
@@ -281,7 +283,7 @@ class _FastestSearch:
             priced=0 if self.pricing is None else self.pricing.priced,
             dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
             times_run=self.trials.count,
-            notes=tuple(dict.fromkeys(self.notes)),
+            notes=tuple(dict.fromkeys((*self.notes, *self.prepared.heard))),
             files=(),
             spent_s=0.0,
             step=self.prepared.subject.settings,

@@ -207,7 +207,7 @@ class _BatchSearch:
             verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
-            notes=tuple(self.search.notes),
+            notes=(*self.search.notes, *self.prepared.heard),
             probes=self.search.runs
             + self.length_runs
             + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),

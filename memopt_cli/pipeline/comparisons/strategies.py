@@ -79,7 +79,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
         budget_bytes=limits.budget_bytes,
         limit=limits.text,
         curves=curves,
-        notes=tuple(job.notes),
+        notes=(*job.notes, *prepared.heard),
         spent_s=time.monotonic() - started,
     )
 

@@ -199,7 +199,7 @@ def _profile(
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
         times=tuple(_times(trace, measurement)),
-        notes=tuple(notes),
+        notes=(*notes, *prepared.heard),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
     )

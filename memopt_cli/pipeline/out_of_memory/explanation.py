@@ -232,7 +232,7 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=(*prepared.notes, *notes, *trial.notes),
+        notes=(*prepared.notes, *notes, *trial.notes, *prepared.heard),
     )
 
 

@@ -9,6 +9,7 @@ from memopt_cli.files.contents import read_plan, read_prediction
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE
@@ -37,6 +38,8 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
         progress.note(CHANGES_NOTHING)
     if plan.in_backward:
         progress.note(IN_BACKWARD_NOTE)
+    for note in heads_notes(plan):
+        progress.note(note)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     if request.verify or request.confirm:

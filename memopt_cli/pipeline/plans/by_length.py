@@ -116,7 +116,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
     search.check_sizes(dimension)
     findings = search.find_longest()
-    if not _is_verified(findings):
+    if not _is_verified(findings) or findings.decisive is not None:
         return findings
     assert findings.budget_bytes is not None, "it was asked for"
     ranges = search.all_ranges(_range_of(varied.high, findings), findings.budget_bytes)

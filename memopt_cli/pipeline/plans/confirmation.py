@@ -57,7 +57,7 @@ def confirm(
         device=device,
         measurement=measurement,
         predicted=None,
-        notes=(*measured.not_as_planned, *optimizer_state_notes(prepared)),
+        notes=(*measured.not_as_planned, *optimizer_state_notes(prepared), *prepared.heard),
         unlike=differing,
     )
     if predicted is None:

@@ -76,6 +76,8 @@ class Findings:
         if all(earlier.plan != dropped.plan for earlier in self.dropped):
             self.dropped.append(dropped)
 
+    own_checkpoints: Measurement | None = None
+    """The step with the model's own checkpoints; `None` if it has none, if it does not run so, or was not run so."""
     turns_off: tuple[str, ...] = ()
     """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
@@ -89,6 +91,7 @@ class Findings:
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
+            own_checkpoints=prepared.own_checkpoints,
             turns_off=switches_off(prepared),
             notes=[*request.search.notes, *(note for note in prepared.notes if note != inputs)],
             details=[inputs],

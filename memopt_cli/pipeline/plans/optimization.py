@@ -12,6 +12,7 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise_by_dry_runs, begin_advice
 from memopt_cli.pipeline.batches.batch_probes import check_varied
+from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
@@ -95,8 +96,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     find_plan = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        return find_plan(request, prepared)
-    return find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+        found = find_plan(request, prepared)
+    else:
+        found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+    found.notes += [*heads_notes(found.plan), *prepared.heard]
+    return found
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -283,7 +287,7 @@ class _PlanSearch:
             original_outcome = search.original.outcome
             original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.first
             self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
-            rows.append(self._find_within(goal_search, self.findings.budget_bytes))
+            rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:
             self.findings.frontier, beaten_sentence = without_beaten(
                 self._add_compiled_points(goal_search, goal_search.frontier(priced_plans))
@@ -310,6 +314,16 @@ class _PlanSearch:
             self.findings.notes.append(f"{over}: a longer search may find a better plan.")
         elif over:
             self.findings.details.append(f"{over}: a longer search would hardly find a better plan.")
+
+    def _find_within_or_own(self, goal_search: GoalSearch, budget_bytes: int) -> LevelRow:
+        """Return the row of the fastest plan within ``budget_bytes``, or the original's if only its checkpoints are."""
+        try:
+            return self._find_within(goal_search, budget_bytes)
+        except NothingFitsError:
+            own, row = self.findings.own_checkpoints, goal_search.search.original
+            if own is None or own.allocated_peak_bytes > budget_bytes or not isinstance(row.outcome, Measurement):
+                raise
+            return replace(row, level=goal_search.search.options.level)
 
     def _find_within(self, goal_search: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with ``--compile`` among compiled ones too."""

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import drop_by_measurement
+from memopt_cli.pipeline.plans.worth import beaten_by_own, drop_by_measurement
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verify, verify_by_fingerprints
 from memopt_cli.records import (
@@ -72,7 +72,7 @@ class Prover:
         Chunks are verified in float64.  Where the model cannot run in it, the best row without chunks is applied.
         """
         rows, is_asked_for = self.findings.rows, self.findings.by_goal
-        best = rows[-1] if is_asked_for else row_to_apply(rows, chosen)
+        best = self._unless_own_is_better(rows[-1] if is_asked_for else row_to_apply(rows, chosen))
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
@@ -139,7 +139,19 @@ class Prover:
         dropped = drop_by_measurement(rows[index], original, most_slowdown)
         if dropped is not None:
             self.findings.drop(dropped)
-        return row_to_apply(rows, rows[index] if dropped is None else None)
+        return self._unless_own_is_better(row_to_apply(rows, rows[index] if dropped is None else None))
+
+    def _unless_own_is_better(self, row: LevelRow) -> LevelRow:
+        """Return ``row``, or the original's if the model's own checkpoints do better and the user did not pick it."""
+        findings = self.findings
+        if self.takes_chosen or (findings.by_goal and findings.budget_bytes is None):
+            return row
+        original = self.measurements.measure(ORIGINAL)
+        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes)
+        if dropped is None:
+            return row
+        findings.drop(dropped)
+        return findings.rows[0]
 
     def _drop(self, row: LevelRow, reason: Reason) -> None:
         peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]

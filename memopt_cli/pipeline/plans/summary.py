@@ -87,6 +87,7 @@ def summarize(
         dropped=findings.dropped,
         details=findings.details,
         compiled=findings.compiled,
+        own_checkpoints=findings.own_checkpoints,
     )
     summary.recommendation = summary.recommendation or summary.unchanged
     return summary

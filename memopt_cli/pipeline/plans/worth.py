@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
+from memopt_cli.records import (
+    Dropped,
+    Failure,
+    LevelRow,
+    Measurement,
+    NotRun,
+    OwnIsBetter,
+    Plan,
+    Reason,
+    SavesTooLittle,
+    TooSlow,
+)
 
 _MIN_SAVED_SHARE = 0.02
 """Share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
 _FREE_SLOWDOWN = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
+_EQUAL_SHARE = 0.01
+"""The share by which the peaks of a plan and of the model's own checkpoints may differ and count as equal."""
 
 
 def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
@@ -38,6 +51,28 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slo
     if too_slow.upper > most_slowdown:
         return _dropped(row.plan, too_slow, *peaks)
     return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
+
+
+def beaten_by_own(
+    row: LevelRow, original: Measurement | Failure, own: Measurement | None, budget_bytes: int | None
+) -> Dropped | None:
+    """Return ``row`` as dropped if the model's ``own`` checkpoints do better than its plan; ``None`` if they do not.
+
+    Better is a lower peak, or an equal one in less time; within a budget, it is less time.
+    """
+    found = row.outcome
+    if own is None or row.plan.is_empty or not isinstance(found, Measurement):
+        return None
+    most_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * found.allocated_peak_bytes
+    is_faster = own.allocated_peak_bytes <= most_bytes and own.step_s < found.step_s
+    is_smaller = budget_bytes is None and own.allocated_peak_bytes < (1 - _EQUAL_SHARE) * found.allocated_peak_bytes
+    if not is_faster and not is_smaller:
+        return None
+    why = OwnIsBetter(
+        own_bytes=own.allocated_peak_bytes, own_s=own.step_s, step_s=found.step_s, budget_bytes=budget_bytes
+    )
+    original_bytes = original.allocated_peak_bytes if isinstance(original, Measurement) else None
+    return Dropped(plan=row.plan, peak_bytes=found.allocated_peak_bytes, original_bytes=original_bytes, why=why)
 
 
 def _dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:

@@ -30,8 +30,10 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
 
     A plan that a budget chose is added if it is not among those of the frontier.
     """
+    own = summary.own_checkpoints
+    as_it_comes = [] if own is None else [_point("the model's own checkpoints", own, applied=False)]
     if not summary.frontier:
-        return _levels(summary)
+        return [*_levels(summary), *as_it_comes]
     points = [
         _point(f"pick {number}", found.outcome, applied=summary.verification is not None and found.plan == summary.plan)
         for number, found in enumerate(summary.frontier, 1)
@@ -39,8 +41,9 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
     ]
     if summary.budget_bytes is not None and not any(point.applied for point in points):
         chosen = summary.levels[-1].outcome
-        points += [_point("budget", chosen, applied=True)] if isinstance(chosen, Measurement) else []
-    return points
+        if isinstance(chosen, Measurement):
+            points.append(_point("budget", chosen, applied=summary.decisive is None))
+    return [*points, *as_it_comes]
 
 
 def _levels(summary: MemOptSummary) -> list[FrontierPoint]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.pipeline.plans.worth import drop_by_measurement
-from memopt_cli.records import Plan, SegmentPlan, TooSlow, slowdown_in
+from memopt_cli.pipeline.plans.worth import beaten_by_own, drop_by_measurement
+from memopt_cli.records import Dropped, Plan, SegmentPlan, TooSlow, decisive, from_data, slowdown_in, to_data
 from tests.zoo.records import a_row, measured
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
@@ -24,6 +24,32 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
             dropped.why.because == "its step takes 1.30 ± 0.04 times as long, which may be more than the limit of 1.33"
         )
         assert dropped.why.remedy == "On an idle machine it may stay within the limit; `--max-slowdown 1.5` allows it."
+
+
+@pytest.mark.parametrize(
+    ("peak", "step_s", "budget", "is_better"),
+    [
+        (900, 9.0, None, True),
+        (995, 0.9, None, True),
+        (1005, 0.9, None, True),
+        (995, 1.1, None, False),
+        (1020, 0.1, None, False),
+        (900, 0.9, 950, True),
+        (900, 1.1, 1000, False),
+        (1020, 0.9, 1050, True),
+        (900, 0.9, 850, False),
+    ],
+)
+def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget: int | None, is_better: bool) -> None:
+    row = a_row(1, measured(1000, 1.0), PLAN)
+    dropped = beaten_by_own(row, measured(2000, 0.5), measured(peak, step_s), budget)
+    assert (dropped is not None) == is_better
+    assert beaten_by_own(row, measured(2000, 0.5), None, budget) is None
+    assert beaten_by_own(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
+    if dropped is not None:
+        assert (dropped.found, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
+        assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
+        assert from_data(Dropped, to_data(dropped)) == dropped
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:

@@ -1,0 +1,27 @@
+"""Functions that are called when a segment is about to run for the first time, to look at the model that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+Look = Callable[[bool], object]
+"""A function that is told whether the segment is called within a checkpoint of the user's own, where it runs plainly.
+
+It should refer to the model weakly, as it lives as long as the segment does."""
+
+_looks: MutableMapping[nn.Module, Look] = WeakKeyDictionary()
+
+
+def look_at_first_call(segment: nn.Module, look: Look) -> None:
+    """Have ``look`` called before ``segment`` runs as one for the first time, and where it runs plainly instead."""
+    _looks[segment] = look
+
+
+def first_call(segment: nn.Module, *, within_checkpoint: bool) -> None:
+    """Call the function that looks at the calls of ``segment``, if there is one."""
+    look = _looks.get(segment)
+    if look is not None:
+        look(within_checkpoint)

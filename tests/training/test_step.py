@@ -1,0 +1,140 @@
+"""Where backward starts: at the loss in a model's output, or at random gradients on all outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt_cli.pipeline.batches.recommendation import recommend_prepared
+from memopt_cli.pipeline.comparisons.regression import record_prepared
+from memopt_cli.pipeline.equivalence import compare_prepared
+from memopt_cli.pipeline.memory.profiling import profile_prepared
+from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.records import (
+    BaselineRequest,
+    BatchRequest,
+    InputSpec,
+    ModelSource,
+    OptimizeRequest,
+    ProfileRequest,
+    StepSettings,
+    TensorSpec,
+)
+from memopt_cli.search.plan.policy import SearchOverrides, resolve
+from memopt_cli.training.step import seeds_of_backward
+from tests.zoo.prepared import prepared_here
+
+LOGITS = torch.ones(2, 3, requires_grad=True)
+LOSS = LOGITS.sum()
+OTHER = LOGITS.mean()
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    parts: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (LOSS, ""),
+        ({"loss": LOSS, "aux": OTHER}, ""),
+        ((LOGITS, LOSS), "The scalar output 1 is taken as the loss; `--loss file.py:function` names another."),
+        ((LOGITS, LOSS, LOSS.detach(), torch.tensor(3)), "The scalar output 1 is taken"),
+        ([LOGITS, {"nll": LOSS, "total": LOSS}], "The scalar output '1.total' is taken"),
+        ({"logits": LOGITS, "nll": LOSS}, "The scalar output 'nll' is taken"),
+        (Output(LOGITS, {"nll": LOSS}), "The scalar output 'parts.nll' is taken"),
+    ],
+)
+def test_the_only_scalar_of_an_output_is_its_loss(output: Any, said: str) -> None:
+    heard: list[str] = []
+    roots, cotangents = seeds_of_backward(output, None, 0, heard.append)
+    assert roots[0] is LOSS
+    assert (len(roots), cotangents) == (1, [None])
+    assert [sentence[: len(said)] for sentence in heard] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("output", "count"), [((LOGITS, LOSS, OTHER), 3), ((LOGITS, LOSS.detach(), LOGITS * 2), 2), ((LOGITS, None), 1)]
+)
+def test_without_a_loss_all_outputs_get_random_gradients(output: Any, count: int) -> None:
+    heard: list[str] = []
+    roots, cotangents = seeds_of_backward(output, None, 0, heard.append)
+    assert len(roots) == len(cotangents) == count
+    assert None not in cotangents
+    said = f"No loss is known: backward starts from random gradients on {count} outputs; `--loss file.py:function`"
+    assert [sentence.startswith(said) for sentence in heard] == [True] * (count > 1)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.net(x)
+        return y, y.square().mean()
+
+
+SAID = "The scalar output 1 is taken as the loss; `--loss file.py:function` names another."
+SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 32}, source="--input")
+REQUEST: dict[str, Any] = {"source": ModelSource(location="-"), "settings": StepSettings(), "spec": SPEC}
+
+
+def notes_of(command: str, tmp_path: Any) -> Any:
+    prepared = prepared_here(WithLoss, SPEC, 32)
+    match command:
+        case "profile":
+            return profile_prepared(ProfileRequest(**REQUEST), prepared, plan=prepared.carried).notes
+        case "optimize":
+            search = resolve(SearchOverrides(level=1))
+            return find(OptimizeRequest(**REQUEST, search=search), prepared).notes
+        case "recommend-batch":
+            request = BatchRequest(**REQUEST, memory=8 << 20)
+            return recommend_prepared(request, prepared, None, ()).notes
+        case "baseline":
+            request = BaselineRequest(**REQUEST, output=str(tmp_path / "b.json"))
+            return record_prepared(request, prepared).notes
+    return compare_prepared(prepared, prepared_here(WithLoss, SPEC, 32), 1).notes
+
+
+@pytest.mark.parametrize("command", ["profile", "optimize", "recommend-batch", "baseline", "verify"])
+def test_each_report_says_which_output_is_the_loss(command: str, tmp_path: Any) -> None:
+    assert list(notes_of(command, tmp_path)).count(SAID) == 1
+
+
+class TakingAnything(nn.Linear):
+    def forward(self, input: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> Tensor:
+        return super().forward(input)
+
+
+class TakingNothingByName(nn.Linear):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(kwargs["input"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (TakingAnything, "attention_mask", []),
+        (
+            TakingAnything,
+            "atention_mask",
+            ["forward names no argument atention_mask, so it goes into **rest; did you mean attention_mask?"],
+        ),
+        (TakingAnything, "labels", ["forward names no argument labels, so it goes into **rest."]),
+        (TakingNothingByName, "atention_mask", []),
+    ],
+)
+def test_an_argument_that_no_forward_names_is_told(kind: Callable[..., nn.Module], name: str, said: list[str]) -> None:
+    tensors = (TensorSpec(name="input", shape=("B", 8)), TensorSpec(name=name, shape=("B", 8)))
+    spec = InputSpec(tensors=tensors, dims={"B": 4}, source="--input")
+    prepared = prepared_here(lambda: kind(8, 8), spec, 4)
+    notes = profile_prepared(ProfileRequest(**{**REQUEST, "spec": spec}), prepared, prepared.carried).notes
+    assert [note for note in notes if note.startswith("forward names")] == said
