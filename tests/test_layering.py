@@ -36,7 +36,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("answers", "runner"), ("worker",), ("local", "server")),
     ),
     "pipeline": (
-        ("failures", "fingerprints", "terms"),
+        ("failures", "fingerprints", "heads", "terms"),
         ("prepare", "search_probes"),
         ("equivalence",),
         ("own_checkpoints", "prediction", "sessions", "verification"),

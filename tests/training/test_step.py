@@ -27,7 +27,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.policy import SearchOverrides, resolve
 from memopt_cli.training.step import seeds_of_backward
-from tests.zoo.prepared import prepared_here
+from tests.zoo.prepared import prepare_here
 
 LOGITS = torch.ones(2, 3, requires_grad=True)
 LOSS = LOGITS.sum()
@@ -88,7 +88,7 @@ REQUEST: dict[str, Any] = {"source": ModelSource(location="-"), "settings": Step
 
 
 def notes_of(command: str, tmp_path: Any) -> Any:
-    prepared = prepared_here(WithLoss, SPEC, 32)
+    prepared = prepare_here(WithLoss, SPEC, 32)
     match command:
         case "profile":
             return profile_prepared(ProfileRequest(**REQUEST), prepared, plan=prepared.carried).notes
@@ -101,7 +101,7 @@ def notes_of(command: str, tmp_path: Any) -> Any:
         case "baseline":
             request = BaselineRequest(**REQUEST, output=str(tmp_path / "b.json"))
             return record_prepared(request, prepared).notes
-    return compare_prepared(prepared, prepared_here(WithLoss, SPEC, 32), 1).notes
+    return compare_prepared(prepared, prepare_here(WithLoss, SPEC, 32), 1).notes
 
 
 @pytest.mark.parametrize("command", ["profile", "optimize", "recommend-batch", "baseline", "verify"])
@@ -135,6 +135,6 @@ class TakingNothingByName(nn.Linear):
 def test_an_argument_that_no_forward_names_is_told(kind: Callable[..., nn.Module], name: str, said: list[str]) -> None:
     tensors = (TensorSpec(name="input", shape=("B", 8)), TensorSpec(name=name, shape=("B", 8)))
     spec = InputSpec(tensors=tensors, dims={"B": 4}, source="--input")
-    prepared = prepared_here(lambda: kind(8, 8), spec, 4)
+    prepared = prepare_here(lambda: kind(8, 8), spec, 4)
     notes = profile_prepared(ProfileRequest(**{**REQUEST, "spec": spec}), prepared, prepared.carried).notes
     assert [note for note in notes if note.startswith("forward names")] == said
