@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import LossError, StepError, first_line
+from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
-from memopt_cli.runtime.private_torch import is_fake, is_out_of_cpu_memory, is_started, unseen
+from memopt_cli.runtime.private_torch import (
+    UNKNOWN_WITHOUT_DATA,
+    is_fake,
+    is_out_of_cpu_memory,
+    is_started,
+    unseen,
+)
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.training.module_calls import failed_forward, watched_modules
@@ -180,7 +186,7 @@ class Step:
         with _failure_named(self.model):
             output = self.forward()
         check_finite(output)
-        loss = functools.partial(_loss_of, loss=self.loss) if self.loss else None
+        loss = functools.partial(_finite_loss, self.loss) if self.loss else None
         try:
             replace(self, loss=loss).backward(output)
         except StepError:
@@ -253,7 +259,7 @@ def seeds_of_backward(
     outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
     """
     if loss is not None:
-        output = loss(output)
+        output = _call_loss(loss, output)
     scalar = loss_entry(output, hear)
     if scalar is not None:
         _require_gradient([scalar], "the loss")
@@ -361,15 +367,22 @@ def _failure_named(model: nn.Module) -> Iterator[None]:
             raise failed_forward(error, watched, model) from error
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
+def _finite_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    """Return the user's ``loss`` of ``output``.  Raises :class:`StepError` if it is not finite."""
+    value: Tensor = _call_loss(loss, output)
+    check_finite(value, "the loss")
+    return value
+
+
+def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
     """Return the user's ``loss`` of ``output``.
 
-    Raises :class:`LossError` if it fails, and :class:`StepError` if it is not finite.
+    Raises :class:`LossError` if it fails, but not for a lack of memory or, in a dry run, of data.
     """
     try:
-        value = loss(output)
+        return loss(output)
     except Exception as error:  # the user's code may raise anything
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, (MemoptError, *UNKNOWN_WITHOUT_DATA)):
             raise
         raise LossError(
             f"the loss failed: {first_line(error)}",
@@ -377,8 +390,6 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
             "samples: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
             "gets a random gradient, which takes the same memory.",
         ) from error
-    check_finite(value, "the loss")
-    return value
 
 
 def is_out_of_memory(error: BaseException) -> bool:

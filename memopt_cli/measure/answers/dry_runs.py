@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from memopt_cli import trace
-from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
@@ -127,7 +127,8 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
         with _step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
-        if isinstance(error, MemoptError) or is_out_of_memory(error):
+        is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)  # a loss may need data
+        if is_known or is_out_of_memory(error):
             raise
         reason = f"the model cannot run on tensors without data ({first_line(error)})"
         if bench.subject.data != "full size":

@@ -174,7 +174,7 @@ class BatchProbes:
         batch = min(failures)
         return (
             f"The loss fails at batch {batch}{case_text}, so no such batch is considered, though memory may suffice: "
-            f"{failures[batch].message}. Let the loss hold as many targets as the largest batch has.",
+            f"{failures[batch].message.removesuffix('.')}. Let the loss hold as many targets as the largest batch has.",
         )
 
     @property

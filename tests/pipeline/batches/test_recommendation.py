@@ -378,6 +378,16 @@ class TestInProcess:
         with pytest.raises(StepError, match=r"runs at batch 8 only: module '1' \(LayerNorm\) rejected its input 9x16"):
             recommended(location, "8x16", memory=MIB)
 
+    def test_a_loss_whose_targets_run_out_is_named_beside_the_batch(self, tmp_path: Path) -> None:
+        script = tmp_path / "loss.py"
+        script.write_text(
+            "import torch\ndef loss(out):\n    return (out.sum(1) - torch.zeros(24)[: len(out)]).mean()\n"
+        )
+        location = saved(tmp_path / "net.pt", nn.Linear(16, 16))
+        found = recommended(location, "8x16", memory=MIB, fake=True, settings=StepSettings(loss=f"{script}:loss"))
+        assert found.batch == 24
+        assert any("The loss fails at batch 25, so no such batch is considered" in note for note in found.notes)
+
     @pytest.mark.slow
     def test_an_exported_program_of_fixed_sizes(self, tmp_path: Path) -> None:
         for name, shapes in (("fixed", None), ("free", ({0: torch.export.Dim("batch")},))):
