@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
 from memopt_cli.loading.pickles.entries import listed, modules_in, place_notes, place_of, refuse_other, state_dicts_in
-from memopt_cli.loading.pickles.nodes import DICT, Built, Step
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
@@ -140,9 +138,8 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     saved = state_dicts_in(root)
     try:
         state_dicts = {where: dict(stored.entries) for where, stored in saved.items()}
-        state_dicts |= {
-            where: tensors for where, found in modules_in(root).items() if (tensors := state_dict_of(found))
-        }
+        of_modules = {where: state_dict_of(module) for where, module in modules_in(root).items()}
+        state_dicts |= {where: tensors for where, tensors in of_modules.items() if tensors}
     except ValueError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
     own = model.state_dict().keys()
@@ -165,10 +162,8 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     chosen = saved.get(where)
     if chosen is None:  # of a module, whose state dict is not in the file
-        entries = list(state_dicts[where].items())
-        chosen = Built("plain", DICT, entries=entries)
-        made = Step("make", chosen), Step("set", chosen, tuple(itertools.chain.from_iterable(entries)))
-        pickled = replace(pickled, pickle=replace(pickled.pickle, steps=(*pickled.pickle.steps, *made)))
+        chosen, pickle = pickled.pickle.with_dict(state_dicts[where].items())
+        pickled = replace(pickled, pickle=pickle)
     weights: Mapping[str, Tensor] = made_of(file, pickled, chosen)
     return weights
 
