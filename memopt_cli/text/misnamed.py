@@ -77,7 +77,7 @@ def missing_refusal(location: str) -> tuple[str, str]:
         return f"'{location}' is an address, and memopt downloads nothing", f"Fetch it first: curl -LO {location}"
     folder, name = os.path.split(location)
     try:
-        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)
     except OSError:  # there is no such folder, or it cannot be read
         near = []
     what = f"there is no file '{location}', and it is not of the form package.module:callable"
