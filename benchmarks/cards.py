@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import table, this_command, write_section
-from memopt_cli.pipeline.plans.confirmation import off
+from memopt_cli.pipeline.plans.confirmation import relative_error
 from memopt_cli.text.units import format_bytes
 
 DIMS = {
@@ -70,7 +70,7 @@ def _row(title: str, estimate: dict[str, Any], measured: dict[str, Any]) -> list
 
 
 def _off(estimate: float, measured: float) -> str:
-    return f"{off(estimate, measured):+.1%}"
+    return f"{relative_error(estimate, measured):+.1%}"
 
 
 def main() -> None:

@@ -331,7 +331,7 @@ RIGHT = {
     "adapters with peft's hook": Pair(adapters, functools.partial(enabled, use_reentrant=True), IDS),
 }
 WRONG = {
-    "RReLU in a checkpoint": Pair(rrelu, checkpointed, ROWS, "its recomputation stops before"),
+    "RReLU in a checkpoint": Pair(rrelu, checkpointed, ROWS, "the recomputation stops before"),
     "dropout, compiled within a memory budget": Pair(
         net(dropout=0.3), within_budget, ROWS, "torch.compile draws other"
     ),

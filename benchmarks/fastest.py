@@ -153,7 +153,7 @@ class Sweep:
         """Run ``pairs`` again in turns, and return the median samples per second of each."""
         runs: dict[Pair, list[float]] = {pair: [] for pair in pairs}
         for _, pair in itertools.product(range(_TURNS), runs):
-            self.trials.found.pop(pair, None)
+            self.trials.outcomes.pop(pair, None)
             run = self.trials.run(*pair)
             assert isinstance(run, BatchProbe)
             runs[pair].append(run.samples_per_s)

@@ -146,7 +146,7 @@ def bench(name: str, ready: Prepared | None = None, search_s: float | None = Non
             search_limit_s=search_s,
         )
         row = LevelRow(level=0, plan=Plan(), outcome=None, dry_runs=0, search_s=0.0)
-        search = start_search(request, Findings.begun(request, ready), session, row)
+        search = start_search(request, Findings.begin(request, ready), session, row)
         if not search.traced.has_dry_runs:
             raise SystemExit(f"{name}: no step could be recorded without data: {search.traced.note}")
         yield Bench(

@@ -38,7 +38,7 @@ from memopt_cli.measure.reach import UserFunction, user_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
-from memopt_cli.pipeline.live.model import described, found_and_proven, once
+from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, refuse_recursion
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prediction import predict
 from memopt_cli.pipeline.prepare import file_header
@@ -117,7 +117,7 @@ def predict_rank(
     ranks_asked(layout, accepted("rank", rank))
     given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(given.subject, layout=layout, rank=rank)
-    with logged(verbose), once(), processes.kept(), _session(subject, limit_s, given) as session:
+    with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, given) as session:
         return predict(session, layout, rank, chosen)
 
 
@@ -164,7 +164,7 @@ def recommend_ranks(
         card=card,
         layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
-    with logged(verbose) as progress, once(), processes.kept():
+    with logged(verbose) as progress, refuse_recursion(), processes.kept():
         prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
 
@@ -221,9 +221,9 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    with logged(verbose) as progress, once(), processes.kept():
+    with logged(verbose) as progress, refuse_recursion(), processes.kept():
         prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = found_and_proven(request, prepared)
+        found = find_and_verify(request, prepared)
         summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
@@ -258,7 +258,7 @@ def _given(
     given = given_inputs(inputs, dims)
     subject = Subject(
         source=ModelSource(location=model.reference),
-        spec=given if isinstance(given, InputSpec) else described(given),
+        spec=given if isinstance(given, InputSpec) else describe_inputs(given),
         settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
         data="none",
     )

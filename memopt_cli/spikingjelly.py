@@ -28,20 +28,20 @@ from memopt_cli.pipeline.live.model import (
     detached_copy,
     difference_error,
     dropped_unmeasured,
-    found_and_proven,
+    find_and_verify,
     inputs_of,
-    left_out_note,
     prepared_model,
     step_of_copies,
     taken_off_note,
+    wrapper_notes,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
-from memopt_cli.pipeline.plans.as_named import find_as_named
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.named_segments import find_named_segments
 from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import verified
+from memopt_cli.pipeline.verification import verify
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -223,7 +223,7 @@ def memory_optimization(
                 found = _on_instances(net, resolved, settings, progress)
             else:
                 found = _measured(net, _arguments(inputs), resolved, settings, progress)
-                found.notes.extend(left_out_note(passed))
+                found.notes.extend(wrapper_notes(passed))
         found.notes.extend(_nothing_wrapped(net, instance, found))
         return summarize(found, spent_s=time.monotonic() - started)
 
@@ -346,16 +346,15 @@ def _measured(
 
     Level 1 skips the search: its plan is the modules that the caller named.
     """
-    find_plan = find_as_named if resolved.options.level == 1 else find
+    find_plan = find_named_segments if resolved.options.level == 1 else find
     refuse_batched(net)
     with processes.kept(), prepared_model(net, inputs, settings) as prepared:
-        for note in prepared.notes:
-            progress.note(note)
+        prepared = prepared.with_progress(progress, prepared.timeout_s)
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
         with taken_off(net) as carried:
-            found = found_and_proven(request, replace(prepared, progress=progress), find_plan)
+            found = find_and_verify(request, prepared, find_plan)
             apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
         found.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
@@ -384,7 +383,7 @@ def _verified_by_guess(
     """
     try:
         with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            found = verified(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+            found = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         found = StepFailed(message=err.message)
     if not isinstance(found, Verification):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memopt_cli.errors import BaselineError, FileFormatError, PlanError, UnsafeFileError, UsageError, first_line
-from memopt_cli.records import Layout, from_data
+from memopt_cli.records import RankLayout, from_data
 
 
 @pytest.mark.parametrize("kind", [FileFormatError, UnsafeFileError, PlanError, BaselineError])
@@ -17,8 +17,8 @@ def test_a_message_of_a_file_is_one_line(kind: type[FileFormatError]) -> None:
 
 def test_the_key_of_a_file_is_quoted_in_one_line() -> None:
     with pytest.raises(UsageError) as error:
-        from_data(Layout, {"ranks": 2, "parallel": "fsdp", "mesh": {"a\n::error::": "many"}})
-    assert error.value.message == "Layout.mesh.'a\\n::error::' must be int, not 'many'"
+        from_data(RankLayout, {"ranks": 2, "parallel": "fsdp", "mesh": {"a\n::error::": "many"}})
+    assert error.value.message == "RankLayout.mesh.'a\\n::error::' must be int, not 'many'"
 
 
 @pytest.mark.parametrize(

@@ -667,7 +667,7 @@ class TestLevelOne:
         (dropped,) = summary.dropped
         assert isinstance(dropped.why, Differs)
         (left_out,) = dropped.why.left_out
-        assert left_out.sentence.startswith("'1' is not a segment: with it gradient of 1.")
+        assert left_out.sentence.startswith("'1' is not a segment: as a segment, gradient of 1.")
         *_, said = said_of(net[1:2], Block, torch.randn(2, 8))
         assert said.startswith("No segment of Block: a plan was found, but verification failed: gradient of 1.")
 
@@ -1150,7 +1150,7 @@ def test_what_fails_leaves_the_plan_that_was_there(monkeypatch: pytest.MonkeyPat
 
     plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="1"),))
     model = memopt_cli.apply_plan(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan)
-    monkeypatch.setattr(api, "found_and_proven", fails)
+    monkeypatch.setattr(api, "find_and_verify", fails)
     with pytest.raises(KeyboardInterrupt):
         api.memory_optimization(model, nn.Linear, (torch.ones(2, 4),), level=1)
     assert memopt_cli.plan_of(model) == plan

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
-from memopt_cli.pipeline.live.model import found_and_proven, once
+from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.records import (
@@ -50,13 +49,13 @@ def optimize_step(
     returns the fastest plan within it.  ``None``: the plan with the least peak whose step takes at most
     ``max_slowdown`` times as long (``None``: 1.33; ``math.inf``: no limit).
     ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
-    :func:`memopt_cli.optimize`; the training script sets ``memopt_cli.offload_folder``.
+    ``memopt_cli.optimize``; the training script sets ``memopt_cli.offload_folder``.
     ``timeout``: seconds that each answer of a profiling subprocess may take.
     ``verbose``: log the course of the search.  Ctrl-C ends the search; the best plan so far is applied.
 
     To put the same plan on a step that exists already, call ``memopt_cli.apply_plan(step, summary.plan)``.
-    Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
-    optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
+    Raises ``OptionError`` (a ``ValueError``) for a value out of its range, ``VerificationError`` if the
+    optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
     limit_s, settings = accepted("timeout", timeout), StepSettings(device=resolve_device())
@@ -72,12 +71,10 @@ def optimize_step(
     with (
         processes.kept(),
         logged(verbose) as progress,
-        once(),
+        refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):
-        for note in prepared.notes:
-            progress.note(note)
-        found = found_and_proven(request, replace(prepared, timeout_s=limit_s, progress=progress))
+        found = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
     apply_plan(models_of(step), found.plan)
     summary = summarize(found, spent_s=time.monotonic() - started)

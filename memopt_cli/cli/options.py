@@ -29,9 +29,9 @@ from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
 from memopt_cli.records import (
     DimRange,
     InputSpec,
-    Layout,
     ModelSource,
     Precision,
+    RankLayout,
     ResolvedSearch,
     SearchOverrides,
     StepSettings,
@@ -175,7 +175,7 @@ class SpreadOptions:
     parallel: str | None = None
     mesh: str | None = None
 
-    def layout(self) -> Layout | None:
+    def layout(self) -> RankLayout | None:
         """Return the layout; ``None`` for one device.  Raises :class:`UsageError` if one of the flags lacks another."""
         return next(iter(_layouts(self, () if self.ranks is None else (self.ranks,))), None)
 
@@ -188,7 +188,7 @@ class RangeOptions:
     parallel: str | None = None
     mesh: str | None = None
 
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[RankLayout, ...]:
         """Return the layouts, one for each number of ranks; empty for one device.
 
         Raises :class:`UsageError` if one of the flags lacks another.
@@ -203,7 +203,7 @@ class RealOptions:
     parallel: str | None = None
     mesh: str | None = None
 
-    def layout(self, ranks: int) -> Layout:
+    def layout(self, ranks: int) -> RankLayout:
         """Return the layout over ``ranks``.
 
         Raises :class:`UsageError` for flags that do not go together, or a mesh of another number of ranks.
@@ -215,7 +215,7 @@ class RealOptions:
         return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
 
 
-def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tuple[Layout, ...]:
+def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tuple[RankLayout, ...]:
     """Return a layout for each of the ``numbers`` of ranks.
 
     Raises :class:`UsageError` if one of the flags in ``asked`` lacks another.
@@ -239,7 +239,7 @@ class RankOptions(SpreadOptions):
 
     rank: int | None = None
 
-    def predicted(self, *, without_data: bool) -> Layout | None:
+    def predicted(self, *, without_data: bool) -> RankLayout | None:
         """Return the layout of which one rank is predicted; ``None`` for one device.
 
         Raises :class:`UsageError` as :meth:`layout`, for a rank outside the layout, and for a step that runs on data.

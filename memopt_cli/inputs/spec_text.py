@@ -19,8 +19,8 @@ from memopt_cli.records import (
     STRATEGIES,
     DimRange,
     InputSpec,
-    Layout,
     Limit,
+    RankLayout,
     StrategyName,
     TensorSpec,
 )
@@ -385,7 +385,7 @@ _REST = "-1 is a length that the others leave: dp=-1,tp=2."
 _MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_REST}"
 
 
-def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> Layout:
+def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> RankLayout:
     """Return the layout of a model over ``ranks``; without ``mesh``, all ranks are on one axis, ``dp``.
 
     Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than FSDP or DDP takes.
@@ -403,7 +403,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
             f"{parallel} takes a mesh of {most} {'axis' if most == 1 else 'axes at most'}, not of {len(axes)}",
             hint="Give a function of yours that spreads the model over it: `--parallel file.py:function`.",
         )
-    return Layout(ranks=ranks, parallel=parallel, mesh=axes)
+    return RankLayout(ranks=ranks, parallel=parallel, mesh=axes)
 
 
 def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
@@ -420,7 +420,7 @@ def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
     return {name: ranks // fixed if name in rest else length for name, length in mesh.items()}
 
 
-def check_layout(layout: Layout) -> None:
+def check_layout(layout: RankLayout) -> None:
     """Raise :class:`UsageError` if a user could not describe ``layout``, which was read from a file."""
     if not 1 <= layout.ranks <= MAX_RANKS:
         raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MAX_RANKS}.")
@@ -437,7 +437,7 @@ MAX_RANKS = 2**20
 """Most ranks of a layout."""
 
 
-def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
+def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:
     """Return the ranks to predict: ``rank``, or the first and the last for ``None``.
 
     Raises :class:`UsageError` for a rank that does not exist.
@@ -449,7 +449,7 @@ def ranks_asked(layout: Layout, rank: int | None) -> tuple[int, ...]:
     return (rank,)
 
 
-def format_layout(layout: Layout) -> str:
+def format_layout(layout: RankLayout) -> str:
     """Format ``layout`` for people: ``"train.py:shard over dp 32 × tp 2"``."""
     return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
 

@@ -21,17 +21,17 @@ from memopt_cli.records import (
     Counted,
     DeviceProfile,
     Fingerprint,
-    Followed,
+    FollowedSteps,
     GradientAgreement,
     InputSpec,
     Inspection,
-    Layout,
     Measurement,
     ModelFacts,
     ModelSource,
     OnlineRule,
     PlaceName,
     Plan,
+    RankLayout,
     RankLost,
     RanksMeasured,
     Refused,
@@ -71,7 +71,7 @@ class Subject:
     tries_rows: bool = True
     """Whether segments in chunks test that no row of the batch changes the result of another.  The test takes as long
     as a few forwards, and is needless where all results of a plan are compared with the original's."""
-    layout: Layout | None = None
+    layout: RankLayout | None = None
     """The layout of the model over ranks, if the subprocess is one rank of many: of a predicted group, whose steps run
     without data, or of a real one.  ``None`` for a single device."""
     rank: int = 0
@@ -477,7 +477,7 @@ all that backward needs, whatever PyTorch's memory budget is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FollowJob(StepJob[Followed]):
+class FollowJob(StepJob[FollowedSteps]):
     """A question for the results of consecutive steps with an optimizer."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
-from memopt_cli import errors
+from memopt_cli.errors import ERRORS
 from memopt_cli.measure.jobs import (
     DescribeJob,
     FileChanged,
@@ -40,10 +40,6 @@ Answer = TypeVar("Answer")
 _FAILURES: dict[str, type[Failure | FileChanged]] = {
     kind.__name__: kind for kind in (OutOfMemory, TimedOut, Crashed, StepFailed, FileChanged)
 }
-_EXIT_CODES = frozenset(
-    kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemoptError)
-)
-"""Exit codes that an error can have."""
 
 
 def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
@@ -52,8 +48,8 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
         failure = from_data(kind, reply)
-        if isinstance(failure, StepFailed) and failure.exit_code not in _EXIT_CODES:
-            raise ValueError(failure.exit_code)
+        if isinstance(failure, StepFailed):
+            _require(failure.error in ERRORS and failure.exit_code == ERRORS[failure.error].exit_code)
         return failure
     answer = from_data(answer_of(type(job)), reply["answer"])
     _check_amounts(answer)

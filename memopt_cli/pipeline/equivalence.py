@@ -17,32 +17,32 @@ from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.fingerprints.causes import (
-    EVAL,
-    FROZEN,
-    RANDOM,
-    RANDOM_AGAIN,
-    RANDOM_COMPILED,
-    RANDOM_IN_BACKWARD,
+    DRAWS,
+    DRAWS_COMPILED,
+    DRAWS_IN_BACKWARD,
+    FREEZING,
+    REDRAWS,
     Pair,
     cause_of,
-    of_failure,
-    of_gaps,
+    cause_of_failure,
+    cause_of_gaps,
+    eval_text,
 )
 from memopt_cli.pipeline.fingerprints.gaps import (
-    Apart,
-    by_the_same_names,
-    first_gap,
-    first_step_apart,
+    FirstDifference,
+    first_difference,
     half_of_digits,
     is_in_double,
     is_nowhere_finite,
     largest_gap,
-    unsteady,
-    with_others,
+    largest_gap_of_first_step,
+    unsteady_names,
+    with_equal_names,
+    with_shared_values,
 )
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
-from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, Followed, StepFailed, TensorGap
+from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, FollowedSteps, StepFailed, TensorGap
 from memopt_cli.records.progress import Ask, Progress
 
 _TOLERANCE: Final = 1e-9
@@ -62,29 +62,33 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
         timeout_s=request.timeout_s,
     )
     reference = prepare_with_plan(opening, progress=progress, ask=ask)
-    like_it = replace(opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec)
-    candidate = prepare_with_plan(like_it, progress=progress, ask=ask)
-    found = compare_prepared(reference, candidate, request.steps)
-    return replace(found, spent_s=time.monotonic() - started)
+    candidate_opening = replace(
+        opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec
+    )
+    candidate = prepare_with_plan(candidate_opening, progress=progress, ask=ask)
+    comparison = compare_prepared(reference, candidate, request.steps)
+    return replace(comparison, spent_s=time.monotonic() - started)
 
 
-Known = dict[tuple[FollowJob, int], Followed | Failure]
+StepCache = dict[tuple[FollowJob, int], FollowedSteps | Failure]
 """Cache of a reference's steps, for comparisons with several candidates: job and number of its repetition -> answer."""
 
 
-def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, known: Known | None = None) -> Equivalence:
+def compare_prepared(
+    reference: Prepared, candidate: Prepared, steps: int, cache: StepCache | None = None
+) -> Equivalence:
     """Compare the trainings of two prepared models over a number of ``steps``.
 
-    ``known``: a cache of the reference's steps, shared with other comparisons.  Raises :class:`StepError` if the two
+    ``cache``: a cache of the reference's steps, shared with other comparisons.  Raises :class:`StepError` if the two
     are not the same model, and :class:`MemoptError` if the reference cannot be run.
     """
-    sides = _Sides(reference, candidate, {} if known is None else known)
+    sides = _Sides(reference, candidate, {} if cache is None else cache)
     sides.progress.stage("following the reference")
-    job, once = sides.first(steps)
-    again = sides.reference(job)
+    job, first_run = sides.run_first(steps)
+    second_run = sides.run_reference(job)
     sides.progress.stage("following the candidate")
-    other = sides.candidate(job)
-    blank = Equivalence(
+    candidate_run = sides.run_candidate(job)
+    comparison = Equivalence(
         reference=reference.subject.source.location,
         candidate=candidate.subject.source.location,
         alike="not",
@@ -95,100 +99,110 @@ def compare_prepared(reference: Prepared, candidate: Prepared, steps: int, known
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes))),
     )
-    if other.failed:
-        cause = sides.cause_of_failure(job, other)
-        return replace(blank, failed=other.failed, differs_in_step=len(other.steps), cause=cause)
-    sides.unsteady = unsteady(*by_the_same_names(once, again))
-    again, _ = sides.comparable(again, other)
-    once, other = sides.comparable(once, other)
-    return _Judge(sides=sides, job=job, once=once, again=again, other=other).compared(blank)
+    if candidate_run.failed:
+        cause = sides.cause_of_failure(job, candidate_run)
+        return replace(comparison, failed=candidate_run.failed, differs_in_step=len(candidate_run.steps), cause=cause)
+    sides.unsteady_names = unsteady_names(*with_equal_names(first_run, second_run))
+    second_run, _ = sides.with_common_names(second_run, candidate_run)
+    first_run, candidate_run = sides.with_common_names(first_run, candidate_run)
+    return _Judge(
+        sides=sides, job=job, first_run=first_run, repeated_run=second_run, candidate_run=candidate_run
+    ).judge(comparison)
 
 
-def _trained(found: Followed | Failure) -> Followed:
-    found = required(found, "the reference's step could not be run: ")
-    if found.failed:
-        raise StepError(f"the reference's step fails: {found.failed}")
-    gradients = [tensor for tensor in found.steps[0].effects if tensor.name.startswith("gradient of ")]
+def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
+    answer = required(answer, "the reference's step could not be run: ")
+    if answer.failed:
+        raise StepError(f"the reference's step fails: {answer.failed}")
+    gradients = [tensor for tensor in answer.steps[0].effects if tensor.name.startswith("gradient of ")]
     if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
         raise StepError(
             "the reference's gradients are all NaN or infinity, so there is nothing to compare",
             hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
         )
-    return found
+    return answer
 
 
 class _Sides:
     """The reference and the candidate, each of which takes its steps in fresh subprocesses."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared, known: Known) -> None:
+    def __init__(self, reference: Prepared, candidate: Prepared, cache: StepCache) -> None:
         self._reference, self._candidate = reference, candidate
-        self._known, self._asked = known, Counter[FollowJob]()
+        self._cache, self._counts = cache, Counter[FollowJob]()
         self.progress = reference.progress
-        self.unsteady: Set[str] = frozenset()
+        self.unsteady_names: Set[str] = frozenset()
         """Names of numbers and generators that differ between two runs of the reference."""
         self.precision = reference.subject.settings.precision
 
-    def first(self, steps: int) -> tuple[FollowJob, Followed]:
+    def run_first(self, steps: int) -> tuple[FollowJob, FollowedSteps]:
         """Take the reference's first ``steps``; return the job that worked, for the candidate to repeat, and the steps.
 
         Hidden state is detached between steps only if the reference cannot be trained otherwise.  Raises
         :class:`MemoptError` if it cannot be trained at all.
         """
         job = FollowJob(steps=steps)
-        found = self._ask(self._reference, job)
-        if isinstance(found, Followed) and found.failed and len(found.steps) > 1:
+        answer = self._ask(self._reference, job)
+        if isinstance(answer, FollowedSteps) and answer.failed and len(answer.steps) > 1:
             job = replace(job, detached=True)
-            return job, self.reference(job)
-        return job, _trained(found)
+            return job, self.run_reference(job)
+        return job, _require_trained(answer)
 
-    def reference(self, job: FollowJob) -> Followed:
+    def run_reference(self, job: FollowJob) -> FollowedSteps:
         """Take the steps of the reference.  Raises :class:`MemoptError` if it cannot be run."""
-        return _trained(self._ask(self._reference, job))
+        return _require_trained(self._ask(self._reference, job))
 
-    def candidate(self, job: FollowJob) -> Followed:
+    def run_candidate(self, job: FollowJob) -> FollowedSteps:
         """Take the steps of the candidate.  Raises :class:`MemoptError` if it cannot be run."""
         return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
-    def cause_of_failure(self, job: FollowJob, failed: Followed) -> Cause | None:
-        """Return why the last step in ``failed`` failed, by watching both sides as they take it once more."""
+    def cause_of_failure(self, job: FollowJob, failed_run: FollowedSteps) -> Cause | None:
+        """Return why the last step in ``failed_run`` failed, by watching both sides as they take it once more."""
         self.progress.stage("looking for the cause")
-        count = len(failed.steps)
+        count = len(failed_run.steps)
         watched = replace(job, steps=count, watched=count - 1)
-        one, other = self._ask(self._reference, watched), self._ask(self._candidate, watched)
-        if not isinstance(one, Followed) or not isinstance(other, Followed) or not other.failed:
-            one = other = failed
-        pair = Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=(), tolerance=0.0)
-        return of_failure(pair, is_first=count == 1)
+        reference_run, candidate_run = self._ask(self._reference, watched), self._ask(self._candidate, watched)
+        if (
+            not isinstance(reference_run, FollowedSteps)
+            or not isinstance(candidate_run, FollowedSteps)
+            or not candidate_run.failed
+        ):
+            reference_run = candidate_run = failed_run
+        pair = Pair(reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=(), tolerance=0.0)
+        return cause_of_failure(pair, is_first=count == 1)
 
-    def both(self, job: FollowJob) -> tuple[Followed, Followed] | Failure:
+    def run_both(self, job: FollowJob) -> tuple[FollowedSteps, FollowedSteps] | Failure:
         """Take the steps of both sides; return them with equal names for equal tensors, or the failure of one."""
-        one = self._ask(self._reference, job)
-        other = self._ask(self._candidate, job) if isinstance(one, Followed) else one
-        if isinstance(one, Followed) and isinstance(other, Followed):
-            failed = one.failed or other.failed
-            return StepFailed(message=failed) if failed else self.comparable(one, other)
-        assert not isinstance(other, Followed)
-        return other
+        reference_run = self._ask(self._reference, job)
+        candidate_run = self._ask(self._candidate, job) if isinstance(reference_run, FollowedSteps) else reference_run
+        if isinstance(reference_run, FollowedSteps) and isinstance(candidate_run, FollowedSteps):
+            error = reference_run.failed or candidate_run.failed
+            return StepFailed(message=error) if error else self.with_common_names(reference_run, candidate_run)
+        assert not isinstance(candidate_run, FollowedSteps)
+        return candidate_run
 
-    def budgeted(self, job: FollowJob) -> tuple[Followed, Followed] | None:
+    def run_budgeted(self, job: FollowJob) -> tuple[FollowedSteps, FollowedSteps] | None:
         """Take the candidate's steps without PyTorch's memory budget, and with it; ``None`` if either fails."""
-        found = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
-        one, other = (side if isinstance(side, Followed) and not side.failed else None for side in found)
-        return None if one is None or other is None else (one, other)
+        answers = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
+        without_budget, with_budget = (
+            answer if isinstance(answer, FollowedSteps) and not answer.failed else None for answer in answers
+        )
+        return None if without_budget is None or with_budget is None else (without_budget, with_budget)
 
-    def comparable(self, one: Followed, other: Followed) -> tuple[Followed, Followed]:
+    def with_common_names(
+        self, reference_run: FollowedSteps, candidate_run: FollowedSteps
+    ) -> tuple[FollowedSteps, FollowedSteps]:
         """Return both sides under the same names.  Raises :class:`StepError` if they are not of one model."""
-        return with_others(*by_the_same_names(one, other), self.unsteady)
+        return with_shared_values(*with_equal_names(reference_run, candidate_run), self.unsteady_names)
 
-    def _ask(self, prepared: Prepared, job: FollowJob) -> Followed | Failure:
+    def _ask(self, prepared: Prepared, job: FollowJob) -> FollowedSteps | Failure:
         job = replace(job, plan=prepared.carried)
         if prepared is self._candidate:
             return prepared.ask(job)
-        at = job, self._asked[job]  # the second run shows whether the reference is repeatable
-        self._asked[job] += 1
-        if at not in self._known:
-            self._known[at] = prepared.ask(job)
-        return self._known[at]
+        key = job, self._counts[job]  # the second run shows whether the reference is repeatable
+        self._counts[job] += 1
+        if key not in self._cache:
+            self._cache[key] = prepared.ask(job)
+        return self._cache[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,194 +211,214 @@ class _Judge:
 
     sides: _Sides
     job: FollowJob
-    once: Followed
-    """The reference's steps."""
-    again: Followed
-    """The reference's steps in a second run."""
-    other: Followed
-    """The candidate's steps."""
+    first_run: FollowedSteps
+    """Reference's steps."""
+    repeated_run: FollowedSteps
+    """Reference's steps in a second run."""
+    candidate_run: FollowedSteps
+    """Candidate's steps."""
 
-    def compared(self, blank: Equivalence) -> Equivalence:
+    def judge(self, blank_comparison: Equivalence) -> Equivalence:
         """Compare the steps, the hooks and the modes, and return the verdict."""
-        hooks, notes = _hooks(self.once, self.other)
-        found = replace(
-            blank,
-            compared=len(self.once.steps[0].effects),
-            worst=largest_gap(self.once, self.other),
+        hooks, notes = _compare_hooks(self.first_run, self.candidate_run)
+        comparison = replace(
+            blank_comparison,
+            compared=len(self.first_run.steps[0].effects),
+            worst=largest_gap(self.first_run, self.candidate_run),
             hooks=hooks,
-            notes=(*blank.notes, *notes),
+            notes=(*blank_comparison.notes, *notes),
         )
-        judged = self._in_their_modes(self._judged(found))
-        return replace(judged, alike="not") if hooks else judged
+        verdict = self._judge_in_own_modes(self._judge_effects(comparison))
+        return replace(verdict, alike="not") if hooks else verdict
 
-    def _judged(self, found: Equivalence) -> Equivalence:
+    def _judge_effects(self, comparison: Equivalence) -> Equivalence:
         """Judge by the tensors that the steps left, without the hooks."""
-        noise, apart = _noise(self.once, self.again), first_gap(self.once, self.other)
-        if apart is None:
-            return replace(found, alike="to the bit")
-        apart = first_gap(self.once, self.other, noise)
-        if apart is None:
-            return replace(found, alike="within noise")
-        if apart.is_rounding:
-            return self._judged_by_rounding(found)
-        return self._explained(self.job, found, apart, noise)
+        noise, difference = (
+            _noise(self.first_run, self.repeated_run),
+            first_difference(self.first_run, self.candidate_run),
+        )
+        if difference is None:
+            return replace(comparison, alike="to the bit")
+        difference = first_difference(self.first_run, self.candidate_run, noise)
+        if difference is None:
+            return replace(comparison, alike="within noise")
+        if difference.is_rounding:
+            return self._judge_in_float64(comparison)
+        return self._explain(self.job, comparison, difference, noise)
 
-    def _judged_by_rounding(self, found: Equivalence) -> Equivalence:
+    def _judge_in_float64(self, comparison: Equivalence) -> Equivalence:
         """Judge in float64 whether a difference is rounding: only sums in another order agree to nine digits there."""
         epsilon = EPSILONS.get(self.sides.precision, 0.0)
-        least = half_of_digits(self.once, epsilon)
-        both: tuple[Followed, Followed] | Failure = self.once, self.other
-        wide = self.job
-        if not is_in_double(self.once):
+        half_gap = half_of_digits(self.first_run, epsilon)
+        runs: tuple[FollowedSteps, FollowedSteps] | Failure = self.first_run, self.candidate_run
+        job = self.job
+        if not is_in_double(self.first_run):
             self.sides.progress.stage("comparing in float64")
-            wide = replace(wide, double=True)
-            both = self.sides.both(wide)
-        if not isinstance(both, tuple):
-            said = f"it does not run in float64: {both.message}" if isinstance(both, StepFailed) else ""
-            return self._judged_by_half(found, least, said or "float64 does not fit")
-        apart, cast = first_gap(*both, _TOLERANCE), replace(found, precision="fp64")
-        if apart is not None and self.other.is_compiled:
-            return self._judged_by_half(found, least, "what a compiled model casts to float32 stays so")
-        if apart is not None:
-            return self._explained(wide, cast, apart, _TOLERANCE)
+            job = replace(job, double=True)
+            runs = self.sides.run_both(job)
+        if not isinstance(runs, tuple):
+            error = f"it does not run in float64: {runs.message}" if isinstance(runs, StepFailed) else ""
+            return self._judge_by_half(comparison, half_gap, error or "float64 does not fit")
+        difference, in_float64 = first_difference(*runs, _TOLERANCE), replace(comparison, precision="fp64")
+        if difference is not None and self.candidate_run.is_compiled:
+            return self._judge_by_half(comparison, half_gap, "a compiled model still casts to float32 inside")
+        if difference is not None:
+            return self._explain(job, in_float64, difference, _TOLERANCE)
         if epsilon:
-            return self._judged_by_half(found, least, "float64 agrees, and autocast leaves it alone")
-        return replace(cast, alike="up to rounding", notes=(*found.notes, *self._far(least)))
+            return self._judge_by_half(comparison, half_gap, "float64 agrees, and autocast does not change float64")
+        return replace(in_float64, alike="up to rounding", notes=(*comparison.notes, *self._rounding_notes(half_gap)))
 
-    def _far(self, least: float) -> tuple[str, ...]:
+    def _rounding_notes(self, half_gap: float) -> tuple[str, ...]:
         """Return a note if rounding alone makes the first step differ in more than half of the digits."""
-        apart = first_step_apart(self.once, self.other)
-        if apart <= least:
+        gap = largest_gap_of_first_step(self.first_run, self.candidate_run)
+        if gap <= half_gap:
             return ()
         return (
-            f"In float64 they agree; as stored they are {apart:.1g} apart, more than half of the digits: rounding tips "
-            "choices, or one of them computes in a lower precision.",
+            f"In float64 the two agree. As stored, they differ by {gap:.1g}, more than half of the digits: rounding "
+            "changes choices, or one of the two computes in a lower precision.",
         )
 
-    def _judged_by_half(self, found: Equivalence, allowed: float, why: str) -> Equivalence:
-        """Judge by whether half of the digits agree, since float64 does not decide; ``why`` says the reason."""
-        noted = replace(found, notes=(*found.notes, f"Judged by half of the digits, {allowed:.1g}: {why}."))
-        apart = first_gap(self.once, self.other, allowed)
-        if apart is None:
-            return replace(noted, alike="as far as memopt can tell")
-        return self._explained(self.job, noted, apart, allowed)
+    def _judge_by_half(self, comparison: Equivalence, allowed: float, reason: str) -> Equivalence:
+        """Judge by whether half of the digits agree, since float64 does not decide, for ``reason``."""
+        noted_comparison = replace(
+            comparison, notes=(*comparison.notes, f"Judged by half of the digits, {allowed:.1g}: {reason}.")
+        )
+        difference = first_difference(self.first_run, self.candidate_run, allowed)
+        if difference is None:
+            return replace(noted_comparison, alike="as far as memopt can tell")
+        return self._explain(self.job, noted_comparison, difference, allowed)
 
-    def _explained(self, job: FollowJob, found: Equivalence, apart: Apart, tolerance: float) -> Equivalence:
+    def _explain(
+        self, job: FollowJob, comparison: Equivalence, difference: FirstDifference, tolerance: float
+    ) -> Equivalence:
         """Run the differing step again while watching it, and name the module and the likely cause."""
         self.sides.progress.stage("looking for the cause")
-        both = self.sides.both(replace(job, steps=apart.step + 1, watched=apart.step))
-        cause = self._cause(job, both, apart.gaps, tolerance) if isinstance(both, tuple) else of_gaps(apart.gaps)
-        return replace(found, alike="not", differs_in_step=apart.step + 1, gaps=apart.gaps, cause=cause)
+        runs = self.sides.run_both(replace(job, steps=difference.step + 1, watched=difference.step))
+        cause = (
+            self._find_cause(job, runs, difference.gaps, tolerance)
+            if isinstance(runs, tuple)
+            else cause_of_gaps(difference.gaps)
+        )
+        return replace(comparison, alike="not", differs_in_step=difference.step + 1, gaps=difference.gaps, cause=cause)
 
-    def _cause(
-        self, job: FollowJob, both: tuple[Followed, Followed], gaps: Sequence[TensorGap], tolerance: float
+    def _find_cause(
+        self, job: FollowJob, runs: tuple[FollowedSteps, FollowedSteps], gaps: Sequence[TensorGap], tolerance: float
     ) -> Cause | None:
-        one, other = both
-        if frozen := _frozen(one, other, gaps):
+        reference_run, candidate_run = runs
+        if frozen := _cause_by_freezing(reference_run, candidate_run, gaps):
             return frozen
-        cause = cause_of(Pair(reference=one.steps[-1], candidate=other.steps[-1], gaps=gaps, tolerance=tolerance))
+        cause = cause_of(
+            Pair(reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=gaps, tolerance=tolerance)
+        )
         if job.mode == "as it came":
-            return cause or _evaluated(one, other)
-        if other.is_compiled:
-            return self._drawn_when_compiled(job, gaps, tolerance) or cause
+            return cause or _cause_by_mode(reference_run, candidate_run)
+        if candidate_run.is_compiled:
+            return self._cause_by_compiled_drawing(job, gaps, tolerance) or cause
         if cause is not None:
             return cause
-        drawn = _drawn_otherwise(gaps)
-        if drawn is None or any(gap.name.startswith("the random") for gap in gaps):
-            return drawn
-        if one.draws or other.draws:
-            calm = self.sides.both(replace(job, mode="eval"))
-            if isinstance(calm, tuple) and self._agree(calm, tolerance):
-                return drawn
+        drawing = _cause_by_drawing(gaps)
+        if drawing is None or any(gap.name.startswith("the random") for gap in gaps):
+            return drawing
+        if reference_run.draws or candidate_run.draws:
+            eval_runs = self.sides.run_both(replace(job, mode="eval"))
+            if isinstance(eval_runs, tuple) and self._agree(eval_runs, tolerance):
+                return drawing
         return None
 
-    def _drawn_when_compiled(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
+    def _cause_by_compiled_drawing(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
         """Return how random numbers explain the gaps of a compiled candidate; ``None`` if they do not.
 
         The candidate is run again with the random numbers of the uncompiled model.  If it agrees then, the cause is
         harmless.  If only forward agrees, backward recomputes with other numbers, and the gradients are wrong: the two
         must not be confused, lest users dismiss wrong gradients as other random numbers.
         """
-        alike = self.sides.both(replace(job, compiled="drawing alike"))
-        if not isinstance(alike, tuple) or not (alike[0].draws or alike[1].draws):
+        runs = self.sides.run_both(replace(job, compiled="drawing alike"))
+        if not isinstance(runs, tuple) or not (runs[0].draws or runs[1].draws):
             return None
-        if self._agree(alike, tolerance):
-            return Cause(text=RANDOM_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else RANDOM_COMPILED)
-        apart = first_gap(*alike, self._allowed(alike, tolerance))
-        assert apart is not None, "they do not agree"
-        if not _is_backward_alone(apart.gaps):
+        if self._agree(runs, tolerance):
+            return Cause(text=DRAWS_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else DRAWS_COMPILED)
+        difference = first_difference(*runs, self._allowed(runs, tolerance))
+        assert difference is not None, "they do not agree"
+        if not _is_backward_alone(difference.gaps):
             return None
-        calm = self.sides.both(replace(job, mode="eval"))
-        is_drawn = isinstance(calm, tuple) and self._agree(calm, tolerance)
-        return Cause(text=RANDOM_IN_BACKWARD) if is_drawn else None
+        eval_runs = self.sides.run_both(replace(job, mode="eval"))
+        is_drawn = isinstance(eval_runs, tuple) and self._agree(eval_runs, tolerance)
+        return Cause(text=DRAWS_IN_BACKWARD) if is_drawn else None
 
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
         """Return whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
 
         Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
         """
-        own = None if _is_backward_alone(gaps) else self.sides.budgeted(job)
-        apart = None if own is None else first_gap(*own, self._allowed(own, tolerance))
-        return _is_backward_alone(gaps if apart is None else apart.gaps)
+        runs = None if _is_backward_alone(gaps) else self.sides.run_budgeted(job)
+        difference = None if runs is None else first_difference(*runs, self._allowed(runs, tolerance))
+        return _is_backward_alone(gaps if difference is None else difference.gaps)
 
-    def _agree(self, both: tuple[Followed, Followed], tolerance: float) -> bool:
-        return first_gap(*both, self._allowed(both, tolerance)) is None
+    def _agree(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> bool:
+        return first_difference(*runs, self._allowed(runs, tolerance)) is None
 
-    def _allowed(self, both: tuple[Followed, Followed], tolerance: float) -> float:
-        return max(tolerance, half_of_digits(both[0], 0.0))
+    def _allowed(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> float:
+        return max(tolerance, half_of_digits(runs[0], 0.0))
 
-    def _in_their_modes(self, found: Equivalence) -> Equivalence:
-        """Return ``found``, or if the sides came with different modules in eval mode, a comparison in these modes."""
-        noted = replace(found, notes=(*found.notes, *_modes(self.once, self.other)))
-        if not found.passed or set(self.once.evaluating) == set(self.other.evaluating):
-            return noted
+    def _judge_in_own_modes(self, comparison: Equivalence) -> Equivalence:
+        """Return ``comparison``; if the sides came with different modules in eval mode, compare them in these modes."""
+        noted_comparison = replace(
+            comparison, notes=(*comparison.notes, *_mode_notes(self.first_run, self.candidate_run))
+        )
+        if not comparison.passed or set(self.first_run.evaluating) == set(self.candidate_run.evaluating):
+            return noted_comparison
         self.sides.progress.stage("comparing in the modes that they came in")
-        as_came = replace(self.job, mode="as it came")
-        both = self.sides.both(as_came)
-        if not isinstance(both, tuple):
-            return noted
-        allowed = max(half_of_digits(both[0], EPSILONS.get(self.sides.precision, 0.0)), 2 * found.worst)
-        apart = first_gap(*both, allowed)
-        return noted if apart is None else self._explained(as_came, noted, apart, allowed)
+        own_modes_job = replace(self.job, mode="as it came")
+        runs = self.sides.run_both(own_modes_job)
+        if not isinstance(runs, tuple):
+            return noted_comparison
+        allowed = max(half_of_digits(runs[0], EPSILONS.get(self.sides.precision, 0.0)), 2 * comparison.worst)
+        difference = first_difference(*runs, allowed)
+        return (
+            noted_comparison
+            if difference is None
+            else self._explain(own_modes_job, noted_comparison, difference, allowed)
+        )
 
 
-def _noise(once: Followed, again: Followed) -> float:
+def _noise(first_run: FollowedSteps, second_run: FollowedSteps) -> float:
     """Return the noise of the reference: twice the largest gap between two of its runs, as from atomic sums on a GPU.
 
     Raises :class:`StepError` if the gap is larger than such sums explain, since no comparison would mean anything.
     """
-    apart = first_gap(once, again, half_of_digits(once, 0.0))
-    if apart is not None:
+    difference = first_difference(first_run, second_run, half_of_digits(first_run, 0.0))
+    if difference is not None:
         raise StepError(
-            f"the reference's own step is not repeatable: {apart.gaps[0].name} differs between two runs from one seed",
+            f"the reference's own step is not repeatable: {difference.gaps[0].name} differs between two runs from one "
+            "seed",
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds.",
         )
-    return 2 * largest_gap(once, again)
+    return 2 * largest_gap(first_run, second_run)
 
 
-def _modes(reference: Followed, candidate: Followed) -> tuple[str, ...]:
+def _mode_notes(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str, ...]:
     """Return a note on modules that were given in eval mode, in one of the two models or in parts of both."""
-    ours, theirs = set(reference.evaluating), set(candidate.evaluating)
-    different = sorted(ours ^ theirs)
-    if different:
-        whose = "the reference" if different[0] in ours else "the candidate"
-        return (f"{different[0] or 'The model'} was given in eval mode only in {whose}.",)
-    if ours and "" not in ours:
+    reference_paths, candidate_paths = set(reference.evaluating), set(candidate.evaluating)
+    differing = sorted(reference_paths ^ candidate_paths)
+    if differing:
+        side = "the reference" if differing[0] in reference_paths else "the candidate"
+        return (f"{differing[0] or 'The model'} was given in eval mode only in {side}.",)
+    if reference_paths and "" not in reference_paths:
         return (
-            f"{min(ours)} was given in eval mode, but models are compared in training mode: a function that makes "
-            "a step (memopt_cli.Step) keeps modes.",
+            f"{min(reference_paths)} was given in eval mode, but models are compared in training mode. If you train it "
+            "in eval mode, compare functions that make a step (memopt_cli.Step), which keep the modes.",
         )
     return ()
 
 
-def _drawn_otherwise(gaps: Sequence[TensorGap]) -> Cause | None:
+def _cause_by_drawing(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return how other random numbers explain the gaps of a candidate that is not compiled; ``None`` if they do not.
 
     If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
     """
     if any(gap.name.startswith("output") for gap in gaps):
-        return Cause(text=RANDOM)
-    return Cause(text=RANDOM_AGAIN) if _is_backward_alone(gaps) else None
+        return Cause(text=DRAWS)
+    return Cause(text=REDRAWS) if _is_backward_alone(gaps) else None
 
 
 def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
@@ -393,38 +427,40 @@ def _is_backward_alone(gaps: Sequence[TensorGap]) -> bool:
     return has_gradient and not any(gap.name.startswith("output") for gap in gaps)
 
 
-def _frozen(reference: Followed, candidate: Followed, gaps: Sequence[TensorGap]) -> Cause | None:
+def _cause_by_freezing(reference: FollowedSteps, candidate: FollowedSteps, gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the first parameter that is frozen only in the candidate, as the cause, if the outputs agree."""
     if any(gap.name.startswith("output") for gap in gaps):
         return None
-    alone = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}
-    name = next((gap.name for gap in gaps if gap.name in alone and gap.missing == "candidate"), "")
-    return Cause(module=name.removeprefix("gradient of "), text=FROZEN) if name else None
+    names = {f"gradient of {name}" for name in set(candidate.frozen) - set(reference.frozen)}
+    name = next((gap.name for gap in gaps if gap.name in names and gap.missing == "candidate"), "")
+    return Cause(module=name.removeprefix("gradient of "), text=FREEZING) if name else None
 
 
-def _evaluated(reference: Followed, candidate: Followed) -> Cause:
+def _cause_by_mode(reference: FollowedSteps, candidate: FollowedSteps) -> Cause:
     """Return the outermost module that one of them has in eval mode as the cause."""
-    first = min(set(reference.evaluating) ^ set(candidate.evaluating))
-    whose = "reference" if first in reference.evaluating else "candidate"
-    return Cause(module=first, text=EVAL.format(whose))
+    path = min(set(reference.evaluating) ^ set(candidate.evaluating))
+    side = "reference" if path in reference.evaluating else "candidate"
+    return Cause(module=path, text=eval_text(side))
 
 
-def _hooks(reference: Followed, candidate: Followed) -> tuple[str, tuple[str, ...]]:
+def _compare_hooks(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str, tuple[str, ...]]:
     """Return how calls of the shared hooks differ (empty if not), and notes on hooks that recomputation calls again."""
     notes: dict[str, None] = {}
-    for one, other in zip(reference.steps, candidate.steps, strict=True):
-        ours, theirs = one.hooks, other.hooks
-        shared = set(ours) & set(theirs)
-        firsts = [[*dict.fromkeys(name for name in names if name in shared)] for names in (ours, theirs)]
-        missing = next((name for name in ours if name not in shared), "")
+    for reference_step, candidate_step in zip(reference.steps, candidate.steps, strict=True):
+        reference_calls, candidate_calls = reference_step.hooks, candidate_step.hooks
+        shared = set(reference_calls) & set(candidate_calls)
+        orders = [
+            [*dict.fromkeys(name for name in names if name in shared)] for names in (reference_calls, candidate_calls)
+        ]
+        missing = next((name for name in reference_calls if name not in shared), "")
         if missing:
             return f"the hook {missing} is never called", ()
-        if firsts[0] != firsts[1]:
-            return f"the hooks {', '.join(firsts[0])} are called in another order: {', '.join(firsts[1])}", ()
-        for name in firsts[0]:
-            times = f"called {theirs.count(name)} times a step instead of {ours.count(name)}"
-            if theirs.count(name) < ours.count(name):
+        if orders[0] != orders[1]:
+            return f"the hooks {', '.join(orders[0])} are called in another order: {', '.join(orders[1])}", ()
+        for name in orders[0]:
+            times = f"called {candidate_calls.count(name)} times a step instead of {reference_calls.count(name)}"
+            if candidate_calls.count(name) < reference_calls.count(name):
                 return f"the hook {name} is {times}", ()
-            if theirs.count(name) > ours.count(name):
+            if candidate_calls.count(name) > reference_calls.count(name):
                 notes[f"The hook {name} is {times}, in recomputations too."] = None
     return "", (*notes,)[:1]

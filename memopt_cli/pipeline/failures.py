@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import NoReturn, TypeVar
 
-from memopt_cli.errors import MeasurementError, MemoptError, StepError, UnsafeFileError, UsageError
+from memopt_cli.errors import ERRORS, MeasurementError
 from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedOut, describe
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
-def required(found: Found | Failure, context: str = "") -> Found:
-    """Return ``found``, or raise its error, as :func:`raise_failure` does, if it is a failure."""
-    if isinstance(found, Failure):
-        raise_failure(found, context)
-    return found
+def required(answer: Answer | Failure, context: str = "") -> Answer:
+    """Return ``answer``; raise its error, as :func:`raise_failure` does, if it is a failure."""
+    if isinstance(answer, Failure):
+        raise_failure(answer, context)
+    return answer
 
 
 def raise_failure(failure: Failure, context: str = "") -> NoReturn:
-    """Raise ``failure`` as an error for the user, with ``context`` in front of its message."""
+    """Raise ``failure`` as an error for the user, with ``context`` in front of its message.
+
+    A failure that a subprocess raised as a class of :mod:`memopt_cli.errors` is raised as the same class here, with its
+    exit code.
+    """
     if isinstance(failure, StepFailed):
-        kinds: dict[int, type[MemoptError]] = {kind.exit_code: kind for kind in (UsageError, UnsafeFileError)}
-        raise kinds.get(failure.exit_code, StepError)(context + failure.message, hint=failure.hint)
+        raise ERRORS[failure.error](context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
         TimedOut: "Raise `--timeout`, or give smaller inputs.",
         OutOfMemory: "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory.",

@@ -25,34 +25,35 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     traced = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), "small batch")
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
+    cost = _cost_in_words(prepared) if measures else ""
     note = (
-        f"The model checkpoints by itself ({_in_words(switches)}){_taken(prepared) if measures else ''}. Plans are "
-        "searched with that off, and compared with the step without it. A plan that is applied turns it off, in a "
-        "training script as well: leave out what turns it on again there."
+        f"The model checkpoints by itself ({_switches_in_words(switches)}){cost}. Plans are searched with that off, "
+        "and compared with the step without it. A plan that is applied turns it off, in a training script as well: the "
+        "script must not turn it on again."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
     return replace(prepared, subject=subject, notes=(*prepared.notes, note))
 
 
-def _taken(prepared: Prepared) -> str:
+def _cost_in_words(prepared: Prepared) -> str:
     """Say what the step takes with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
-    found = prepared.ask(MeasureJob(plan=ORIGINAL))
-    if not isinstance(found, Measured):
-        return f", which does not run: {describe(found)}"
-    took = found.measurement
-    return f", and takes {format_bytes(took.allocated_peak_bytes)} and {format_seconds(took.step_s)} so"
+    answer = prepared.ask(MeasureJob(plan=ORIGINAL))
+    if not isinstance(answer, Measured):
+        return f", which does not run: {describe(answer)}"
+    measurement = answer.measurement
+    return f", and takes {format_bytes(measurement.allocated_peak_bytes)} and {format_seconds(measurement.step_s)} so"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
     if not switches or plan.of_model.is_empty:
         return ()
-    return (f"The model's own checkpointing is off under the plan ({_in_words(switches)}).",)
+    return (f"The model's own checkpointing is off under the plan ({_switches_in_words(switches)}).",)
 
 
-def _in_words(switches: Sequence[str]) -> str:
+def _switches_in_words(switches: Sequence[str]) -> str:
     """Return ``switches`` for people: ``gradient_checkpointing of 5 modules``."""
     counts = Counter(switch.rpartition(".")[2] for switch in switches)
     return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())
@@ -62,10 +63,9 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
     """Say of a recorded step that the modules at ``paths`` checkpoint in their forward; nothing if there are none."""
     if not paths:
         return ()
-    named = format_some([f"'{path or '(root)'}'" for path in paths])
+    modules = format_some([f"'{path or '(root)'}'" for path in paths])
     return (
-        f"The model checkpoints by itself, in the forward of {named}: that part is recomputed whatever a plan does, "
-        "and twice within a segment. If the forward asks"
-        " an attribute first, such as use_checkpoint, plans "
-        "are searched with it off.",
+        f"The model checkpoints by itself, in the forward of {modules}: that part is recomputed whatever a plan does, "
+        "and twice within a segment. If the forward asks an attribute first, such as use_checkpoint, plans are "
+        "searched with it off.",
     )

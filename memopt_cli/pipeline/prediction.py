@@ -14,31 +14,31 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import DeviceProfile, Layout, Plan, RankPrediction, predicted
+from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, make_prediction
 
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared, layout: Layout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
+    prepared: Prepared, layout: RankLayout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
     """Predict ``rank``, or if ``None`` the first and the last; yield the session of the largest, and the predictions.
 
     Raises :class:`MemoptError`.
     """
-    plan.required_eager("a rank is predicted without a compiler")
-    found: dict[int, RankPrediction] = {}
+    plan.require_eager("a rank is predicted without a compiler")
+    predictions: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
-        opened = {}
-        for each in ranks_asked(layout, rank):
-            prepared.progress.stage(f"predicting rank {each} of {layout.ranks}")
-            subject = replace(prepared.subject, layout=layout, rank=each, card=card)
+        session_by_rank = {}
+        for number in ranks_asked(layout, rank):
+            prepared.progress.stage(f"predicting rank {number} of {layout.ranks}")
+            subject = replace(prepared.subject, layout=layout, rank=number, card=card)
             session = replace(prepared, subject=subject).session("none")
-            opened[each] = sessions.enter_context(session)
-            found[each] = predict(opened[each], layout, each, plan)
-        largest = max(found, key=lambda each: found[each].tensor_peak_bytes)
-        yield opened[largest], tuple(found.values())
+            session_by_rank[number] = sessions.enter_context(session)
+            predictions[number] = predict(session_by_rank[number], layout, number, plan)
+        largest = max(predictions, key=lambda number: predictions[number].tensor_peak_bytes)
+        yield session_by_rank[largest], tuple(predictions.values())
 
 
-def predict(session: Session, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
+def predict(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
-    return predicted(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)
+    return make_prediction(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -26,26 +25,26 @@ from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.records import (
     REMEMBERED,
-    SCHEMA_VERSION,
     STEP,
     TYPED,
     DeviceProfile,
     Failure,
     FileHeader,
     InputSpec,
-    Layout,
     ModelFacts,
     ModelSource,
     Plan,
+    RankLayout,
     StepFailed,
     StepRequest,
     StepSettings,
     Trust,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.version import __version__
 
-TAKEN_OFF = "The file carries a plan already; it was taken off first."
+TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
+LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
+"""Note on an answer that changes no model, and is given without the plan that the model carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +56,22 @@ class Prepared:
     notes: tuple[str, ...]
     """Notes for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """A function that opens a session in this process, for a model in memory; `None`: sessions are subprocesses."""
+    """A function that opens a session in this process, for a model in memory.  ``None``: sessions are subprocesses."""
     carried: Plan = ORIGINAL
-    """The plan that the file carries; the loaded model is without it."""
+    """Plan that the model carries.  The model runs without it here."""
     timeout_s: float = 600.0
-    """The longest wait for one answer of a session, in seconds."""
+    """Longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
-    """The display of the stages that the model goes through."""
+    """Display of the stages that the model goes through."""
+
+    def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
+        """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
+        for note in self.notes:
+            progress.note(note)
+        return replace(self, progress=progress, timeout_s=timeout_s)
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the file carries one."""
+        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)
@@ -110,7 +115,7 @@ class Prepared:
         folders.callback(folder.remove)
         return replace(self, subject=replace(self.subject, compiler_cache=folder.path))
 
-    def sized(self, symbol: str, size: int) -> Prepared:
+    def with_size(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
         return replace(self, subject=replace(self.subject, spec=spec), facts=replace(self.facts, spec=spec))
@@ -133,7 +138,7 @@ def opening_of(
     settings: StepSettings,
     *,
     card: DeviceProfile | None = None,
-    layout: Layout | None = None,
+    layout: RankLayout | None = None,
     fake: bool = False,
     backend: str | None = None,
 ) -> Opening:
@@ -163,7 +168,7 @@ def opening_of(
             f"`--device {device}` runs the step, but one of {layout.ranks} ranks is predicted on the CPU",
             hint="Leave `--device` out: tensors have the same bytes there.",
         )
-    if backend in _STARTING_PROGRAMS and sys.platform == "linux" and is_confined(request.source):
+    if backend in _COMPILER_BACKENDS and sys.platform == "linux" and is_confined(request.source):
         raise UsageError(
             f"{backend} starts a compiler, but the model of {location} runs in a sandbox, where no program can start",
             hint="If you trust the model, add `--no-sandbox`, or name a function that builds it: train.py:make_model.",
@@ -194,20 +199,20 @@ def remembered_inputs(location: str) -> InputSpec | None:
     model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or is about a
     model of another name, is skipped without an error, since the user has not named it.
     """
-    paths, own = output_paths(location, None), Path(location)
-    name = own.absolute().name
+    paths, model_path = output_paths(location, None), Path(location)
+    name = model_path.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
-    dated: list[tuple[float, FileHeader, Path]] = []
+    headers: list[tuple[float, FileHeader, Path]] = []
     # The files beside an optimized model lie under its own name.
-    own_files = (own.parent / f"{own.stem}.{end}" for end in ("plan.yaml", "summary.json"))
+    own_files = (model_path.parent / f"{model_path.stem}.{end}" for end in ("plan.yaml", "summary.json"))
     for path in (paths.plan, paths.summary, paths.frontier, *own_files):
         with contextlib.suppress(OSError, ValueError, MemoptError):
             written = path.stat().st_mtime
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_header(path)
-            dated.append((written, header, path))
-    for _, header, path in sorted(dated, key=lambda entry: -entry[0]):
-        if Path(header.model).absolute().name in names and (found := typed_inputs(header, path)):
-            return found
+            headers.append((written, header, path))
+    for _, header, path in sorted(headers, key=lambda entry: -entry[0]):
+        if Path(header.model).absolute().name in names and (inputs := typed_inputs(header, path)):
+            return inputs
     return None
 
 
@@ -222,44 +227,36 @@ def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepare
 
     Names that the user allows when ``ask`` asks are allowed in later subprocesses too.  Raises :class:`MemoptError`.
     """
-    return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF)
+    return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
 
 
 def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
-    is_given = opening.spec is not None and opening.spec.has_inputs
-    remembered = None if is_given else remembered_inputs(opening.source.location)
+    has_inputs = opening.spec is not None and opening.spec.has_inputs
+    remembered = None if has_inputs else remembered_inputs(opening.source.location)
     job = DescribeJob(spec=opening.spec, remembered=remembered, plan=opening.plan, replicas=opening.replicas)
     source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)
     assert facts.spec is not None
     if facts.format == STEP:
         _refuse_settings(settings, source.location)
     notes = (*facts.notes, inputs_note(facts.spec))
-    for note in notes:
-        progress.note(note)
     subject = Subject(source=source, spec=facts.spec, settings=settings, data=opening.data)
-    return Prepared(
-        subject=subject,
-        facts=facts,
-        notes=notes,
-        carried=facts.carried,
-        timeout_s=opening.timeout_s,
-        progress=progress,
-    )
+    prepared = Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+    return prepared.with_progress(progress, opening.timeout_s)
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
     """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
-    given = {
+    is_set = {
         "`--precision`": settings.precision != "stored",
         "`--loss`": settings.loss is not None,
         "`--optimizer`": settings.optimizer not in ("", "none"),
         "`--accumulate`, or `--global-batch`,": settings.micro_batches > 1,
         "`--clip-norm`": settings.clip_norm is not None,
     }
-    flag = next((flag for flag, is_given in given.items() if is_given), None)
+    flag = next((flag for flag, is_given in is_set.items() if is_given), None)
     if flag is not None:
         raise UsageError(f"{flag} sets how a step is run, but {location} makes a step of its own", hint="Omit it.")
 
@@ -275,26 +272,26 @@ def open_model(
     Raises :class:`MemoptError`.
     """
     with Session(Subject(source=source, data=data), timeout_s) as session:
-        found = session.ask(job)
-    if isinstance(found, ModelFacts):
+        answer = session.ask(job)
+    if isinstance(answer, ModelFacts):
         # Import libraries that later subprocesses need, once; a pickle's import path may have the current folder.
         if not source.trust.pickle:
-            processes.import_libraries(found.libraries[:_MAX_LIBRARIES], import_path(source), timeout_s)
-        if source.typed_trust != Trust() and found.sha256 is not None:
-            remember_trust(source.location, found.sha256, source.typed_trust)
-        return replace(source, sha256=found.sha256, weights_sha256=found.weights_sha256), found
-    if isinstance(found, StepFailed) and found.wanted and ask is not None and ask(found.wanted):
-        names = tuple(wanted.name for wanted in found.wanted)
-        vouched = replace(source.trust, globals=(*source.trust.globals, *names))
-        return open_model(replace(source, trust=vouched), job, timeout_s, ask=None, data=data)
+            processes.import_libraries(answer.libraries[:_MAX_LIBRARIES], import_path(source), timeout_s)
+        if source.typed_trust != Trust() and answer.sha256 is not None:
+            remember_trust(source.location, answer.sha256, source.typed_trust)
+        return replace(source, sha256=answer.sha256, weights_sha256=answer.weights_sha256), answer
+    if isinstance(answer, StepFailed) and answer.wanted and ask is not None and ask(answer.wanted):
+        names = tuple(wanted.name for wanted in answer.wanted)
+        trust = replace(source.trust, globals=(*source.trust.globals, *names))
+        return open_model(replace(source, trust=trust), job, timeout_s, ask=None, data=data)
     try:
-        raise_failure(found)
+        raise_failure(answer)
     except UnsafeFileError as err:
         err.trusted_with = (remembered_trust(source.location) or Trust()).flags
         raise
 
 
-def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
+def model_writer(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[BinaryIO], None]:
     """Return a function that writes the model of ``source`` with ``plan`` to an open file.
 
     A fresh subprocess loads the model, installs the plan and sends the bytes.  A hostile model may have taken that
@@ -303,20 +300,20 @@ def saved_model(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[[
 
     def save(file: BinaryIO) -> None:
         with Session(Subject(source=source), timeout_s) as session:
-            found = session.save(SaveJob(plan=plan), file)
-        saved = required(found, "" if isinstance(found, StepFailed) else "the model could not be saved: ")
+            answer = session.save(SaveJob(plan=plan), file)
+        saved = required(answer, "" if isinstance(answer, StepFailed) else "the model could not be saved: ")
         if not is_confined(source):
             return
         file.flush()
         with Session(Subject(source=source), timeout_s) as session:
-            compared = session.ask(CompareJob(path=os.path.abspath(file.name)))
-        if required(compared, "no model is written: ").size_bytes != saved.size_bytes:
+            comparison = session.ask(CompareJob(path=os.path.abspath(file.name)))
+        if required(comparison, "no model is written: ").size_bytes != saved.size_bytes:
             raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
 
     return save
 
 
-def turned_off(prepared: Prepared) -> tuple[str, ...]:
+def switches_off(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the attributes that turn the model's own checkpointing off; empty if that is on."""
     is_off = not prepared.subject.source.own_checkpoints
     names = (switch.rpartition(".")[2] for switch in prepared.facts.checkpoint_switches)
@@ -331,7 +328,7 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
 
 
-_STARTING_PROGRAMS: Final = ("inductor",)
+_COMPILER_BACKENDS: Final = ("inductor",)
 """Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
 _MAX_LIBRARIES: Final = 50
 """Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
@@ -346,15 +343,9 @@ def file_header(prepared: Prepared) -> FileHeader:
 
 def header_of(subject: Subject, sha256: str | None) -> FileHeader:
     """Return the header of a file about ``subject``; ``sha256``: of the model's file, if it has one."""
-    return FileHeader(
-        schema_version=SCHEMA_VERSION,
-        memopt=__version__,
-        torch=version("torch"),
-        model=subject.source.location,
-        sha256=sha256,
-        spec=subject.spec,
-        seed=subject.settings.seed,
-        device=subject.settings.device,
+    settings = subject.settings
+    return FileHeader.now(
+        subject.source.location, subject.spec, sha256=sha256, seed=settings.seed, device=settings.device
     )
 
 

@@ -17,7 +17,7 @@ from memopt_cli.text.units import counted, format_bytes
 
 Answer = TypeVar("Answer")
 
-_MORE = 0.2
+_MIN_SHARE_LEFT = 0.2
 """Share of the time limit that a search has left, at least, after a plan turns out too slow."""
 
 
@@ -33,7 +33,7 @@ class SearchProbes:
         self._ended = False
         self._answers: dict[Job[object], object] = {}
 
-    def left(self) -> Span | None:
+    def time_left(self) -> Span | None:
         """Return the time that is left to the search; ``None``: no limit."""
         if self._ended:
             return Span(0.0, is_limit=True)
@@ -42,9 +42,9 @@ class SearchProbes:
     def prolong(self) -> None:
         """Extend the time limit, so that at least a share :data:`_MORE` of it is left to search another plan."""
         if self._limit_s is not None:
-            self._ends = max(self._ends, time.monotonic() + _MORE * self._limit_s)
+            self._ends = max(self._ends, time.monotonic() + _MIN_SHARE_LEFT * self._limit_s)
 
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Return whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
@@ -58,7 +58,7 @@ class SearchProbes:
 
     def ask(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """Return the answer to ``job``, which runs at most once, and not after the time limit."""
-        return NotTried(reason=self.over) if job not in self._answers and self.late() else self.ask_late(job)
+        return NotTried(reason=self.over) if job not in self._answers and self.is_late() else self.ask_late(job)
 
     def ask_late(self, job: Job[Answer]) -> Answer | Failure | NotTried:
         """Return the answer to ``job`` even after the time limit, but not once the search was ended."""
@@ -73,16 +73,16 @@ class SearchProbes:
         """Return how the module at ``path`` may run in chunks, or why it may not."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
-    def improved(self, original: Counted) -> bool:
+    def has_improved(self, original: Counted) -> bool:
         """Return whether a plan was tried that lowers the peak of the ``original``."""
-        counted = (found for found in self._answers.values() if isinstance(found, Counted))
-        return any(found.allocated_peak_bytes < original.allocated_peak_bytes for found in counted)
+        dry_runs = (answer for answer in self._answers.values() if isinstance(answer, Counted))
+        return any(answer.allocated_peak_bytes < original.allocated_peak_bytes for answer in dry_runs)
 
     @property
     def refusals(self) -> dict[str, str]:
         """Path of a module that may not run in chunks -> why."""
-        asked = ((job.path, _rule_in(found)) for job, found in self._answers.items() if isinstance(job, ChunkingJob))
-        return {path: rule.reason for path, rule in asked if isinstance(rule, Refused)}
+        rules = ((job.path, _rule_in(answer)) for job, answer in self._answers.items() if isinstance(job, ChunkingJob))
+        return {path: rule.reason for path, rule in rules if isinstance(rule, Refused)}
 
 
 def _rule_in(answer: object) -> ChunkRule | Refused:
@@ -106,8 +106,8 @@ def planner_probes(
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
     def count(plan: Plan) -> Counted | Failure | NotTried:
-        found = original if plan == ORIGINAL else probes.ask(CountJob(plan=plan, fake=fake))
-        return reporter.counted(plan, found)
+        answer = original if plan == ORIGINAL else probes.ask(CountJob(plan=plan, fake=fake))
+        return reporter.counted(plan, answer)
 
     def trace(plan: Plan) -> StepTrace | Failure | NotTried:
         traced = probes.ask(TraceJob(plan=plan, fake=fake))
@@ -118,7 +118,7 @@ def planner_probes(
         chunking=functools.partial(probes.chunking, allow_inexact=allow_inexact),
         report=reporter.report,
         trace=trace,
-        late=probes.late,
+        late=probes.is_late,
     )
 
 
@@ -134,22 +134,22 @@ class _Reporter:
         """Show ``text``, which says what is tried next."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
-    def counted(self, plan: Plan, found: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
-        """Show the peak of ``plan``, if it was tried, and return ``found``."""
-        if not isinstance(found, NotTried):
+    def counted(self, plan: Plan, answer: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
+        """Show the peak of ``plan``, if it was tried, and return ``answer``."""
+        if not isinstance(answer, NotTried):
             self._tried += 1
-            tried = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
-            self._progress.update(self._tried, None, f"{tried}: {self._compared(found)}")
-        return found
+            plan_in_words = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
+            self._progress.update(self._tried, None, f"{plan_in_words}: {self._describe(answer)}")
+        return answer
 
-    def _compared(self, found: Counted | Failure) -> str:
-        if not isinstance(found, Counted):
+    def _describe(self, answer: Counted | Failure) -> str:
+        if not isinstance(answer, Counted):
             return f"cannot run; {self._least}"
-        shown = format_bytes(found.allocated_peak_bytes)
-        if found.allocated_peak_bytes >= self._best_bytes:
-            return f"{shown}; {self._least}"
-        self._best_bytes = found.allocated_peak_bytes
-        return f"{shown}, the least so far"
+        peak = format_bytes(answer.allocated_peak_bytes)
+        if answer.allocated_peak_bytes >= self._best_bytes:
+            return f"{peak}; {self._least}"
+        self._best_bytes = answer.allocated_peak_bytes
+        return f"{peak}, the least so far"
 
     @property
     def _least(self) -> str:

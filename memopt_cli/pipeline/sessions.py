@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 
-_RESTARTED = "A profiling subprocess died; restarted."
+_RESTARTED = "A profiling subprocess died, and another was started."
 
 
 class Sessions(contextlib.ExitStack):

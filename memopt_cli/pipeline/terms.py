@@ -11,7 +11,7 @@ from typing import Final
 
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.records import Difference, InputSpec, StepSettings
-from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 
 SETTING_FLAGS: Final[Mapping[str, str]] = {
@@ -25,31 +25,46 @@ SETTING_FLAGS: Final[Mapping[str, str]] = {
 """Field of :class:`StepSettings`, other than the device -> the flag that sets it."""
 
 
-def left_out(asked: StepSettings, filed: StepSettings) -> list[str]:
-    """Return the fields in which ``asked`` has the default and ``filed``, the step of a file, has another value."""
-    plain = StepSettings()
-    return [name for name in SETTING_FLAGS if getattr(asked, name) == getattr(plain, name) != getattr(filed, name)]
+def missing_settings(settings: StepSettings, file_settings: StepSettings) -> list[str]:
+    """Return the fields that have the default in ``settings``, and not in ``file_settings``, the step of a file."""
+    defaults = StepSettings()
+    return [
+        name
+        for name in SETTING_FLAGS
+        if getattr(settings, name) == getattr(defaults, name) != getattr(file_settings, name)
+    ]
 
 
-def filled_in(asked: StepSettings, filed: StepSettings) -> StepSettings:
-    """Return ``asked`` with the fields that it leaves out as they are in ``filed``, the step of a file."""
-    return replace(asked, **{name: getattr(filed, name) for name in left_out(asked, filed)})
+def fill_in(settings: StepSettings, file_settings: StepSettings) -> StepSettings:
+    """Return ``settings`` with the fields that it leaves out as they are in ``file_settings``, the step of a file."""
+    return replace(
+        settings, **{name: getattr(file_settings, name) for name in missing_settings(settings, file_settings)}
+    )
 
 
-def naming_code(asked: StepSettings, filed: StepSettings) -> list[str]:
-    """Return the fields that ``asked`` leaves out and for which ``filed`` names a function of the user's.
+def settings_naming_code(settings: StepSettings, file_settings: StepSettings) -> list[str]:
+    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a function of the user's.
 
     The file may have come with the model, and memopt only runs code that the user names.
     """
-    is_made = isinstance(parse_optimizer(filed.optimizer), MadeOptimizer)
-    return [name for name in left_out(asked, filed) if name == "loss" or (name == "optimizer" and is_made)]
+    is_made = isinstance(parse_optimizer(file_settings.optimizer), MadeOptimizer)
+    return [
+        name
+        for name in missing_settings(settings, file_settings)
+        if name == "loss" or (name == "optimizer" and is_made)
+    ]
 
 
-def typed(settings: StepSettings, names: Sequence[str]) -> str:
+def flags_in_words(settings: StepSettings, names: Sequence[str]) -> str:
     """Return the flags that set the fields ``names`` as in ``settings``, as the user types them."""
     values = {name: getattr(settings, name) for name in names}
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
     return " and ".join(f"`{quoted_flag(SETTING_FLAGS[name], text)}`" for name, text in texts.items())
+
+
+def command_line(command: str, location: str, flags: Sequence[str]) -> str:
+    """Return the line that runs a ``command`` of memopt on the model at ``location``; empty ``flags`` are left out."""
+    return " ".join((f"memopt {command} {quoted_path(location)}", *filter(None, flags)))
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:

@@ -66,7 +66,7 @@ from memopt_cli.records.equivalence import Cause as Cause
 from memopt_cli.records.equivalence import ChoicePrint as ChoicePrint
 from memopt_cli.records.equivalence import Equivalence as Equivalence
 from memopt_cli.records.equivalence import EquivalenceRequest as EquivalenceRequest
-from memopt_cli.records.equivalence import Followed as Followed
+from memopt_cli.records.equivalence import FollowedSteps as FollowedSteps
 from memopt_cli.records.equivalence import Likeness as Likeness
 from memopt_cli.records.equivalence import StepPrint as StepPrint
 from memopt_cli.records.equivalence import TensorGap as TensorGap
@@ -93,7 +93,7 @@ from memopt_cli.records.inspection import StoredTensor as StoredTensor
 from memopt_cli.records.inspection import TensorKind as TensorKind
 from memopt_cli.records.layout import BUILT_IN as BUILT_IN
 from memopt_cli.records.layout import Collective as Collective
-from memopt_cli.records.layout import Layout as Layout
+from memopt_cli.records.layout import RankLayout as RankLayout
 from memopt_cli.records.learning import ONLINE_RULES as ONLINE_RULES
 from memopt_cli.records.learning import STRATEGIES as STRATEGIES
 from memopt_cli.records.learning import GradientAgreement as GradientAgreement
@@ -162,7 +162,7 @@ from memopt_cli.records.rank import RankPrediction as RankPrediction
 from memopt_cli.records.rank import RanksMeasured as RanksMeasured
 from memopt_cli.records.rank import RanksRecommendation as RanksRecommendation
 from memopt_cli.records.rank import RanksRow as RanksRow
-from memopt_cli.records.rank import predicted as predicted
+from memopt_cli.records.rank import make_prediction as make_prediction
 from memopt_cli.records.request import StepRequest as StepRequest
 from memopt_cli.records.search import Budget as Budget
 from memopt_cli.records.search import Preference as Preference

@@ -8,7 +8,7 @@ from typing import Literal
 
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.measurement import Breakdown
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.profile import SavedTensor
@@ -33,8 +33,8 @@ Metric = Literal[
 ]
 
 METRICS: tuple[Metric, ...] = typing.get_args(Metric)
-"""The tensor peak, the allocated peak, the step time, the most bytes in host memory or on the disk; then each category
-of bytes alive at the instant of the tensor peak."""
+"""Tensor peak, the allocated peak, the step time, the most bytes in host memory or on the disk; then each category of
+bytes alive at the instant of the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class Conditions:
     device_name: str
     python: str
     threads: int
-    layout: Layout | None = None
-    """Layout of the model, for the predicted step of one rank; ``None`` if the step was measured on one device."""
+    layout: RankLayout | None = None
+    """Layout of the model, for the predicted step of one rank.  ``None``: the step was measured on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +99,13 @@ class StepMemory:
     breakdown: Breakdown
     """Bytes alive at the instant of the tensor peak."""
     peak: PeakPlace | None = None
-    """Operator at the peak; ``None`` where no step was recorded, as in a summary."""
+    """Operator at the peak.  ``None``: no step was recorded, as in a summary."""
     modules: tuple[ModuleBytes, ...] = ()
     """Modules in the order of first call."""
     saved: tuple[SavedTensor, ...] = ()
     """Largest tensors that autograd keeps for backward."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk, where the plan sends them."""
+    """Largest number of bytes that wait in host memory or on the disk, where the plan sends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Baseline:
 
     header: FileHeader
     conditions: Conditions | None
-    """Conditions; ``None`` if read from a summary, which lacks them."""
+    """Conditions.  ``None``: read from a summary, which lacks them."""
     memory: StepMemory
     shorter: tuple[ShorterStep, ...] = ()
     """Steps of a plan by length, at the largest length of each range but the last."""
@@ -236,9 +236,9 @@ class Comparison:
     """Differences in the step itself (inputs, settings), so that changes may not come from the model; a check refuses
     them."""
     surroundings: tuple[Difference, ...]
-    """Differences in versions and machines, most of which do not change the tensor peak."""
-    layout: Layout | None = None
-    """Layout of the model now, for predicted peaks of one rank; ``None`` for one device."""
+    """Differences in versions and machines; most do not change the tensor peak."""
+    layout: RankLayout | None = None
+    """Layout of the model now, for predicted peaks of one rank.  ``None``: one device."""
     at: str = ""
     """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()
@@ -246,7 +246,7 @@ class Comparison:
 
     @property
     def parts(self) -> tuple[Comparison, ...]:
-        """This comparison, and those of shorter inputs."""
+        """This comparison, and the comparisons of shorter inputs."""
         return (self, *self.shorter)
 
     @property
@@ -261,9 +261,9 @@ class BaselineRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """Path of a plan to run the step under; ``None`` for the one that the file carries, if any."""
-    layout: Layout | None = None
-    """Layout of ranks, of one of which the step is predicted without data; ``None`` for one device."""
+    """Path of a plan to run the step under.  ``None``: the plan that the file carries, if any."""
+    layout: RankLayout | None = None
+    """Layout of ranks; the step of one rank is predicted without data.  ``None``: one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """Whether an existing file may be replaced."""
@@ -282,5 +282,5 @@ class CheckRequest(StepRequest):
     optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
-    """Path of a plan to run the step under; ``None`` for the one that the file carries, if any."""
-    layout: Layout | None = None
+    """Path of a plan to run the step under.  ``None``: the plan that the file carries, if any."""
+    layout: RankLayout | None = None

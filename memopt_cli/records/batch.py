@@ -8,7 +8,7 @@ from typing import Final, Literal
 from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceProfile
 from memopt_cli.records.header import FileHeader
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import ResolvedSearch
@@ -104,7 +104,7 @@ class ReplicaAdvice:
 Objective = Literal["max", "throughput"]
 
 LONGEST_STEP_S: Final = 60.0
-"""Longest seconds of a step that is run to find a batch, by default."""
+"""Default of the longest step that is run to find a batch, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class BatchRow:
     outcome: BatchOutcome
     """Batch that fits; with copies, the batch of each copy at their fastest number."""
     replicas: ReplicaAdvice | None = None
-    """Numbers of copies that were tried; ``None`` without ``--replicas``."""
+    """Numbers of copies that were tried.  ``None``: no ``--replicas``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,9 @@ class LengthBatching:
 
     name: str
     batch: int | None
-    """Sequences in a batch; ``None`` for as many as ``max_tokens`` allows."""
+    """Sequences in a batch.  ``None``: as many as ``max_tokens`` allows."""
     max_tokens: int | None
-    """Most positions in a batch, padding included; ``None`` where ``batch`` is given."""
+    """Maximum number of positions in a batch, padding included.  ``None``: ``batch`` is given."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
@@ -178,37 +178,36 @@ class BatchRequest(StepRequest):
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
     objective: Objective | None = None
-    """Objective that the user gave; ``None`` for the default, which is in :attr:`aim`."""
+    """Objective that the user gave.  ``None``: the default, which is in :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
     dim_range: DimRange | None = None
     replicas: DimRange | None = None
-    """Numbers of copies of the model to try; ``None`` for a single model."""
+    """Numbers of copies of the model to try.  ``None``: a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well; ``None`` for none."""
+    """Path of a plan under which a batch is recommended as well.  ``None``: none."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths; ``None`` for none."""
+    """Path of a file of sequence lengths.  ``None``: none."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
-    """Limits on plans in a search for the batch and the plan that train fastest together; ``None`` without
-    ``--search``."""
+    """Limits on plans in a search for the fastest pair of a batch and a plan.  ``None``: no ``--search``."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which everything is estimated; ``None`` for the device here."""
+    """Device that this machine lacks, for which everything is estimated.  ``None``: the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[RankLayout, ...] = ()
     """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
     search_limit_s: float | None = None
-    """Seconds after which ``--search`` tries no more pairs; ``None`` for no limit."""
+    """Seconds after which ``--search`` tries no more pairs.  ``None``: no limit."""
     backend: str | None = None
-    """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
+    """Backend of ``torch.compile`` that compiles the step.  ``None``: a step that is not compiled."""
     output: str | None = None
-    """Path of the batch configuration; ``None`` to write none, or with a ``search`` one beside the model."""
+    """Path of the batch configuration.  ``None``: write none, or with a ``search`` one beside the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
-    """Longest seconds of a step that is run."""
+    """Longest step that is run, in seconds."""
 
     @property
     def runs(self) -> bool:
@@ -231,8 +230,8 @@ class BatchRequest(StepRequest):
 
     @property
     def uncompiled(self) -> str:
-        """The first given option for which steps run, or are predicted, without a compiler; empty if there is none."""
-        given = {
+        """First given option for which steps run, or are predicted, without a compiler; empty if there is none."""
+        options = {
             "`--search`": self.search,
             "`--strategy`": self.strategies or None,
             "`--replicas`": self.replicas,
@@ -242,7 +241,7 @@ class BatchRequest(StepRequest):
             "`--for`": self.card,
             "`--fake`": self.fake or None,
         }
-        return next((option for option, value in given.items() if value is not None), "")
+        return next((option for option, value in options.items() if value is not None), "")
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude or need each other."""
@@ -260,9 +259,10 @@ class BatchRequest(StepRequest):
         elif self.strategies:
             self._check_strategies()
         elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
-            other = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
+            other_option = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
             raise OptionError(
-                f"`--replicas` and {other} cannot be given together", hint="Ask for one first, then for the other."
+                f"`--replicas` and {other_option} cannot be given together",
+                hint="Ask for one first, then for the other.",
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
@@ -272,7 +272,7 @@ class BatchRequest(StepRequest):
             )
 
     def _check_without_runs(self) -> None:
-        wanted = {
+        needs_runs = {
             "a search": self.search is not None,
             "a comparison of strategies": bool(self.strategies),
             "a comparison of copies": self.replicas is not None,
@@ -280,11 +280,11 @@ class BatchRequest(StepRequest):
             "a comparison of lengths": self.lengths_path is not None,
             "a longest step": self.longest_step_s != LONGEST_STEP_S,
         }
-        what = next((what for what, is_wanted in wanted.items() if is_wanted), None)
-        if what is not None:
-            where = "of many ranks, of which one is predicted" if self.layouts else "without data"
-            where = where if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{what} needs steps that run, but none runs {where}", hint="Leave one of them out.")
+        need = next((need for need, is_wanted in needs_runs.items() if is_wanted), None)
+        if need is not None:
+            place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
+            place = place if self.card is None else f"for {self.card.name}, which is not here"
+            raise OptionError(f"{need} needs steps that run, but none runs {place}", hint="Leave one of them out.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -292,12 +292,12 @@ class BatchRequest(StepRequest):
                 "how much memory the device of a rank has is not known",
                 hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
-        others = {
+        excluded = {
             "`--global-batch`": self.global_batch,
             "`--dim` with a range": self.dim_range,
             "`--output`": self.output,
         }
-        flag = next((flag for flag, value in others.items() if value is not None), None)
+        flag = next((flag for flag, value in excluded.items() if value is not None), None)
         if flag is not None:
             raise OptionError(
                 f"{flag} cannot be used with `--ranks`, which tabulates what fits on one of that many ranks",
@@ -307,7 +307,7 @@ class BatchRequest(StepRequest):
     def _check_search(self, search: ResolvedSearch) -> None:
         if search.options.level == 0:
             raise OptionError("`--search` looks for plans, but level 0 allows none", hint="Raise `--level`.")
-        others = {
+        excluded = {
             "`--strategy`": ("trains through time", bool(self.strategies)),
             "`--plan`": ("looks for the plan", self.plan_path is not None),
             "`--objective max`": ("looks for most samples a second", self.objective == "max"),
@@ -315,16 +315,16 @@ class BatchRequest(StepRequest):
             "`--replicas`": ("trains one model", self.replicas is not None),
             "`--lengths`": ("finds one size of batch", self.lengths_path is not None),
         }
-        for flag, (why, is_given) in others.items():
+        for flag, (purpose, is_given) in excluded.items():
             if is_given:
-                raise OptionError(f"`--search` {why}: {flag} does not go with it", hint="Leave one of them out.")
+                raise OptionError(f"`--search` {purpose}: {flag} does not go with it", hint="Leave one of them out.")
 
     def _check_strategies(self) -> None:
         if self.dim_range is None:
             raise OptionError(
                 "`--strategy` tabulates memory over time steps", hint="Add their range: `--dim T=16:4096`."
             )
-        others = {
+        excluded = {
             "`--global-batch`": self.global_batch,
             "`--multiple-of`": None if self.multiple_of == 1 else self.multiple_of,
             "`--objective`": self.objective,
@@ -332,10 +332,10 @@ class BatchRequest(StepRequest):
             "`--lengths`": self.lengths_path,
             "`--output`": self.output,
         }
-        given = [flag for flag, value in others.items() if value is not None]
-        if given:
+        flags = [flag for flag, value in excluded.items() if value is not None]
+        if flags:
             raise OptionError(
-                f"{' and '.join(given)} cannot be used with `--strategy`, which tabulates memory at one batch size",
+                f"{' and '.join(flags)} cannot be used with `--strategy`, which tabulates memory at one batch size",
                 hint="Leave it out, or ask without `--strategy`.",
             )
         if self.plan_path is not None and "plan" not in self.strategies:
@@ -358,11 +358,11 @@ class BatchRecommendation:
     chosen: int
     """Index of the recommended row: the better one by the objective, at the largest size at which a batch was run."""
     batch: int
-    """Recommended batch, that of the chosen row."""
+    """Recommended batch: the batch of the chosen row."""
     verified: bool
     """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
     lengths: tuple[LengthBatching, ...]
     """Costs of the strategies to batch the user's sequences; empty without ``--lengths``."""
     notes: tuple[str, ...]

@@ -21,16 +21,16 @@ _MAX = 2.0**60
 """Largest size in bytes, and largest rate, that is accepted."""
 
 
-def check_amounts(record: Any, *, least: int) -> None:
-    """Raise :class:`UsageError` for a number in ``record`` that is below ``least``, not finite or absurd."""
+def check_amounts(record: Any, *, minimum: int) -> None:
+    """Raise :class:`UsageError` for a number in ``record`` that is below ``minimum``, not finite or absurd."""
     for f in fields(record):
         value = getattr(record, f.name)
-        if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= _MAX):
-            raise UsageError(f"{f.name} is {value:g}; it must be from {least} to {_MAX:g}")
+        if isinstance(value, int | float) and not (math.isfinite(value) and minimum <= value <= _MAX):
+            raise UsageError(f"{f.name} is {value:g}; it must be from {minimum} to {_MAX:g}")
 
 
 LONGEST_NAME = 60
-"""Most characters of a device's name, which must fit a line of a report."""
+"""Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
 def _check_name(key: str, name: str) -> None:
@@ -60,7 +60,7 @@ class AllocatorRules:
     """Unit of the segments of larger blocks, each of which has its own segment (``kRoundLarge``)."""
 
     def __post_init__(self) -> None:
-        check_amounts(self, least=1)
+        check_amounts(self, minimum=1)
         sizes = (self.block_bytes, self.small_bytes, self.large_bytes)
         if list(sizes) != sorted(sizes):
             raise UsageError("block_bytes, small_bytes and large_bytes must not decrease")
@@ -89,7 +89,7 @@ class DeviceProfile:
     """Source of the figures, such as a data sheet."""
 
     def __post_init__(self) -> None:
-        check_amounts(self, least=0)
+        check_amounts(self, minimum=0)
         _check_name("name", self.name)
         for name, value in (("memory_bytes", self.memory_bytes), ("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)):
             if value < 1:
@@ -119,7 +119,7 @@ class DeviceEstimate:
     """Seconds of a step by a roofline of the profile's figures; most take longer, since kernels do not reach these."""
 
     def __post_init__(self) -> None:
-        check_amounts(self, least=0)
+        check_amounts(self, minimum=0)
         _check_name("device", self.device)
 
 
@@ -148,15 +148,15 @@ class Confirmation:
     """Device on which the step was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
-    """Prediction in the plan's file; ``None`` if it has none."""
+    """Prediction in the plan's file.  ``None``: it has none."""
     confirms: bool = False
     """Whether the measurement can confirm the estimate, since it is of the same step on a GPU."""
     notes: tuple[str, ...] = ()
     """Notes on parts of training that the measurement lacks."""
     unlike: tuple[str, ...] = ()
-    """Conditions that differ from those of the prediction."""
+    """Names of the settings that differ from the predicted step's."""
     allocated_off: float | None = None
-    """(Predicted − measured) / measured for the allocated peak; ``None`` where nothing was predicted, as below."""
+    """(Predicted − measured) / measured for the allocated peak.  ``None``: nothing was predicted."""
     reserved_off: float | None = None
-    """(Predicted − measured) / measured for the reserved peak; ``None`` on the CPU, too, which reserves nothing."""
+    """(Predicted − measured) / measured for the reserved peak.  ``None``: as above, or on the CPU."""
     step_off: float | None = None

@@ -21,15 +21,17 @@ class TooSlow:
     """The reason that a plan's step takes longer than allowed."""
 
     slowdown: float
-    """Measured step time divided by that of the original."""
+    """Measured step time divided by the original's."""
     most: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
-    """Amount by which the slowdown may be larger; 0 where that is not known."""
+    """Amount by which the slowdown may be larger.  0: not known."""
+    waited: float = 0.0
+    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
 
     @property
     def upper(self) -> float:
-        """Largest slowdown that the step may have, to two decimals: the one that counts against the limit."""
+        """Largest slowdown within the error, to two decimals, which counts against the limit."""
         return round(self.slowdown + self.error, 2)
 
     @property
@@ -57,19 +59,19 @@ class SavesTooLittle:
     saved: float
     """Saved share of the original's allocated peak; 0 or less if the peak is not lower."""
     slowdown: float
-    """Step time divided by that of the original."""
+    """Step time divided by the original's."""
     is_predicted: bool = False
     """Whether both numbers are predictions."""
 
     @property
     def because(self) -> str:
-        how = "is predicted to" if self.is_predicted else "was measured to"
+        verb = "is predicted to" if self.is_predicted else "was measured to"
         saving = "save nothing" if self.saved <= 0 else f"save {self.saved:.1%} of the peak"
-        return f"it {how} {saving} for a step {self.slowdown:.2f} times as long"
+        return f"it {verb} {saving} for a step {self.slowdown:.2f} times as long"
 
     @property
     def remedy(self) -> str:
-        return "Activations may be a larger share of the peak with a larger batch."
+        return "With a larger batch, activations are a larger share of the peak: try one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +79,16 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment; ``None`` for packing outside of segments."""
+    """Path of the module that was a segment.  ``None``: packing outside of segments."""
     difference: str
-    """Difference from the original with that part, in words."""
+    """Difference from the original that the part causes, in words."""
 
     @property
     def sentence(self) -> str:
         """Sentence that says which part was left out, and why."""
         if self.segment is None:
-            return f"What is saved outside of segments is not packed: with that {self.difference}."
-        return f"'{self.segment or '(root)'}' is not a segment: with it {self.difference}."
+            return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
+        return f"'{self.segment or '(root)'}' is not a segment: as a segment, {self.difference}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,10 @@ class Differs:
     @property
     def remedy(self) -> str:
         paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
-        what = paths[0] if paths else "a module"
+        module = paths[0] if paths else "a module"
         return (
-            f"If {what} reads or changes something that is not an attribute of a module (a file, a C extension), keep "
-            "it in one, or name other modules with `--target`; otherwise please report it."
+            f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "
+            "attribute of a module, or name other modules with `--target`. Otherwise please report the difference."
         )
 
 
@@ -121,12 +123,12 @@ class NotRun:
 
     @property
     def because(self) -> str:
-        what = "it cannot be verified" if self.in_verification else "its step cannot be run"
-        return f"{what}: {describe(self.failure).removesuffix('.')}"
+        problem = "it cannot be verified" if self.in_verification else "its step cannot be run"
+        return f"{problem}: {describe(self.failure).removesuffix('.')}"
 
     @property
     def remedy(self) -> str:
-        return "A lower `--level` may pass, or other modules with `--target`."
+        return "Try a lower `--level`, or name other modules with `--target`."
 
 
 Reason = TooSlow | SavesTooLittle | Differs | NotRun
@@ -141,12 +143,12 @@ class Dropped:
     peak_bytes: int | None
     """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """Allocated peak of the original; ``None`` if it does not run here."""
+    """Allocated peak of the original.  ``None``: it does not run here."""
     why: Reason
 
     @property
     def found(self) -> str:
-        """The plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
+        """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {counted(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:
@@ -161,15 +163,16 @@ class Dropped:
         """Sentence that says that the plan is not applied, and why."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
-        what = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
-        return f"{what[:1].upper()}{what[1:]} is not applied: {self.why.because}."
+        plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
+        return f"{plan_in_words[:1].upper()}{plan_in_words[1:]} is not applied: {self.why.because}."
 
 
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    That is the last plan that got as far as verification; else the fastest that was too slow; else the last that saved
-    too little, or could not be run.  An optimizer that cannot run in backward does not count as a plan.
+    The last plan that got as far as verification comes first, then the fastest plan that was too slow, then the last
+    plan that saved too little, then one that could not be run.  An optimizer that cannot run in backward does not count
+    as a plan.
     """
     plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
     return min(reversed(plans), key=_distance, default=None)

@@ -19,7 +19,7 @@ class EquivalenceRequest:
     candidate: ModelSource
     """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
-    """Inputs of both; ``None`` to look for them beside the reference, then guess."""
+    """Inputs of both.  ``None``: look for them beside the reference, then guess."""
     settings: StepSettings = StepSettings()
     steps: int = 3
     """Number of consecutive steps, with an optimizer."""
@@ -84,7 +84,7 @@ class StepPrint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class FollowedSteps:
     """Several consecutive steps from the state in which the model was loaded."""
 
     start: tuple[TensorPrint, ...]

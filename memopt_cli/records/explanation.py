@@ -19,16 +19,16 @@ class ExplainRequest:
     """The options of ``memopt explain``, resolved."""
 
     source: ModelSource | None
-    """Model; ``None`` if there is only a log or a snapshot."""
+    """Model.  ``None``: there is only a log or a snapshot."""
     spec: InputSpec | None = None
-    """Inputs; ``None`` to look for them beside the model, then guess."""
+    """Inputs.  ``None``: look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
     memory: int | float | None = None
-    """Bytes, or a share of the free memory; ``None`` for the memory in the log or snapshot, or else 0.9."""
+    """Bytes, or a share of the free memory.  ``None``: the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
-    """Path of a file with the text of an out-of-memory error; ``None`` for none."""
+    """Path of a file with the text of an out-of-memory error.  ``None``: none."""
     snapshot_path: str | None = None
-    """Path of a pickle of ``torch.cuda.memory._snapshot()``; ``None`` for none."""
+    """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None``: none."""
     timeout_s: float = 600.0
     """Time limit in seconds of each answer of a profiling subprocess."""
     optimizer_in_backward: bool = False
@@ -101,9 +101,9 @@ class Suggestion:
     plan: Plan = field(default_factory=Plan)
     """Plan under which the step was run."""
     batch: int | None = None
-    """Samples of a micro-batch; ``None`` for the whole batch."""
+    """Samples of a micro-batch.  ``None``: the whole batch."""
     predicted_bytes: int | None
-    """Peak of a dry run; ``None`` if there was none."""
+    """Peak of a dry run.  ``None``: there was none."""
     peak_bytes: int
     """Measured allocated peak."""
     seconds: float
@@ -115,7 +115,7 @@ class Explanation:
     """The result of ``memopt explain``: who held the memory when it ran out, and changes that fit."""
 
     header: FileHeader | None
-    """Header; ``None`` if there is no model."""
+    """Header.  ``None``: there is no model."""
     limit_bytes: int
     """Memory limit; 0 if not known."""
     limit: str
@@ -125,10 +125,10 @@ class Explanation:
     asked_bytes: int = 0
     """Bytes of the failed allocation, by the error; 0 if not known."""
     instant: Instant | None = None
-    """First instant at which the step needs more than the limit; ``None`` if it fits, or if there is no model."""
+    """First instant at which the step needs more than the limit.  ``None``: it fits, or there is no model."""
     counted_as: str = ""
-    """The batch at which the step was counted, and options that were left out, where the step fits although an error
-    says that memory ran out; empty otherwise."""
+    """Batch at which the step was counted, and options that were left out, where the step fits although an error says
+    that memory ran out; empty otherwise."""
     line: str = ""
     """Line of the model's code at that instant, or at the peak of a step that fits."""
     raised_at: str = ""

@@ -23,7 +23,7 @@ class PairRun:
     """Forward and backward passes for each step of the optimizer."""
     outcome: BatchProbe | Failure
     samples_per_s: float | None
-    """Rate, with one step of the optimizer for ``steps`` passes; ``None`` if the pair did not run."""
+    """Rate, with one step of the optimizer for ``steps`` passes.  ``None``: the pair did not run."""
     usable: bool
     """Whether the pair could be the answer: it keeps the limits on memory and time, and its passes make up the global
     batch.  If every step is too long, the shortest is usable."""
@@ -45,13 +45,13 @@ class FastestTraining:
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if none fits."""
+    """Index of the fastest run without a plan, at the smallest batch if several are equal.  ``None``: none fits."""
     level: int
     """Highest level at which plans were searched."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
     verification: Verification | None
-    """Verification of the answer's plan; ``None`` if it has none."""
+    """Verification of the answer's plan.  ``None``: it has none."""
     priced: int
     """Number of plans whose peak and time were predicted."""
     dry_runs: int

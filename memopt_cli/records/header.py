@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from memopt_cli.records.inputs import InputSpec
+from memopt_cli.version import __version__
 
 SCHEMA_VERSION = 3
 """Version of every file memopt writes; raised when a field changes its meaning.
@@ -25,6 +27,23 @@ class FileHeader:
     model: str
     """Location of the original model, as given."""
     sha256: str | None
+    """Hash of the model's file.  ``None``: it has no file."""
     spec: InputSpec
     seed: int
     device: str
+
+    @classmethod
+    def now(
+        cls, model: str, spec: InputSpec, *, sha256: str | None = None, seed: int = 0, device: str = ""
+    ) -> FileHeader:
+        """Return the header of a file about ``model`` that this version of memopt writes now."""
+        return cls(
+            schema_version=SCHEMA_VERSION,
+            memopt=__version__,
+            torch=version("torch"),
+            model=model,
+            sha256=sha256,
+            spec=spec,
+            seed=seed,
+            device=device,
+        )

@@ -23,7 +23,7 @@ class TensorSpec:
     """One input tensor: ``[name:]SHAPE[@dtype][=values]``."""
 
     name: str | None = None
-    """Keyword of ``forward``; ``None`` for a positional argument."""
+    """Keyword of ``forward``.  ``None``: a positional argument."""
     shape: tuple[int | str, ...]
     """Sizes; a string is a symbol looked up in :attr:`InputSpec.dims`."""
     dtype: str = "float32"
@@ -46,12 +46,11 @@ class InputSpec:
     optional_dims: tuple[str, ...] = ()
     """Names in ``dims`` that are ignored if no input has them, since a config file may serve several models."""
     data_file: str | None = None
-    """Path of a file that holds the inputs (``--input-data``); ``None`` for none."""
+    """Path of a file that holds the inputs (``--input-data``).  ``None``: none."""
     data_sha256: str | None = None
-    """Hash of that file when it was first read, by which a changed file is refused; ``None`` if it has not been
-    read."""
+    """Hash of that file when it was first read, by which a changed file is refused.  ``None``: it has not been read."""
     script: str | None = None
-    """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` for none."""
+    """Function ``file.py:function``, called with the dimensions it names (``--input-script``).  ``None``: none."""
     source: str
     """Source of the description in words: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
 
@@ -62,7 +61,7 @@ class InputSpec:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether this describes inputs, and not only sizes for them."""
+        """Whether inputs are described, and not only sizes for them."""
         return bool(self.tensors or self.data_file or self.script)
 
     @property
@@ -77,6 +76,6 @@ class InputSpec:
 
     def __post_init__(self) -> None:
         sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
-        given = [name for name, value in sources.items() if value]
-        if len(given) > 1:
-            raise UsageError(f"the inputs are described twice, by {' and '.join(given)}", hint="Keep one of them.")
+        names = [name for name, value in sources.items() if value]
+        if len(names) > 1:
+            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Keep one of them.")

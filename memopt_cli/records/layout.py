@@ -1,15 +1,15 @@
-"""The layout of a model over many ranks, and the collectives by which these exchange tensors."""
+"""The layout of a model over many ranks, and the collectives by which ranks exchange tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BUILT_IN = ("fsdp", "ddp")
-"""Layouts that memopt makes itself; any other needs a function of the user's."""
+"""Layouts that memopt makes itself; another layout needs a function of the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankLayout:
     """The distribution of a model over ranks, each of which is a process with a device."""
 
     ranks: int
@@ -27,4 +27,4 @@ class Collective:
     """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""
     calls: int
     whole_bytes: int
-    """Bytes of the whole tensors: those gathered, or those that each rank gives to be reduced."""
+    """Bytes of the whole tensors that are gathered, or that each rank gives to be reduced."""

@@ -20,7 +20,7 @@ ONLINE_RULES: tuple[OnlineRule, ...] = typing.get_args(OnlineRule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAgreement:
-    """How far online learning's gradient agrees with that of backpropagation through time, each as one vector."""
+    """The agreement of online learning's gradient with the gradient of backpropagation through time, as vectors."""
 
     rule: OnlineRule
     steps: int
@@ -41,7 +41,7 @@ class StrategyPoint:
     measured: bool
     """Whether the point was measured; otherwise it lies on the line through measured points."""
     step_s: float | None
-    """Wall time of the whole sequence; ``None`` if it was not run."""
+    """Wall time of the whole sequence.  ``None``: it was not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class StrategyCurve:
     points: tuple[StrategyPoint, ...]
     """Points by the number of steps; empty if the strategy cannot be run."""
     slope_bytes: float | None
-    """Bytes per time step; ``None`` if fewer than two sizes could be measured."""
+    """Bytes per time step.  ``None``: fewer than two sizes could be measured."""
     exact: bool | None
-    """Whether the strategy's gradient is that of backpropagation through time; ``None`` if not known."""
+    """Whether the strategy has the gradient of backpropagation through time.  ``None``: not known."""
     remark: str
     """Evidence for ``exact``, or the reason why the strategy cannot be run."""
 

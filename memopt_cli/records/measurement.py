@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from memopt_cli.errors import MemoptError, sent_class
 from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
@@ -25,7 +26,7 @@ class Prediction:
     waits_s: float = 0.0
     """Seconds for which the step waits for tensors on their way to another place or back."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk."""
+    """Largest number of bytes that wait in host memory or on the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class PhasePeak:
     allocated_peak_bytes: int
 
     def raised(self, tensor_bytes: int, allocated_bytes: int) -> PhasePeak:
-        """Return the peaks raised to those of one more instant."""
+        """Return the peaks with one more instant, at which this many bytes are alive and allocated."""
         if tensor_bytes <= self.tensor_peak_bytes and allocated_bytes <= self.allocated_peak_bytes:
             return self
         return PhasePeak(
@@ -104,7 +105,7 @@ class Counted:
     data_ranks: int = 1
     """Ranks that have samples of their own; 1 for one device."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +133,13 @@ class Measurement:
     update_s: float = 0.0
     """Median time of clipping and the optimizers in a step; 0 where it was not timed."""
     phases: tuple[PhasePeak, ...] = ()
-    """Phases that the step has, in order; empty in files from before they were recorded."""
+    """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller; 0 if it was not timed in turns with the original."""
+    """Amount by which the slowdown may be larger or smaller.  0: the step was not timed in turns with the original."""
     waited: float = 0.0
-    """Share of the time of the timed steps in which they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
     elsewhere_bytes: int = 0
-    """Most bytes that wait in host memory or on the disk, where the plan sends them; no peak counts them."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
     @property
     def step_s(self) -> float:
@@ -146,7 +147,7 @@ class Measurement:
         return statistics.median(self.step_times_s)
 
     def slowdown(self, original: Measurement) -> float:
-        """Return the median step time divided by that of ``original``, to two decimals, as in limits and reports."""
+        """Return the median step time divided by ``original``'s, to two decimals, as in limits and reports."""
         return round(self.step_s / original.step_s, 2)
 
     @property
@@ -166,8 +167,7 @@ class Measurement:
 def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the median slowdown in ``pairs`` of seconds, the original's first, and its error.
 
-    In nine of ten cases the true slowdown is at most the sum of both.  A single pair has the error 0, since it shows
-    none.
+    In nine of ten cases the true slowdown is at most the sum of the two.  A single pair has the error 0.
     """
     ratios = [planned_s / original_s for original_s, planned_s in pairs]
     median = statistics.median(ratios)
@@ -215,8 +215,28 @@ class StepFailed:
     message: str
     hint: str = ""
     exit_code: int = 3
+    """Exit code of the class named by ``error``."""
     wanted: tuple[WantedGlobal, ...] = ()
     """Imports of the model's file that the user could allow; empty if that would not help."""
+    in_loss: bool = False
+    """Whether the user's loss raised, and not the model."""
+    error: str = "StepError"
+    """Name of the class of :data:`memopt_cli.errors.ERRORS` that the parent raises for this failure."""
+
+    @classmethod
+    def of(
+        cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = (), in_loss: bool = False
+    ) -> StepFailed:
+        """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
+        kind = sent_class(error)
+        return cls(
+            message=error.message,
+            hint=hint,
+            exit_code=kind.exit_code,
+            wanted=wanted,
+            in_loss=in_loss,
+            error=kind.__name__,
+        )
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed

@@ -18,7 +18,7 @@ class Trust:
     """The code that the user vouches for when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
-    """Packages whose ``nn.Module`` classes may be built (``trust:``), like those of well-known model libraries."""
+    """Packages whose ``nn.Module`` classes may be built (``trust:``), as for well-known model libraries."""
     packages: tuple[str, ...] = ()
     """Top-level packages (``--allow-package``) whose classes may be built and whose functions may be referred to; a
     function that the file itself calls must be named in :attr:`globals`."""
@@ -35,16 +35,20 @@ class Trust:
     @property
     def in_python(self) -> str:
         """Python expression for this trust: ``Trust(packages=('mymodels',), code_paths=('train.py',))``."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"Trust({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Trust({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @property
     def flags(self) -> str:
         """Flags of the command line for this trust: ``--allow-package mymodels --code-path train.py``."""
-        named = {"--allow-package": self.packages, "--allow-global": self.globals, "--code-path": self.code_paths}
+        values_by_flag = {
+            "--allow-package": self.packages,
+            "--allow-global": self.globals,
+            "--code-path": self.code_paths,
+        }
         switches = {"--trust-pickle": self.pickle, "--no-sandbox": not self.sandbox}
-        given = [quoted_flag(flag, value) for flag, values in named.items() for value in values]
-        return " ".join([*given, *(flag for flag, is_given in switches.items() if is_given)])
+        flags = [quoted_flag(flag, value) for flag, values in values_by_flag.items() for value in values]
+        return " ".join([*flags, *(flag for flag, is_set in switches.items() if is_set)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +72,7 @@ class ModelSource:
     weights: str | None = None
     """Path of a state dict that fills the model (``--weights``)."""
     key: str | None = None
-    """Entry to take from a file that holds several, as keys joined by dots (``--key``); ``None`` for the file
-    itself."""
+    """Entry to take from a file that holds several, as keys joined by dots (``--key``).  ``None``: the file itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
     """Part of ``trust`` that the user typed for this command, and that is remembered for the file."""
@@ -78,10 +81,10 @@ class ModelSource:
     own_checkpoints: bool = True
     """Whether the model's own checkpointing stays on; otherwise the attributes that control it are turned off."""
     sha256: str | None = None
-    """Hash of the model file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    """Hash of the model file when it was first read, by which a changed file is refused.  ``None``: it has not been
     read yet, or is a callable."""
     weights_sha256: str | None = None
-    """Hash of the file of weights when it was first read; ``None`` if it has not been read yet, or there is none."""
+    """Hash of the file of weights when it was first read.  ``None``: it has not been read yet, or there is none."""
 
 
 STEP = "step"
@@ -97,12 +100,12 @@ class LoadedModel:
     format: str
     """``pickle``, ``torchscript``, ``exported``, ``pretrained``, ``factory`` or :data:`STEP`."""
     sha256: str | None
-    """Hash of the model file; ``None`` for a factory."""
+    """Hash of the model file.  ``None``: a factory."""
     weights_sha256: str | None = None
-    """Hash of the file of weights; ``None`` if there is none."""
+    """Hash of the file of weights.  ``None``: there is none."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
-    """Inputs that the file carries (``.pt2``); ``None`` if it carries none."""
+    """Inputs that the file carries (``.pt2``).  ``None``: it carries none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +120,9 @@ class ModelFacts:
     weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
-    """Inputs of the model's step; ``None`` if the job did not ask for them."""
+    """Inputs of the model's step.  ``None``: the job did not ask for them."""
     batch: int | None
-    """Number of samples of the inputs; ``None`` if the job did not ask for them."""
+    """Number of samples of the inputs.  ``None``: the job did not ask for them."""
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]

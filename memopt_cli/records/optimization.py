@@ -10,7 +10,7 @@ from memopt_cli.records.batch import DimRange
 from memopt_cli.records.device import Confirmation, DeviceProfile
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import ResolvedSearch, SearchGoal, SearchOptions
 from memopt_cli.records.settings import StepSettings
@@ -26,9 +26,9 @@ class ShownFrontier:
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
     weights_sha256: str | None
-    """Hash of the file of weights; ``None`` without one."""
+    """Hash of the file of weights.  ``None``: there is none."""
     key: str | None
-    """Entry of the model's file (``--key``); ``None`` for the file itself."""
+    """Entry of the model's file (``--key``).  ``None``: the file itself."""
     settings: StepSettings
     options: SearchOptions
     """Limits of the search that found the plans."""
@@ -47,20 +47,20 @@ class OptimizeRequest(StepRequest):
     search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
     shown: ShownFrontier | None = None
-    """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
+    """Frontier that an earlier command showed, from which the goal picks a plan.  ``None``: search."""
     dim_range: DimRange | None = None
     """Least and largest size of a dimension, for a plan by length within the goal's budget; the inputs have the largest
     size.  ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
-    """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
+    """Path of a file of the sizes in training, or size -> its count.  ``None``: all sizes are equally frequent."""
     output: str | None = None
-    """Path of the optimized model; ``None`` to write it beside the original."""
+    """Path of the optimized model.  ``None``: write it beside the original."""
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the plan is searched by estimates; ``None`` for the device here."""
-    layout: Layout | None = None
-    """Layout over many ranks, for one of which the plan is searched without measuring; ``None`` for a single device."""
+    """Device that this machine lacks, for which the plan is searched by estimates.  ``None``: the device here."""
+    layout: RankLayout | None = None
+    """Layout over many ranks; the plan is searched for one rank, without measuring.  ``None``: a single device."""
     plan_only: bool = False
     """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
@@ -69,23 +69,23 @@ class OptimizeRequest(StepRequest):
     force: bool = False
     """Whether existing files may be replaced."""
     longest_step_s: float | None = None
-    """Longest seconds of the step that verifies the recommended batch; ``None`` for the default, which depends on the
+    """Longest step, in seconds, that verifies the recommended batch.  ``None``: the default, which depends on the
     plan's step."""
     recommend_batch: bool = True
     """Whether to predict, by dry runs, the batch that fits."""
     confirm_batch: bool = False
-    """Whether to run steps of the predicted batch, too."""
+    """Whether to run steps of the predicted batch as well."""
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
-    """Seconds after which the search tries no more plans; ``None`` for no limit."""
+    """Seconds after which the search tries no more plans.  ``None``: no limit."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's;
-    ``None`` for a call from Python."""
+    """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's.
+    ``None``: a call from Python."""
     backend: str | None = None
-    """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` for none."""
+    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None``: none."""
     interruptible: bool = False
     """Whether Ctrl-C ends only the search, after which the best plan so far is measured, verified and written."""
 
@@ -155,20 +155,20 @@ class OptimizeRequest(StepRequest):
             )
 
     def _check_without_runs(self) -> None:
-        wanted = {
+        needs_runs = {
             "`--frontier`": self.goal.needs_frontier,
             "`--measure-levels`": self.measure_levels,
             "`--optimizer-in-backward`": self.search.options.optimizer_in_backward,
             "`--html` (or `--snapshot`)": self.layout is not None and self.record_steps,
             "`--dim` with a range": self.layout is not None and self.dim_range is not None,
         }
-        flag = next((flag for flag, is_wanted in wanted.items() if is_wanted), None)
+        flag = next((flag for flag, is_wanted in needs_runs.items() if is_wanted), None)
         if flag is not None:
-            where = (
+            reason = (
                 f"`--for {self.card.name}` is for a device that is not here" if self.card else "`--ranks` predicts them"
             )
             raise OptionError(
-                f"{flag} needs steps that run, but {where}",
+                f"{flag} needs steps that run, but {reason}",
                 hint=f"Omit {flag}; `--budget` and `--max-slowdown` choose a plan by estimates.",
             )
 
@@ -179,7 +179,7 @@ class ApplyRequest(StepRequest):
 
     plan_path: str
     spec: InputSpec | None = None
-    """Inputs, which are needed only to verify or confirm; ``None`` to look for them beside the model, then guess."""
+    """Inputs, which are needed only to verify or confirm.  ``None``: look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
     verify: bool = False
     """Whether to compare with the original first, and to write nothing if they differ."""
@@ -197,11 +197,11 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """Verification, of a plan by length at the largest length; ``None`` without ``--verify``."""
+    """Verification, of a plan by length at the largest length.  ``None``: no ``--verify``."""
     shorter: tuple[Verification, ...] = ()
     """Verifications of a plan by length at the largest length of each other range."""
     confirmation: Confirmation | None = None
-    """Measured step and prediction; ``None`` without ``--confirm``."""
+    """Measured step and prediction.  ``None``: no ``--confirm``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +225,6 @@ class OptimizeResult:
     in_memory: bool = False
     """Whether the model was in memory: an applied plan is on it, and no file is written."""
     steps: RecordedSteps | None = None
-    """Recorded steps; ``None`` if no report shows them."""
+    """Recorded steps.  ``None``: no report shows them."""
     ended_by: MemoptError | None = None
-    """Error that ended the optimization after a plan was found; ``None`` if there was none."""
+    """Error that ended the optimization after a plan was found.  ``None``: there was none."""

@@ -15,32 +15,32 @@ from memopt_cli.errors import UsageError
 from memopt_cli.text.spelling import said_in_python
 
 MAX_RANGES = 100
-"""Most ranges of a plan by length, each of which is measured by itself."""
+"""Maximum number of ranges of a plan by length, each of which is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
 PlaceName = Literal["device", "host", "disk"]
 """Place where stored tensors wait for backward: on the device, in host memory, or in a file."""
 
 CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and packs, sends and compiles nothing."
-"""Warning for a plan that :attr:`Plan.is_empty`, where somebody puts it on a model."""
+"""Warning for an empty plan that is put on a model."""
 MAX_NORMS = 2
-"""Most batch norms in a module that runs in chunks: each norm costs one more pass over all chunks, in forward and in
-backward."""
+"""Maximum number of batch norms in a module that runs in chunks: each costs another pass over all chunks, in forward
+and in backward."""
 
 
-class _Briefly:
+class _ShortRepr:
     """Prints a record without the fields that have their default: ``Plan(packed=True)``."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        shown = [f for f in fields(cast(Any, self)) if f.default is MISSING or getattr(self, f.name) != f.default]
-        shown.sort(key=lambda f: f.default is not MISSING)  # the path of a segment comes first
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+        changed = [f for f in fields(cast(Any, self)) if f.default is MISSING or getattr(self, f.name) != f.default]
+        changed.sort(key=lambda f: f.default is not MISSING)  # the path of a segment comes first
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ChunkRule(_Briefly):
+class ChunkRule(_ShortRepr):
     """How to cut the inputs of a module into chunks, so that running them one by one computes the same as the whole."""
 
     axis: int = 0
@@ -64,7 +64,7 @@ class ChunkRule(_Briefly):
 class SegmentPlan(ChunkRule):
     """An entry of a plan, which makes one module a segment, perhaps run in chunks.
 
-    :class:`memopt_cli.runtime.SegmentConfig` has the same fields, since the runtime imports nothing from here.
+    ``memopt_cli.runtime.SegmentConfig`` has the same fields, since the runtime imports nothing from here.
     """
 
     path: str
@@ -114,10 +114,10 @@ class InputDimension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PlanRange(_Briefly):
+class PlanRange(_ShortRepr):
     """The plan for a range of sizes of one dimension: above the bound of the range before, and up to its own.
 
-    The other fields are those of a :class:`Plan`.
+    The other fields are as in a :class:`Plan`.
     """
 
     up_to: int
@@ -138,7 +138,7 @@ it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CompilePlan(_Briefly):
+class CompilePlan(_ShortRepr):
     """The settings with which ``torch.compile`` compiles the model as a whole.
 
     Raises :class:`UsageError` for a memory budget outside of 0 to 1, or that the backend does not read, and for a mode
@@ -148,10 +148,10 @@ class CompilePlan(_Briefly):
     backend: str
     """Backend: ``inductor``, ``aot_eager`` or another that PyTorch knows by name."""
     mode: str | None = None
-    """Mode of inductor, such as ``max-autotune``; ``None`` for its default."""
+    """Mode of inductor, such as ``max-autotune``.  ``None``: its default."""
     activation_memory_budget: float | None = None
     """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
-    ``None`` for the process's setting, 1 unless somebody changed it."""
+    ``None``: the process's setting, 1 unless somebody changed it."""
 
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
@@ -167,10 +167,10 @@ class CompilePlan(_Briefly):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(_Briefly):
+class Plan(_ShortRepr):
     """Module path -> what to do there.
 
-    Raises :class:`UsageError` for ranges that do not ascend, that name no dimension, that stand beside segments for
+    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that stand beside segments for
     every size, or that are combined with ``compile``.
     """
 
@@ -179,23 +179,27 @@ class Plan(_Briefly):
     packed: bool = False
     """Whether tensors saved for backward outside of segments are packed where that is lossless."""
     place: PlaceName = "device"
-    """Place where tensors saved for backward outside of segments wait; they are packed first if :attr:`packed`."""
+    """Place where tensors saved for backward outside of segments wait, packed if :attr:`packed`."""
     in_backward: bool = False
     """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
-    """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
+    """Dimension whose size selects the range, in every forward.  ``None``: a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
-    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` for no compiling."""
+    """Settings of ``torch.compile``, which compiles the model with its segments.  ``None``: no compiling."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
             raise UsageError(
-                "a plan with ranges must say by which dimension, and a plan without ranges must not", hint=_BY
+                "a plan has only one of by and ranges: by names the dimension whose sizes the ranges divide",
+                hint=_RANGES_HINT,
             )
         if self.ranges and (self.segments or self.packed or self.place != "device"):
-            raise UsageError("a plan has ranges, or segments for inputs of any size, not both", hint=_BY)
+            raise UsageError(
+                "a plan has ranges, and beside them segments, packed or place for inputs of any size",
+                hint="Move segments, packed and place into the ranges.",
+            )
         if self.ranges and self.compile is not None:
             raise UsageError(
                 "a plan with ranges cannot compile the model: every length would be compiled again",
@@ -203,9 +207,13 @@ class Plan(_Briefly):
             )
         bounds = [part.up_to for part in self.ranges]
         if len(bounds) > MAX_RANGES:
-            raise UsageError(f"a plan has {len(bounds)} ranges; memopt measures at most {MAX_RANGES}", hint=_BY)
+            raise UsageError(
+                f"a plan has {len(bounds)} ranges; memopt measures at most {MAX_RANGES}", hint="Join some of them."
+            )
         if bounds != sorted(set(bounds)) or min(bounds, default=1) < 1:
-            raise UsageError(f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_BY)
+            raise UsageError(
+                f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_RANGES_HINT
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -215,7 +223,7 @@ class Plan(_Briefly):
         )
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
-        """Return the plan that acts at ``sizes`` of dimensions; the longest range's if the dimension is missing."""
+        """Return the plan for ``sizes`` of dimensions; without the plan's dimension, the plan of the longest range."""
         size = sizes.get(self.by.dim) if self.by is not None else None
         if size is None:
             return self.longest
@@ -249,36 +257,38 @@ class Plan(_Briefly):
 
     @property
     def of_model(self) -> Plan:
-        """The plan without its part for the optimizer."""
+        """Plan without its part for the optimizer."""
         return replace(self, in_backward=False)
 
     @property
     def eager(self) -> Plan:
-        """The plan without compiling."""
+        """Plan without compiling."""
         return replace(self, compile=None)
 
     @said_in_python()
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 
-        ``force``: replace a file that is there.  Raises :class:`UsageError` for one that may not be replaced, and for a
-        plan too large to be read again, and :class:`WriteError` for a folder or a disk that cannot be written to.
+        ``force``: replace a file that is there.  Raises ``UsageError`` for a file that may not be replaced, and for a
+        plan too large to be read again, and ``WriteError`` for a folder or a disk that cannot be written to.
         """
         from memopt_cli.records.plan_file import save_plan  # which imports this file
 
         save_plan(self, Path(output), force=force)
 
-    def required_eager(self, what: str) -> Plan:
-        """Return the plan.  Raises :class:`UsageError`, which ends in ``what``, if the plan compiles the model."""
+    def require_eager(self, reason: str) -> Plan:
+        """Return the plan.  Raises ``UsageError`` for ``reason`` if the plan compiles the model."""
         if self.compile is not None:
             raise UsageError(
-                f"the plan compiles the model ({self.compile.backend}), and {what}",
+                f"the plan compiles the model ({self.compile.backend}), and {reason}",
                 hint="Leave compile out of the plan.",
             )
         return self
 
 
-_BY = "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
+_RANGES_HINT = (
+    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from memopt_cli.errors import UsageError
 from memopt_cli.records.device import PredictedStep
-from memopt_cli.records.header import SCHEMA_VERSION, FileHeader
+from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.plan import Plan, SegmentPlan
 from memopt_cli.records.wire import to_data, to_short_data
 from memopt_cli.text.documents import why_unreadable, yaml_text
 from memopt_cli.text.writing import content, write_all
-from memopt_cli.version import __version__
 
 PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
 """Keys of a plan's file that are for people, and that applying it does not need."""
@@ -27,16 +25,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
 
     Raises :class:`UsageError` for a plan whose file could not be read again, and what :func:`write_all` does.
     """
-    header = FileHeader(
-        schema_version=SCHEMA_VERSION,
-        memopt=__version__,
-        torch=version("torch"),
-        model="(in memory)",
-        sha256=None,
-        spec=InputSpec(source="Plan.save"),
-        seed=0,
-        device="",
-    )
+    header = FileHeader.now("(in memory)", InputSpec(source="Plan.save"), device="(not recorded)")
     text = plan_yaml(header, plan)
     if reason := why_unreadable(text):
         raise UsageError(
@@ -51,7 +40,7 @@ def plan_yaml(
     plan: Plan,
     level: int | None = None,
     predicted: PredictedStep | None = None,
-    layout: Layout | None = None,
+    layout: RankLayout | None = None,
     turns_off: Sequence[str] = (),
 ) -> bytes:
     """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of a search, and ``plan``.
@@ -60,15 +49,15 @@ def plan_yaml(
     plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
     Applying the plan needs none of these.
     """
-    described = {**({} if level is None else {"level": level}), **to_short_data(plan)}
+    plan_data = {**({} if level is None else {"level": level}), **to_short_data(plan)}
     if plan.ranges:
-        described["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
+        plan_data["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
     else:
-        described["segments"] = [_segment_data(segment) for segment in plan.segments]
-    more = {PREDICTED: predicted, PARALLEL: layout}
-    more = {name: to_data(value) for name, value in more.items() if value is not None}
+        plan_data["segments"] = [_segment_data(segment) for segment in plan.segments]
+    data_for_people = {PREDICTED: predicted, PARALLEL: layout}
+    data_for_people = {name: to_data(value) for name, value in data_for_people.items() if value is not None}
     off = {TURNS_OFF: list(turns_off)} if turns_off else {}
-    return yaml_text({**header_data(header), **off, **described, **more}).encode()
+    return yaml_text({**header_data(header), **off, **plan_data, **data_for_people}).encode()
 
 
 def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Literal
 from memopt_cli.errors import OptionError
 from memopt_cli.records.device import DeviceEstimate, DeviceProfile
 from memopt_cli.records.header import FileHeader
-from memopt_cli.records.layout import Layout
+from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.measurement import Breakdown, Measurement, OutOfMemory, PhasePeak
 from memopt_cli.records.plan import CompressorName, Plan
 from memopt_cli.records.rank import RankPrediction
@@ -23,17 +23,17 @@ class ProfileRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """Path of a plan to run the step under; ``None`` for the model as it is."""
+    """Path of a plan to run the step under.  ``None``: the model as it is."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
-    layout: Layout | None = None
-    """Layout of ranks, of one of which the step is predicted without data; ``None`` for one device."""
+    """Device that this machine lacks, for which the step is estimated without a run.  ``None``: the device here."""
+    layout: RankLayout | None = None
+    """Layout of ranks; the step of one rank is predicted without data.  ``None``: one device."""
     rank: int | None = None
-    """Rank to predict; ``None`` for the first and the last, of which the larger is shown in full."""
+    """Rank to predict.  ``None``: the first and the last; the larger is shown in full."""
     backend: str | None = None
-    """Backend of ``torch.compile`` with which the step is measured, too; ``None`` for none."""
+    """Backend of ``torch.compile`` with which the step is measured as well.  ``None``: none."""
 
     @property
     def runs(self) -> bool:
@@ -104,7 +104,7 @@ class TimeUse:
     """Name of the part: a phase without what a plan adds to it, a part that the plan adds, or the time between
     operators."""
     segment: str | None = None
-    """Path of the segment that is recomputed; ``None`` for the other parts."""
+    """Path of the segment that is recomputed.  ``None``: the other parts."""
     seconds: float
 
 
@@ -133,7 +133,7 @@ class StepProfile:
     header: FileHeader
     plan: Plan
     measurement: Measurement | OutOfMemory | None
-    """Measurement; ``None`` if the step was not run at full size."""
+    """Measurement.  ``None``: the step was not run at full size."""
     fake: bool
     """Whether the step was recorded on tensors without data."""
     tensor_peak_bytes: int
@@ -157,13 +157,13 @@ class StepProfile:
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None
-    """Estimate for the device of ``--for``, which also gives the operators' times; ``None`` without ``--for``."""
+    """Estimate for the device of ``--for``, which also gives the operators' times.  ``None``: no ``--for``."""
     compiled: CompiledStep | None = None
-    """Same step compiled; ``None`` without ``--compile``."""
+    """Same step compiled.  ``None``: no ``--compile``."""
     ranks: tuple[RankPrediction, ...] = ()
     """Predictions for ranks; the other fields are then about :attr:`rank`.  Empty without ``--ranks``."""
 
     @property
     def rank(self) -> RankPrediction | None:
-        """Rank whose step this is, the first one with the largest peak; ``None`` for a step on one device."""
+        """Rank whose step this is, the first one with the largest peak.  ``None``: a step on one device."""
         return max(self.ranks, key=lambda rank: rank.tensor_peak_bytes, default=None)

@@ -44,7 +44,7 @@ class Progress:
         """Show a note that the user should read now rather than in the report."""
 
     def interrupted(self, text: str) -> None:
-        """Say that Ctrl-C has been heard, and what follows: a script that shows nothing else is told of it, too."""
+        """Say that Ctrl-C has been heard, and what follows, even in a script that shows nothing else."""
         _LOG.warning("%s", text)
 
     def close(self) -> None:
@@ -69,8 +69,7 @@ class _InNotebook(Progress):
 
     def __init__(self, display: Any) -> None:
         """Show the line by ``display``, the module ``IPython.display``."""
-        self._html = display.HTML
-        self._handle = display.display(self._html(""), display_id=True)
+        self._handle = display.display(self._output(""), raw=True, display_id=True)
         self._stage = ""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
@@ -81,10 +80,16 @@ class _InNotebook(Progress):
         self._show(update_line(self._stage, done, total, text), f' value="{done}" max="{total}"' if total else "")
 
     def close(self) -> None:
-        self._handle.update(self._html(""))
+        self._handle.update(self._output(""), raw=True)
 
     def _show(self, line: str, filled: str = "") -> None:
-        self._handle.update(self._html(f"<progress{filled}></progress> {html.escape(printable(line))}"))
+        shown = f"<progress{filled}></progress> {html.escape(printable(line))}"
+        self._handle.update(self._output(shown), raw=True)
+
+    @staticmethod
+    def _output(shown: str) -> dict[str, str]:
+        # Without plain text, a notebook that is converted to text would say "<IPython.core.display.HTML object>".
+        return {"text/html": shown, "text/plain": ""}
 
 
 def stage_line(stage: str, takes: Span | None) -> str:

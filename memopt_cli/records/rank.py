@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memopt_cli.records.batch import NoBatchFits
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
-from memopt_cli.records.layout import Collective, Layout
+from memopt_cli.records.layout import Collective, RankLayout
 from memopt_cli.records.measurement import Breakdown, Counted, PhasePeak
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.request import StepRequest
@@ -19,7 +19,7 @@ from memopt_cli.records.settings import StepSettings
 class RankPrediction:
     """The predicted needs of a step on one rank, counted on tensors without data in a group that sends nothing."""
 
-    layout: Layout
+    layout: RankLayout
     rank: int
     """Rank, from 0."""
     plan: Plan
@@ -52,18 +52,18 @@ class PlannedRanks:
     """First and last rank, under the plan."""
 
 
-def predicted(counted: Counted, layout: Layout, rank: int, plan: Plan) -> RankPrediction:
-    """Make the prediction for ``rank`` from ``counted``, the dry run of its step."""
+def make_prediction(dry_run: Counted, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
+    """Make the prediction for ``rank`` from ``dry_run``, the dry run of its step."""
     return RankPrediction(
         layout=layout,
         rank=rank,
         plan=plan,
-        tensor_peak_bytes=counted.tensor_peak_bytes,
-        resident_bytes=counted.resident_bytes,
-        breakdown=counted.breakdown,
-        phases=counted.phases,
-        collectives=counted.collectives,
-        data_ranks=counted.data_ranks,
+        tensor_peak_bytes=dry_run.tensor_peak_bytes,
+        resident_bytes=dry_run.resident_bytes,
+        breakdown=dry_run.breakdown,
+        phases=dry_run.phases,
+        collectives=dry_run.collectives,
+        data_ranks=dry_run.data_ranks,
     )
 
 
@@ -94,7 +94,7 @@ class NotPredicted:
 class RanksRow:
     """The answer for one number of ranks."""
 
-    layout: Layout
+    layout: RankLayout
     planned: bool
     """Whether the step runs under the plan."""
     outcome: RankBatch | NoBatchFits | NotPredicted
@@ -128,15 +128,15 @@ class MeasureRequest(StepRequest):
     """The options of ``memopt measure`` on one rank, resolved."""
 
     spec: InputSpec | None
-    """Inputs of one rank's step; ``None`` to look for them beside the model, then guess."""
+    """Inputs of one rank's step.  ``None``: look for them beside the model, then guess."""
     settings: StepSettings = StepSettings()
-    layout: Layout
+    layout: RankLayout
     rank: int
     """Rank of this process."""
     local_rank: int
-    """Rank among those of this machine, which is the number of its device."""
+    """Rank among the ranks of this machine, which is the number of its device."""
     plan_path: str | None = None
-    """Path of a plan to run the step under; ``None`` for the model as it is."""
+    """Path of a plan to run the step under.  ``None``: the model as it is."""
     output: str | None = None
     """Path to which the first rank writes the report; ``None`` only to print it."""
     force: bool = False
@@ -202,7 +202,7 @@ class GroupMeasurement:
     """The result of ``memopt measure`` on a real group."""
 
     header: FileHeader
-    layout: Layout
+    layout: RankLayout
     plan: Plan
     """Plan of the step on every rank, applied before the model is spread."""
     plan_digest: str
@@ -216,7 +216,7 @@ class GroupMeasurement:
     step_s: float
     """Median step time of the slowest rank."""
     predicted: RankPrediction | None
-    """Prediction for the first rank; ``None`` if there is none, as a note explains."""
+    """Prediction for the first rank.  ``None``: there is none, as a note explains."""
     notes: tuple[str, ...]
     spent_s: float
 

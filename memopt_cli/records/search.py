@@ -32,46 +32,49 @@ class SearchOptions:
     targets: tuple[str, ...] = ()
     """Class names or path globs (``--target``); empty if memopt chooses, or if ``modules`` are given."""
     modules: tuple[str, ...] | None = None
-    """Paths of the only modules that may become segments; ``None`` for all."""
+    """Paths of the only modules that may become segments.  ``None``: all."""
     parts: tuple[str, ...] | None = None
-    """Paths of the only parts of those modules that may become segments from level 2 on; ``None`` for all."""
+    """Paths of the only parts of those modules that may become segments from level 2 on.  ``None``: all."""
     chunkable: tuple[str, ...] | None = None
-    """Paths of the only modules that may run in chunks; ``None`` for all that can."""
+    """Paths of the only modules that may run in chunks.  ``None``: all that can."""
     compress_x: bool = True
     temporal_split_factor: int = 2
     """Number of chunks that a temporal split makes of one."""
     max_split_rounds: int | None = None
-    """Most segments with others in them, and most multiplications of chunks; ``None`` for no limit."""
+    """Maximum number of segments with others in them, and of multiplications of chunks.  ``None``: no limit."""
     max_candidates_per_round: int | None = None
-    """Most modules asked for chunks, and most changes of a plan tried, in a round; ``None`` for no limit."""
+    """Maximum number of modules asked for chunks, and of changes of a plan tried, in a round.  ``None``: no limit."""
     warmup_in_main_process: bool = True
     """Whether the process that goes on to train the model takes one step of the optimized model first."""
     warmup_in_profile_workers: bool = True
     """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
-    """Profile that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
+    """Profile that the user gave, or that ``prefer`` sets.  ``None``: neither is given."""
     allow_expensive_profiling: bool = True
     checkpoint_budget: Preference | None = None
-    """Budget that the user gave, or that ``prefer`` sets; ``None`` where neither is given."""
+    """Budget that the user gave, or that ``prefer`` sets.  ``None``: neither is given."""
     max_gc_wrapped_modules: int | None = None
-    """Most segments that lie in no other; ``None`` for no limit, 0 or less for none."""
+    """Maximum number of segments that lie in no other.  ``None``: no limit.  0 or less: none."""
     gc_target_budget_ratio: float | None = None
-    """Most segments that lie in no other, as a share of the candidates; ``None`` for no limit, 0 or less for none."""
+    """Maximum number of segments that lie in no other, as a share of the candidates.
+
+    ``None``: no limit.  0 or less: none.
+    """
     allow_inexact: bool = False
-    """Whether chunks may use their own batch statistics where those of the whole batch cannot be gathered."""
+    """Whether chunks may use their own batch statistics where the whole batch's statistics cannot be gathered."""
     max_slowdown: float | None = None
-    """Longest step of a level's plan, divided by that of the original; ``None`` for no limit."""
+    """Longest step of a level's plan, divided by the original's.  ``None``: no limit."""
     offload: str = "none"
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
     host_memory: int | None = None
-    """Most bytes that plans may send to host memory; ``None`` for what that place takes."""
+    """Maximum number of bytes that plans may send to host memory.  ``None``: what that place takes."""
     optimizer_in_backward: bool = False
     """Whether plans may run the optimizer in backward, where the training script finds no gradients any more."""
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:
-        """Place and folder that :attr:`offload` names; ``None`` for a place that memopt chooses, or for no folder."""
+        """Place and folder that :attr:`offload` names.  ``None``: memopt chooses the place, or there is no folder."""
         place, _, folder = self.offload.partition(":")
         names: dict[str, PlaceName | None] = {"auto": None, "none": "device", "host": "host", "disk": "disk"}
         return names[place], folder or None
@@ -137,11 +140,11 @@ class SearchGoal:
     """The goal of a search; by default it is the lowest peak that the level allows."""
 
     budget: Budget | None = None
-    """Budget within which the fastest plan is searched; ``None`` for no budget."""
+    """Budget within which the fastest plan is searched.  ``None``: no budget."""
     frontier: bool = False
     """Whether plans from the fastest to the smallest are searched and shown."""
     pick: int | None = None
-    """Plan of the frontier to apply, from 1; ``None`` for none."""
+    """Plan of the frontier to apply, from 1.  ``None``: none."""
 
     @property
     def needs_frontier(self) -> bool:

@@ -23,14 +23,14 @@ class StepSettings:
     precision: Precision = "stored"
     """Precision: ``stored`` keeps the file's dtypes, ``fp32`` and ``fp64`` cast, ``bf16`` and ``fp16`` use autocast."""
     loss: str | None = None
-    """Function ``file.py:function``, called with the model's output; ``None`` for the rules of
+    """Function ``file.py:function``, called with the model's output.  ``None``: the rules of
     :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
     """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty for none."""
     micro_batches: int = 1
     """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None
-    """Norm of all gradients together to which they are clipped; ``None`` for no clipping."""
+    """Norm of all gradients together to which they are clipped.  ``None``: no clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class StepSettings:
         if not self.has_optimizer:
             raise OptionError(
                 "`--optimizer-in-backward` lets an optimizer run in backward, but none is named",
-                hint="Add the one that you train with: `--optimizer adamw`.",
+                hint="Add the optimizer that you train with: `--optimizer adamw`.",
             )
         if self.needs_all_gradients:
             raise OptionError(

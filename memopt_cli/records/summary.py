@@ -12,9 +12,9 @@ from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.units import format_bytes
+from memopt_cli.text.units import counted, format_bytes
 
-_MOSTLY = 0.5
+_FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
 plan names this share as the reason."""
 
@@ -26,9 +26,9 @@ class LevelRow:
     level: int
     plan: Plan
     outcome: Measurement | Failure | None
-    """Measurement of the plan; ``None`` if it was not measured, so that the prediction counts."""
+    """Measurement of the plan.  ``None``: it was not measured, so that the prediction counts."""
     predicted_tensor_peak_bytes: int | None = None
-    """Peak of a dry run; ``None`` if the model cannot be traced without data."""
+    """Peak of a dry run.  ``None``: the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None = None
     """Peak of a dry run with the workspaces of kernels in the original."""
     dry_runs: int
@@ -36,17 +36,26 @@ class LevelRow:
     search_s: float
     """Seconds of the search at this level."""
     repeats: int | None = None
-    """Lower level whose plan this level repeats, since it found no better one; ``None`` for a plan of its own."""
+    """Lower level whose plan this level repeats, since it found no better one.  ``None``: a plan of its own."""
     predicted_slowdown: float | None = None
-    """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
+    """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
 
-    def predicted(self, counted: Counted) -> LevelRow:
-        """Return the row with the peaks of ``counted``, a dry run of its plan."""
+    def __repr__(self) -> str:
+        return f"<LevelRow: level {self.level}, {_in_brief(self.plan, self.outcome)}>"
+
+    def predicted(self, dry_run: Counted) -> LevelRow:
+        """Return the row with the peaks of ``dry_run``, a dry run of its plan."""
         return replace(
             self,
-            predicted_tensor_peak_bytes=counted.tensor_peak_bytes,
-            predicted_allocated_peak_bytes=counted.allocated_peak_bytes,
+            predicted_tensor_peak_bytes=dry_run.tensor_peak_bytes,
+            predicted_allocated_peak_bytes=dry_run.allocated_peak_bytes,
         )
+
+
+def _in_brief(plan: Plan, outcome: Measurement | Failure | None) -> str:
+    """Return ``plan`` and its measured peak in a few words."""
+    peak = f", {format_bytes(outcome.allocated_peak_bytes)}" if isinstance(outcome, Measurement) else ""
+    return f"{counted(len(plan.longest.segments), 'segment')}{peak}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,26 +64,30 @@ class ParetoPoint:
 
     plan: Plan
     predicted_allocated_peak_bytes: int | None = None
-    """Peak of a dry run with the workspaces of kernels in the original; ``None`` for a plan that compiles the model."""
+    """Peak of a dry run with the workspaces of kernels in the original.  ``None``: a plan that compiles the model."""
     predicted_slowdown: float | None = None
-    """Step time divided by that of the original, by the cost model; ``None`` for a plan that compiles the model."""
+    """Step time divided by the original's, by the cost model.  ``None``: a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as timed beside this plan; ``None`` where it does not run."""
+    """Step time of the original as timed beside this plan.  ``None``: it does not run."""
 
     @property
     def slowdown(self) -> float | None:
-        """Measured step time divided by that of the original; ``None`` where one of them did not run."""
+        """Measured step time divided by the original's.  ``None``: one of them did not run."""
         if self.original_step_s is None or not isinstance(self.outcome, Measurement):
             return None
         return self.outcome.step_s / self.original_step_s
 
     @property
     def upper(self) -> float | None:
-        """Largest slowdown within the error of the measurement; ``None`` where :attr:`slowdown` is."""
+        """Largest slowdown within the error of the measurement.  ``None``: there is no slowdown."""
         if self.slowdown is None or not isinstance(self.outcome, Measurement):
             return None
         return self.slowdown + self.outcome.slowdown_error
+
+    def __repr__(self) -> str:
+        slower = "" if self.slowdown is None else f", step {self.slowdown:.2f}×"
+        return f"<ParetoPoint: {_in_brief(self.plan, self.outcome)}{slower}>"
 
     def row(self, level: int, *, dry_runs: int = 0, search_s: float = 0.0) -> LevelRow:
         """Return the plan of this point as the row of ``level``, for a point that the user has picked."""
@@ -95,7 +108,7 @@ class Outlook:
 
     peak_bytes: int
     slowdown: float
-    """Step time divided by that of the original."""
+    """Step time divided by the original's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +123,19 @@ class RangeRow:
     """Share of the training steps with a length in the range, 0 to 1; without ``--lengths``, share of the lengths."""
     plan: Plan
     original: Measurement | Failure | None
-    """Measurement of the original at the largest length; ``None`` if it was not run."""
+    """Measurement of the original at the largest length.  ``None``: it was not run."""
     outcome: Measurement | None
-    """Measurement of the plan at the largest length; ``None`` for a plan for another device."""
+    """Measurement of the plan at the largest length.  ``None``: a plan for another device."""
     predicted_allocated_peak_bytes: int | None = None
-    """Predicted peak of the plan at the largest length on the other device; ``None`` if the plan was measured."""
+    """Predicted peak of the plan at the largest length on the other device.  ``None``: the plan was measured."""
     predicted_slowdown: float | None = None
-    """Step time divided by that of the original, by the cost model; ``None`` if not predicted."""
+    """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
     verification: Verification | None = None
-    """Verification of the plan; ``None`` where the range has the original."""
+    """Verification of the plan.  ``None``: the range has the original."""
 
     @property
     def slowdown(self) -> float | None:
-        """Step time divided by that of the original: measured, or predicted where the original does not run."""
+        """Step time divided by the original's: measured, or predicted where the original does not run."""
         if self.plan.is_empty:
             return 1.0
         if isinstance(self.original, Measurement) and self.outcome is not None:
@@ -185,24 +198,24 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or by dry runs alone; ``None`` if none was looked for, or if a note says why not."""
+    """Batch that fits, by runs or by dry runs alone.  ``None``: none was looked for, or a note says why not."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
     budget_bytes: int | None = None
-    """Budget for the allocated peak; ``None`` if there was none."""
+    """Budget for the allocated peak.  ``None``: there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
     """The original, then the plans of the frontier, fastest first; a plan that the user picked is the applied one."""
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """Predictions for the next faster plan on the frontier; ``None`` if none is known."""
+    """Predictions for the next faster plan on the frontier.  ``None``: none is known."""
     smaller: Outlook | None = None
-    """Predictions for the next smaller plan; ``None`` if none is known."""
+    """Predictions for the next smaller plan.  ``None``: none is known."""
     estimates: PlanEstimates | None = None
-    """Estimates for a device that this machine lacks, where nothing is measured; ``None`` for the device here."""
+    """Estimates for a device that this machine lacks, where nothing is measured.  ``None``: the device here."""
     parallel: PlannedRanks | None = None
-    """Predictions for one rank of many, for which nothing is measured; ``None`` for a single device."""
+    """Predictions for one rank of many, for which nothing is measured.  ``None``: a single device."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
@@ -211,6 +224,13 @@ class MemOptSummary:
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans measured for ``--compile``, the eager one first; empty without it.  One of them is applied."""
+
+    def __repr__(self) -> str:
+        applied = (
+            f"level {self.applied_level} applied" if self.is_applied and not self.is_to_choose else "nothing applied"
+        )
+        of_frontier = f", {counted(len(self.frontier), 'plan')} on the frontier" if self.frontier else ""
+        return f"<MemOptSummary: {applied}, {counted(len(self.levels), 'level')}{of_frontier}>"
 
     @property
     def is_applied(self) -> bool:
@@ -225,7 +245,7 @@ class MemOptSummary:
 
     @property
     def decisive(self) -> Dropped | None:
-        """Plan that came nearest to being applied; ``None`` where one is applied, or none was found."""
+        """Plan that came nearest to being applied.  ``None``: one is applied, or none was found."""
         return None if self.is_applied or self.is_to_choose else decisive(self.dropped)
 
     @property
@@ -242,12 +262,18 @@ class MemOptSummary:
             return ""
         original = self.levels[0].outcome if self.levels else None
         if isinstance(original, Measurement):
-            most = self.options.get("max_slowdown")
-            quick = f" in at most {most:g} times the step" if self.smaller is not None and most is not None else ""
+            max_slowdown = self.options.get("max_slowdown")
+            within_slowdown = (
+                f" in at most {max_slowdown:g} times the step"
+                if self.smaller is not None and max_slowdown is not None
+                else ""
+            )
             peak = format_bytes(original.allocated_peak_bytes)
             share = original.resident_bytes / original.allocated_peak_bytes
-            fixed = f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _MOSTLY else ""
-            return f"no plan that was found lowers the peak of {peak}{fixed}{quick}: the model stays as it is"
+            fixed = (
+                f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _FIXED_SHARE else ""
+            )
+            return f"no plan that was found lowers the peak of {peak}{fixed}{within_slowdown}: the model stays as it is"
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

@@ -71,7 +71,7 @@ class OpTrace:
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
     recomputes: str | None = None
-    """Path of the segment whose forward the operator recomputes; ``None`` for all other operators."""
+    """Path of the segment whose forward the operator recomputes.  ``None``: all other operators."""
     packs: bool = False
     """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
     random: bool = False
@@ -104,10 +104,10 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """First operator that ran after the storage was freed, or that reused it for its own sum; ``None`` if it outlives
+    """First operator that ran after the storage was freed, or that reused it for its own sum.  ``None``: it outlives
     the step."""
     freed: int | None
-    """First operator that would have run without the storage if autograd had saved nothing; ``None`` if none."""
+    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: none."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"
@@ -178,7 +178,7 @@ class StepTrace:
     copying_s_per_byte: float = 0.0
     """CPU seconds to send a byte to that place and to fetch it, which a step on the CPU loses; 0 on a GPU."""
     room_bytes: int | None = None
-    """Most bytes that may wait in that place; ``None`` if not known."""
+    """Maximum number of bytes that may wait in that place.  ``None``: not known."""
     segment_overhead: float = 1.0
     """Overhead of a segment here, divided by that on the machine where the cost model's constants were measured."""
 

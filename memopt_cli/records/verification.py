@@ -25,7 +25,7 @@ class TensorPrint:
     norm: float
     """Root of the sum of squares of the finite elements, in float64; 0 if the tensor is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of the finite elements, in float64; those of two tensors are about as far apart as the tensors."""
+    """Weighted sums of the finite elements, in float64, for two tensors about as far apart as the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Fingerprint:
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
-    """Names of outputs whose values were not computed, such as those of chunks that run through the loss."""
+    """Names of outputs whose values were not computed, such as the outputs of chunks that run through the loss."""
     repeats: bool
     """Whether another step of the same plan, from the same state and seed, left the same bits."""
 
@@ -105,7 +105,7 @@ class Verification:
     dims: dict[str, int] = field(default_factory=dict)
     """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
-    """Comparison of the measured steps, if they agree; ``None`` if they do not, or were not compared."""
+    """Comparison of the measured steps, if they agree.  ``None``: they do not, or were not compared."""
     detail: str = ""
     """Error of the step with the plan, where the original raises none; empty if there is none."""
     inexact: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Verification:
 
     @property
     def is_to_the_bit(self) -> bool:
-        """Whether all tensors, those of the measured steps included, have the same bits."""
+        """Whether all tensors have the same bits, in the measured steps as well."""
         return self.exact and (self.measured is None or self.measured.equal == self.measured.compared)
 
     @property
@@ -130,10 +130,10 @@ class Verification:
     @property
     def difference(self) -> str:
         """Largest difference in words: ``output[0] differs by 0.5 in eval mode``."""
-        where = f" {self.differs_in}" if self.differs_in else ""
+        place = f" {self.differs_in}" if self.differs_in else ""
         if self.detail:
-            return f"{self.worst_name} fails{where} ({self.detail})"
-        return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{where}"
+            return f"{self.worst_name} fails{place} ({self.detail})"
+        return f"{self.worst_name or 'its output'} differs by {self.worst_difference:.2g}{place}"
 
 
 def _sizes_in_words(batch: int, dims: Mapping[str, int]) -> str:

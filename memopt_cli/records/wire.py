@@ -107,11 +107,11 @@ def _hints_of(cls: type) -> dict[str, Any]:
 def _read_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
-    known = {f.name: f for f in fields(cls)}
-    refuse_unknown((key for key in data if key != "kind"), known, where)
+    fields_by_name = {f.name: f for f in fields(cls)}
+    refuse_unknown((key for key in data if key != "kind"), fields_by_name, where)
     hints = _hints_of(cls)
     values = {}
-    for name, f in known.items():
+    for name, f in fields_by_name.items():
         if name in data:
             values[name] = _read(hints[name], data[name], f"{where}.{name}")
         elif f.default is MISSING and f.default_factory is MISSING:
@@ -154,10 +154,10 @@ def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
         except OverflowError as err:
             raise UsageError(f"{where} is too large a number") from err
     if not isinstance(data, annotation) or (isinstance(data, bool) and annotation is not bool):
-        wanted, hint = annotation.__name__, ""
+        kind, hint = annotation.__name__, ""
         if annotation is str:
-            wanted = "text"
+            kind = "text"
             if not isinstance(data, Mapping | list):
                 hint = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
-        raise UsageError(f"{where} must be {wanted}, not {shortened(data)}", hint=hint)
+        raise UsageError(f"{where} must be {kind}, not {shortened(data)}", hint=hint)
     return data

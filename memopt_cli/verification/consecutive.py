@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memopt_cli.errors import MemoptError, first_line
-from memopt_cli.records import CallPrint, ChoicePrint, Followed, StepPrint, TensorPrint
+from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
@@ -43,7 +43,7 @@ _LIBRARIES = ("torch", "memopt_cli")
 """Packages whose hooks are not the user's."""
 
 
-def take_steps(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> Followed:
+def take_steps(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> FollowedSteps:
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
     The steps use the optimizer of ``step``, or SGD.  ``between`` is called with the model before each step, but not for
@@ -64,7 +64,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
         records = [_take_first(lambda: take(0), step.settings.seed)]
         while len(records) < count and not records[-1].failed:
             records.append(take(len(records)))
-        return Followed(
+        return FollowedSteps(
             start=start,
             others=values.names,
             steps=tuple(records),

@@ -31,7 +31,7 @@ from memopt_cli.verification.effects import (
     effects,
     gradients_by_parameter,
 )
-from memopt_cli.verification.variations import CHECKS, CannotVary, Inputs, Resize, Variation, variations
+from memopt_cli.verification.variations import CHECKS, Arguments, CannotVary, Resize, Variation, variations
 
 _MAX_STEPS, _MAX_FULL_STEPS = 4, 3
 """Longest time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
@@ -117,7 +117,7 @@ def _compare_all(
     return tuple(checks), None
 
 
-def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Inputs:
+def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Arguments:
     """Return the inputs cut to the first ``size`` samples: each tensor that is as long as the first one.
 
     Raises :class:`StepError` if there are fewer samples.

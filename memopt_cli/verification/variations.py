@@ -16,9 +16,9 @@ from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step
 from memopt_cli.verification.effects import in_double
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-Resize = Callable[[int], Inputs]
+Resize = Callable[[int], Arguments]
 """Makes the inputs at another batch size; raises if they have only one."""
 Vary = Callable[[Step], AbstractContextManager[Step]]
 """Yields a step with one thing changed, and undoes the change after the block."""

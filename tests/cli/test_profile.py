@@ -11,7 +11,7 @@ import pytest
 
 from memopt_cli.cli import app
 from memopt_cli.cli.app import main
-from memopt_cli.records import InputSpec, Layout, ModelSource, ProfileRequest, StepSettings, TensorSpec, Trust
+from memopt_cli.records import InputSpec, ModelSource, ProfileRequest, RankLayout, StepSettings, TensorSpec, Trust
 from memopt_cli.search.estimation.cards import CARDS
 
 
@@ -171,14 +171,14 @@ def test_one_rank_of_many(requests: list[ProfileRequest]) -> None:
     Path("train.py").touch()
     assert main(["profile", "net:build", *flags.split()]) == 3
     (request,) = requests
-    assert request.layout == Layout(ranks=64, parallel="train.py:shard", mesh={"dp": 32, "tp": 2})
+    assert request.layout == RankLayout(ranks=64, parallel="train.py:shard", mesh={"dp": 32, "tp": 2})
     assert request.rank == 3
 
 
 def test_the_first_and_the_last_rank_are_asked_for(requests: list[ProfileRequest]) -> None:
     assert main(["profile", "net:build", *"--fake --ranks 8 --parallel fsdp".split()]) == 3
     (request,) = requests
-    assert request.layout == Layout(ranks=8, parallel="fsdp", mesh={"dp": 8})
+    assert request.layout == RankLayout(ranks=8, parallel="fsdp", mesh={"dp": 8})
     assert request.rank is None
 
 

@@ -236,7 +236,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
         f"/ {steps}).backward()",
     ):
         assert pasted in done.out
-    assert f"its statistics are those of {batch} samples, not of 4096" in done.out
+    assert f"whose statistics are of {batch} samples, not of 4096" in done.out
     assert not done.changed
 
 
@@ -261,9 +261,8 @@ def test_a_plan_beside_the_model_is_offered_and_not_used(
     Path("net.memopt.plan.yaml").write_text(json.dumps(plan))
     done = memopt("recommend-batch", net, "-i", "64x64", "--memory", "1MiB", "--fake", *flags)
     assert done.code == 0, done.err
-    said = (
-        "The plan in net.memopt.plan.yaml is not used. Add --plan net.memopt.plan.yaml to see what fits under it, too."
-    )
+    said = "The plan in net.memopt.plan.yaml is not used. "
+    said += "Add --plan net.memopt.plan.yaml to see also which batch fits under the plan."
     assert (said in done.out.splitlines()) == is_offered
 
 
@@ -379,7 +378,7 @@ def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
     memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of the runs was of a batch that makes up the global one, and nothing was said to fit."""
-    monkeypatch.setattr(fastest, "_OF_ORIGINAL", 1)
+    monkeypatch.setattr(fastest, "_MAX_ORIGINAL_RUNS", 1)
     flags = ("-i", "3x1024x16", "--memory", "8MiB", "--search", "--global-batch", "16", "--level", "1", "--json")
     found = json.loads(memopt("recommend-batch", six_blocks, *flags).out)
     answer = found["runs"][found["chosen"]]
@@ -418,7 +417,7 @@ def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_block
     assert answer["late"]
     assert answer["batch"] == 1
     assert answer["plan"]["segments"]
-    assert "No step was within 0.001 s (--longest-step): the shortest is the answer." in found["notes"]
+    assert "No step took 0.001 s or less (--longest-step): the answer has the shortest step." in found["notes"]
 
 
 @pytest.mark.slow

@@ -590,7 +590,7 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
         "importing train.py failed: Permission denied", hint='Put it under if __name__ == "__main__":.'
     )
     error.__cause__ = PermissionError(13, "Permission denied")
-    assert failure_of(error) == StepFailed(message=error.message, hint=error.hint)
+    assert failure_of(error) == StepFailed.of(error, error.hint)
     other = StepError("forward failed", hint="Give other inputs.")
     other.__cause__ = PermissionError(13, "Permission denied")
     assert sandbox.HINT in failure_of(other).hint

@@ -107,7 +107,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
         original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
-        found=Findings(
+        findings=Findings(
             resolved=ResolvedSearch(options=options, requested_level=options.level),
             asked_codecs=(),
             model_format="",

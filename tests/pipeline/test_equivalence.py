@@ -30,7 +30,7 @@ from memopt_cli.pipeline.fingerprints import causes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
     Equivalence,
-    Followed,
+    FollowedSteps,
     InputSpec,
     Plan,
     SegmentPlan,
@@ -43,7 +43,7 @@ from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.prepared import prepared_here
+from tests.zoo.prepared import prepare_here
 
 ROWS = 8
 
@@ -95,7 +95,7 @@ def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) ->
 
 def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
-    return prepared_here(make, spec, ROWS, carried, **settings)
+    return prepare_here(make, spec, ROWS, carried, **settings)
 
 
 def verified(
@@ -283,39 +283,39 @@ def frozen_weight() -> nn.Module:
 @pytest.mark.parametrize(
     ("reference", "candidate", "module", "text"),
     [
-        pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.RANDOM_AGAIN, id="generators not kept"),
-        pytest.param(*pair(Noisy), "blocks.1.noise", causes.CUT_SHORT, id="noise at the end of a checkpoint"),
-        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.TWICE, id="batch norm twice"),
-        pytest.param(*pair(Counting), "blocks.1", causes.OTHERWISE, id="a counter"),
+        pytest.param(*pair(dropping, forgetful), "blocks.1.inner.0", causes.REDRAWS, id="generators not kept"),
+        pytest.param(*pair(Noisy), "blocks.1.noise", causes.EARLY_STOP, id="noise at the end of a checkpoint"),
+        pytest.param(*pair(lambda: Block(nn.BatchNorm1d(10))), "blocks.0.inner.0", causes.REPEAT, id="norm twice"),
+        pytest.param(*pair(Counting), "blocks.1", causes.OTHER_OUTPUT, id="a counter"),
         pytest.param(
-            lambda: Overwriting(plainly), lambda: Overwriting(checked), "block", causes.OVERWRITTEN, id="an input",
+            lambda: Overwriting(plainly), lambda: Overwriting(checked), "block", causes.CHANGED_INPUT, id="an input",
         ),
         pytest.param(
             lambda: Net(Block(nn.Dropout(0.4))), lambda: Net(Block(nn.Dropout(0.5))), "blocks.0.inner.0",
-            causes.RANDOM_ALIKE, id="another rate",
+            causes.OTHER_DRAWING, id="another rate",
         ),
         pytest.param(
-            lambda: Net(dropping()), lambda: Net(dropping(), around=drawing_first), "blocks.0.inner.0", causes.RANDOM,
+            lambda: Net(dropping()), lambda: Net(dropping(), around=drawing_first), "blocks.0.inner.0", causes.DRAWS,
             id="a number drawn before",
         ),
-        pytest.param(*pair(lambda: Counted("steps")), "blocks.0", causes.TWICE, id="a number in an attribute twice"),
-        pytest.param(*pair(lambda: Counted("mean")), "blocks.0", causes.TWICE, id="a tensor in an attribute twice"),
-        pytest.param(*pair(lambda: Counted("held")), "blocks.0", causes.TWICE, id="a tensor in a dict twice"),
+        pytest.param(*pair(lambda: Counted("steps")), "blocks.0", causes.REPEAT, id="a number in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("mean")), "blocks.0", causes.REPEAT, id="a tensor in an attribute twice"),
+        pytest.param(*pair(lambda: Counted("held")), "blocks.0", causes.REPEAT, id="a tensor in a dict twice"),
         pytest.param(
             lambda: Net(Block(nn.BatchNorm1d(10), nn.Dropout(0.4))),
             lambda: Net(Block(nn.BatchNorm1d(10, momentum=0.3), nn.Dropout(0.4))),
-            "blocks.0.inner.0", causes.KEEPS_OTHERWISE, id="another momentum beside dropout",
+            "blocks.0.inner.0", causes.OTHER_VALUES, id="another momentum beside dropout",
         ),
-        pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FROZEN,
+        pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FREEZING,
             id="a frozen parameter",
         ),
         pytest.param(
             lambda: Net(Block(DropFunction(plainly))), lambda: Net(Block(DropFunction(forgetful))), "",
-            causes.RANDOM_AGAIN,
+            causes.REDRAWS,
             id="a function in a checkpoint",
         ),
         pytest.param(
-            lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.ELSEWHERE,
+            lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.OTHER_CODE,
             id="another activation",
         ),
     ],
@@ -469,24 +469,24 @@ given_reentrant = functools.partial(given_checked, use_reentrant=True)
     ("make", "around", "module", "text"),
     [
         pytest.param(lambda around: Net(Routed(experts=False), around=around), checked, "blocks.0",
-            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another way"),
+            causes.OTHER_CALLS.format("blocks.0.ways.0"), id="another way"),
         pytest.param(lambda around: Net(Routed(experts=True), around=around), checked, "blocks.0",
-            causes.OTHER_WAY.format("blocks.0.ways.0"), id="another expert"),
-        pytest.param(lambda around: Net(RowsPicked(), around=around), checked, "blocks.0", causes.RANDOM_AGAIN,
+            causes.OTHER_CALLS.format("blocks.0.ways.0"), id="another expert"),
+        pytest.param(lambda around: Net(RowsPicked(), around=around), checked, "blocks.0", causes.REDRAWS,
             id="rows by random numbers"),
         pytest.param(lambda around: Net(Routed(experts=True, drawn=True), around=around), forgetful, "blocks.0",
-            causes.RANDOM_AGAIN, id="an expert by random numbers"),
-        pytest.param(lambda around: Cached(Caching(), around=around), checked, "blocks.0", causes.OTHERWISE,
+            causes.REDRAWS, id="an expert by random numbers"),
+        pytest.param(lambda around: Cached(Caching(), around=around), checked, "blocks.0", causes.OTHER_OUTPUT,
             id="a cache of its own"),
         pytest.param(lambda around: WithACacheGiven(Caching(), around=around), given_checked, "blocks.0",
-            causes.OVERWRITTEN, id="a cache that it is given"),
+            causes.CHANGED_INPUT, id="a cache that it is given"),
         pytest.param(lambda around: CachingFunction(around=around), checked, "", causes.OTHER_TENSORS,
             id="a cache of a function"),
         pytest.param(lambda around: HookedOnce(Block(nn.Tanh()), Block(nn.Tanh()), around=around), checked,
-            "blocks.1.wide", causes.RAISES, id="a hook"),
+            "blocks.1.wide", causes.NEW_ERROR, id="a hook"),
         pytest.param(lambda around: Net(Routed(experts=False), around=around), selective, "blocks.0",
-            causes.OTHER_WAY.format("blocks.0.ways.0"), id="a selective checkpoint"),
-        pytest.param(lambda around: GivenADict(Within(), around=around), given_reentrant, "", causes.WITHIN,
+            causes.OTHER_CALLS.format("blocks.0.ways.0"), id="a selective checkpoint"),
+        pytest.param(lambda around: GivenADict(Within(), around=around), given_reentrant, "", causes.REENTRANT_WITHIN,
             id="a dict in a reentrant checkpoint"),
     ],
 )  # fmt: skip
@@ -504,9 +504,9 @@ def test_the_cause_of_a_failure_is_named(
 @pytest.mark.parametrize(
     ("budget", "is_kept_alike", "text"),
     [
-        (0.0, False, causes.RANDOM_IN_BACKWARD),
-        (0.0, True, causes.RANDOM_IN_BACKWARD),
-        (1.0, False, causes.RANDOM_COMPILED),
+        (0.0, False, causes.DRAWS_IN_BACKWARD),
+        (0.0, True, causes.DRAWS_IN_BACKWARD),
+        (1.0, False, causes.DRAWS_COMPILED),
     ],
 )
 def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numbers(
@@ -722,7 +722,7 @@ def test_updates_in_float16_are_taken() -> None:
     followed = LocalSession(prepared(lambda: Scaled(0), precision="fp16").subject, 60.0, lambda: Scaled(0)).ask(
         FollowJob(steps=1)
     )
-    assert isinstance(followed, Followed)
+    assert isinstance(followed, FollowedSteps)
     start = {tensor.name: tensor.bits for tensor in followed.start}
     assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].effects)
 
@@ -784,7 +784,7 @@ def test_eval_mode_in_one_of_the_two_is_a_difference(inner: nn.Module, module: s
     for reference, candidate, whose in ((*makes, "candidate"), (*reversed(makes), "reference")):
         found = verified(reference, candidate, steps=1)
         assert not found.passed
-        assert (found.cause.module, found.cause.text) == (module, causes.EVAL.format(whose))
+        assert (found.cause.module, found.cause.text) == (module, causes.EVAL_MODE.format(whose))
         assert f"blocks was given in eval mode only in the {whose}." in found.notes
 
 
@@ -879,7 +879,7 @@ def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
     found = verified(lambda: Carrying(cut=True), lambda: Carrying(cut=False))
     assert (found.passed, found.differs_in_step) == (False, 2)
     assert "backward through the graph a second time" in found.failed
-    assert found.cause.text == causes.KEPT_GRAPH
+    assert found.cause.text == causes.STALE_GRAPH
     both = verified(lambda: Carrying(cut=False), lambda: Carrying(cut=False))  # as loops detach spiking neurons
     assert both.alike == "to the bit"
 
@@ -983,7 +983,7 @@ def test_live_models_are_left_alone() -> None:
     found = memopt_cli.verify(reference, candidate, torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)))
     assert not found.passed
     assert "the candidate does not train as the reference does" in repr(found)
-    assert causes.RANDOM_AGAIN in repr(found)
+    assert causes.REDRAWS in repr(found)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in candidate.state_dict().items())
     assert all(parameter.grad is None for parameter in candidate.parameters())
@@ -1012,7 +1012,7 @@ def test_steps_of_ones_own() -> None:
     plain = step(plainly)
     assert memopt_cli.verify(plain, step(checked), (x,)).result.alike == "to the bit"
     wrong = memopt_cli.verify(plain, step(forgetful), (x,)).result
-    assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.RANDOM_AGAIN)
+    assert (wrong.cause.module, wrong.cause.text) == ("net.blocks.0.inner.0", causes.REDRAWS)
 
 
 def scaled_step(rate: float, times: float = 1.0) -> Callable[[], memopt_cli.Step]:
@@ -1043,7 +1043,7 @@ def test_updates_of_a_step_of_ones_own_in_float16_are_compared() -> None:
     x = torch.randn(ROWS, 6)
     found = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-2), (x,), steps=1).result
     assert not found.passed
-    assert found.cause.text == causes.UPDATE
+    assert found.cause.text == causes.OTHER_UPDATE
     assert memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5), (x,), steps=2).result.alike == "to the bit"
     never = memopt_cli.verify(scaled_step(1e-5), scaled_step(1e-5, math.nan), (x,), steps=1).result
     assert never.failed.startswith("none of the step's optimizers has stepped in 33 steps")
@@ -1061,7 +1061,7 @@ def test_hooks_that_a_copy_would_lose_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is a int"),
+        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is an int"),
         ((nn.Linear(1, 1), "model.pt", torch.ones(2, 1)), {}, "candidate is a str"),
         ((nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1)), {"steps": 0}, "steps"),
         ((lambda: None, lambda: None, "2x1"), {}, "inputs cannot be text"),
@@ -1088,7 +1088,7 @@ def test_the_report_in_words(different: Equivalence) -> None:
     assert lines[0] == "- does not train as - does"
     assert lines[1].startswith("in step 1 of 3 gradient of blocks.")
     assert lines[2] == "first in: blocks.1.inner.0 (Dropout)"
-    assert lines[3] == f"likely cause: {causes.RANDOM_AGAIN}"
+    assert lines[3] == f"likely cause: {causes.REDRAWS}"
     assert any(line.startswith("gradient of first.weight") for line in lines)
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from memopt_cli.errors import UsageError
 from memopt_cli.pipeline.prepare import opening_of
-from memopt_cli.records import Layout, ModelSource, StepRequest, StepSettings, Trust
+from memopt_cli.records import ModelSource, RankLayout, StepRequest, StepSettings, Trust
 from memopt_cli.search.estimation.cards import CARDS
 
 CARD = {"card": CARDS["t4-16gb"]}
-RANKS = {"layout": Layout(ranks=2, parallel="fsdp", mesh={"dp": 2})}
+RANKS = {"layout": RankLayout(ranks=2, parallel="fsdp", mesh={"dp": 2})}
 FAKE = {"fake": True}
 INDUCTOR = {"backend": "inductor"}
 FILE, CODE = (StepRequest(source=ModelSource(location=at), spec=None) for at in ("model.pt", "train.py:build"))

@@ -33,7 +33,7 @@ def test_a_search_that_asks_nothing_more_was_not_ended_by_the_time() -> None:
 
 def test_a_search_that_looks_at_the_clock_and_stops_says_so() -> None:
     search = probes(0.0)
-    assert search.late()
+    assert search.is_late()
     assert "--search-time" in search.over
 
 
@@ -41,7 +41,7 @@ def test_a_search_that_looks_at_the_clock_and_stops_says_so() -> None:
 def test_within_its_time_it_is_answered(limit_s: float) -> None:
     search = probes(limit_s)
     assert search.ask(CountJob(plan=Plan(), fake=True)) == "answered"  # type: ignore[comparison-overlap]
-    assert not search.late()
+    assert not search.is_late()
     assert not search.over
 
 
@@ -57,11 +57,11 @@ def test_what_was_answered_is_known_when_the_time_is_up() -> None:
 def test_a_search_that_is_prolonged_goes_on_and_was_ended_by_the_time_all_the_same() -> None:
     search = probes(1e6)
     search._ends = 0.0
-    assert search.late()
+    assert search.is_late()
     search.prolong()
-    assert not search.late()
+    assert not search.is_late()
     assert search.ask(CountJob(plan=Plan(), fake=True)) == "answered"  # type: ignore[comparison-overlap]
     assert "--search-time" in search.over
     search.end("Ctrl-C")
     search.prolong()
-    assert search.late()
+    assert search.is_late()

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
-from memopt_cli.pipeline.fingerprints.causes import RANDOM_COMPILED
-from memopt_cli.pipeline.fingerprints.steps import compared
+from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
+from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import (
     MeasuredSteps,
-    agreement,
-    verified,
-    verified_by_fingerprints,
-    verified_compiled,
+    check_fingerprints,
+    verify,
+    verify_by_fingerprints,
+    verify_compiled,
 )
 from memopt_cli.records import (
     Cause,
@@ -46,7 +46,7 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.state import StartingState
 from tests.zoo import records
 from tests.zoo.models import GIVEN, Parts
-from tests.zoo.prepared import prepared_here
+from tests.zoo.prepared import prepare_here
 
 ORIGINAL = Plan()
 
@@ -72,7 +72,7 @@ SIZES = {"B": 64, "T": 20}
 
 def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> Prepared:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
-    return prepared_here(model, spec, SIZES["B"], **settings)
+    return prepare_here(model, spec, SIZES["B"], **settings)
 
 
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
@@ -87,7 +87,7 @@ def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
 
 
 def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification:
-    found = verified_by_fingerprints(one, plan, steps)
+    found = verify_by_fingerprints(one, plan, steps)
     assert isinstance(found, Verification), found
     return found
 
@@ -190,7 +190,7 @@ def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(least: int
             if wrong:
                 chunks_off_by_a_little(patch)
             steps = steps_of(one, CHUNKED)
-            assert agreement(steps, CHUNKED, one) is not None
+            assert check_fingerprints(steps, CHUNKED, one) is not None
             found = proven(one, CHUNKED, steps)
         assert (found.full_size, found.whole, found.passed) == (True, False, not wrong)
         assert (found.worst_difference > 0, found.differs_in) == (True, "")  # chunks ran in the recorded step
@@ -250,7 +250,7 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
     with pytest.MonkeyPatch.context() as patch:
         chunks_rounded_otherwise(patch)
         steps = steps_of(one, CHUNKED)
-        assert agreement(steps, CHUNKED, one) is None
+        assert check_fingerprints(steps, CHUNKED, one) is None
         found = proven(one, CHUNKED, steps)
     assert found.passed
     assert found.measured.by_rounding
@@ -306,7 +306,7 @@ def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Mo
         )
     assert isinstance(rounded, Fingerprint)
     assert before.fingerprint == after.fingerprint
-    moved = compared(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
+    moved = compare_fingerprints(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
     assert 0 < moved.worst_difference < moved.tolerance
 
 
@@ -374,7 +374,7 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     with pytest.MonkeyPatch.context() as patch:
         slip(patch)
         steps = steps_of(one, plan)
-        assert agreement(steps, plan, one) is None
+        assert check_fingerprints(steps, plan, one) is None
         found = proven(one, plan, steps)
     assert not found.passed
     assert found.worst_name.startswith(named)
@@ -405,7 +405,7 @@ def test_a_choice_that_rounding_the_parameters_tips_excuses_no_slip(
     with pytest.MonkeyPatch.context() as patch:
         long_chunks_scaled(patch)
         steps = steps_of(one, CHUNKED)
-        tipped, _ = compared(steps.original, rounded, batch=64, dims={}, exact=False)
+        tipped, _ = compare_fingerprints(steps.original, rounded, batch=64, dims={}, exact=False)
         assert tipped.worst_difference > 0.1
         found = proven(one, CHUNKED, steps)
     assert not found.passed
@@ -418,7 +418,7 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
     with pytest.MonkeyPatch.context() as patch:
         uneven_chunks_scaled(patch)
         steps = steps_of(one, CHUNKED)
-        assert agreement(steps, CHUNKED, one) is not None
+        assert check_fingerprints(steps, CHUNKED, one) is not None
         found = proven(one, CHUNKED, steps)
     assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
@@ -435,7 +435,7 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
     one = prepared(Noisy)
     steps = steps_of(one, EXACT)
     assert not steps.original.repeats
-    found = verified_by_fingerprints(one, EXACT, steps)
+    found = verify_by_fingerprints(one, EXACT, steps)
     assert isinstance(found, StepFailed)
     assert "the original's own step is not repeatable" in found.message
 
@@ -445,7 +445,7 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
 def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
     one = prepared(precision=precision)
     for plan in (EXACT, CHUNKED):
-        found = agreement(steps_of(one, plan), plan, one)
+        found = check_fingerprints(steps_of(one, plan), plan, one)
         assert found is not None
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
 
@@ -453,12 +453,12 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
 @pytest.mark.exhaustive
 def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
     one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
-    found = verified(one, replace(EXACT, compile=how))
+    found = verify(one, replace(EXACT, compile=how))
     assert isinstance(found, Verification)
     assert found.passed
     assert found.further[-1].name == "compiled by aot_eager_decomp_partition"
     assert found.further[-1].compared > 0
-    budget = verified(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
+    budget = verify(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
     assert isinstance(budget, Verification)
     if budget.passed:
         pytest.skip("this PyTorch computes right gradients with dropout under a memory budget")
@@ -479,10 +479,10 @@ def test_other_random_numbers_excuse_what_differs_without_a_memory_budget(
         precision="stored",
         worst=0.5,
         gaps=(TensorGap(name="output", apart=0.5),),
-        cause=Cause(text=RANDOM_COMPILED),
+        cause=Cause(text=DRAWS_COMPILED),
     )
     monkeypatch.setattr(verification, "compare_prepared", lambda *_: told)
     plan = replace(EXACT, compile=CompilePlan(backend="inductor", activation_memory_budget=budget))
-    found = verified_compiled(prepared(), plan, records.verified())
+    found = verify_compiled(prepared(), plan, records.verified())
     assert isinstance(found, Verification)
     assert found.passed is passes

@@ -422,13 +422,16 @@ def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"by": BY}, "a plan with ranges must say by which dimension, and a plan without ranges must not"),
-        ({"ranges": PLAN.ranges}, "a plan with ranges must say by which dimension, and a plan without ranges must not"),
+        ({"by": BY}, "a plan has only one of by and ranges"),
+        ({"ranges": PLAN.ranges}, "a plan has only one of by and ranges"),
         ({"by": BY, "ranges": PLAN.ranges[::-1]}, "must ascend from 1, not 16, 8, 4"),
         ({"by": BY, "ranges": (PlanRange(up_to=0),)}, "must ascend from 1, not 0"),
         ({"by": BY, "ranges": tuple(PlanRange(up_to=n) for n in range(1, 102))}, "has 101 ranges"),
-        ({"by": BY, "ranges": PLAN.ranges, "packed": True}, "not both"),
-        ({"by": BY, "ranges": PLAN.ranges, "segments": segments("blocks.0")}, "not both"),
+        ({"by": BY, "ranges": PLAN.ranges, "packed": True}, "and beside them segments, packed or place"),
+        (
+            {"by": BY, "ranges": PLAN.ranges, "segments": segments("blocks.0")},
+            "and beside them segments, packed or place",
+        ),
     ],
 )
 def test_what_a_plan_may_say(fields: dict[str, Any], reason: str) -> None:

@@ -212,7 +212,7 @@ def test_what_fits_nowhere_says_what_to_change_in_python() -> None:
         memopt_cli.optimize(net(), X, budget=1024)
     raised, held, *_ = caught.value.hint.splitlines()
     assert raised == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
-    assert held.startswith("It holds what no plan can make smaller: ")
+    assert held.startswith("No plan can make these parts of its peak smaller: ")
 
 
 @pytest.mark.usefixtures("in_process")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.pipeline.fingerprints.steps import compared
+from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.verification.effects import tensors_on
@@ -33,7 +33,7 @@ def of(name: str = "gradient of w", **tensors: Tensor | None) -> Fingerprint:
 
 
 def check(one: Fingerprint, other: Fingerprint, **settings: Any) -> tuple[FingerprintCheck, bool]:
-    return compared(one, other, batch=1, dims={}, **{"exact": False} | settings)
+    return compare_fingerprints(one, other, batch=1, dims={}, **{"exact": False} | settings)
 
 
 def swapped(x: Tensor) -> Tensor:

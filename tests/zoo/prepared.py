@@ -15,7 +15,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import InputSpec, ModelFacts, ModelSource, Plan, StepSettings
 
 
-def prepared_here(
+def prepare_here(
     build: Callable[[], nn.Module], spec: InputSpec, batch: int, carried: Plan = ORIGINAL, **settings: Any
 ) -> Prepared:
     """The model that ``build`` makes, each time from one seed, whose steps run in this process."""

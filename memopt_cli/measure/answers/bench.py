@@ -21,7 +21,7 @@ from memopt_cli.loading.input_spec import batch_of, make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.records import Layout, Plan
+from memopt_cli.records import Plan, RankLayout
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -108,7 +108,7 @@ class Bench:
         """The step of a rank, which takes long to make."""
 
     @contextlib.contextmanager
-    def rank(self, layout: Layout, plan: Plan) -> Iterator[Spread]:
+    def rank(self, layout: RankLayout, plan: Plan) -> Iterator[Spread]:
         """Act as one rank of ``layout`` inside the block; yield that rank's part of a new model with ``plan``.
 
         Raises :class:`StepError` for a model or plan whose ranks cannot be predicted, and :class:`UsageError` if the
@@ -259,7 +259,7 @@ def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
 
 
 def spread_function(
-    layout: Layout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    layout: RankLayout, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any] | None:
     """Return the user's function that spreads the model over ranks; ``None`` for a built-in one, such as ``fsdp``.
 

@@ -18,7 +18,7 @@ from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
-from memopt_cli.records import Counted, DeviceProfile, Layout, Plan, StepTrace
+from memopt_cli.records import Counted, DeviceProfile, Plan, RankLayout, StepTrace
 from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
@@ -254,7 +254,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _step_of_rank(
-    bench: Bench, layout: Layout, plan: Plan, batch: int | None, dims: Mapping[str, int]
+    bench: Bench, layout: RankLayout, plan: Plan, batch: int | None, dims: Mapping[str, int]
 ) -> Iterator[trace.FakeStep]:
     """Yield the step of the subject's rank.  Raises :class:`StepError` if the model cannot run without data."""
 

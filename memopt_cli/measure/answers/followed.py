@@ -14,7 +14,7 @@ from typing import Final
 from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Compiling, FollowJob, Mode
-from memopt_cli.records import Followed, Plan, StepPrint
+from memopt_cli.records import FollowedSteps, Plan, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all, is_compiled
 from memopt_cli.training.apply import apply_plan
@@ -23,7 +23,7 @@ from memopt_cli.verification.consecutive import take_steps
 from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 
-def follow(bench: Bench, job: FollowJob) -> Followed:
+def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     """Take consecutive steps under the plan of ``job``, and return their results."""
     apply_plan(bench.model, (_unbudgeted(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
     step = bench.step()
@@ -33,7 +33,7 @@ def follow(bench: Bench, job: FollowJob) -> Followed:
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
             failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
-            return Followed(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
+            return FollowedSteps(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None

@@ -24,7 +24,7 @@ from memopt_cli.measure.model_file import facts_of
 from memopt_cli.records import (
     Counted,
     InputSpec,
-    Layout,
+    RankLayout,
     RankLost,
     RankMeasurement,
     RanksMeasured,
@@ -62,7 +62,7 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
         return InGroup(outcome=RankLost(reason=lost.message, hint=lost.hint))
 
 
-def _measured(subject: Subject, layout: Layout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
+def _measured(subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
     model, spec, function = ranks.each(lambda: (*_built(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)

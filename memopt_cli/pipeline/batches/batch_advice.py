@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out, why_fixed
+from memopt_cli.pipeline.batches.batch_probes import (
+    BatchProbes,
+    check_varied,
+    fixed_batch_reason,
+    one_batch_error,
+    optimizer_state_notes,
+)
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -23,13 +29,13 @@ from memopt_cli.search.batch_size.search import BatchSearch
 NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
 """Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
 
-_FAR = 1000
+_MAX_BATCH_FACTOR = 1000
 """Multiple of the described batch beyond which the advice does not count memory as the limit.
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
-_PROBES = 2
-"""The lowest number of batch sizes that are run for the advice, as far as they can be run."""
-_AIM = 0.7
+_MIN_RUNS = 2
+"""Lowest number of batch sizes that are run for the advice, as far as they can be run."""
+_AIMED_TIME_SHARE = 0.7
 """Share of the longest step that the predicted time of a run may take.
 
 The prediction comes from a warm measurement, but the run is cold and records its memory: it took 1.2 to 1.5 times as
@@ -46,32 +52,33 @@ def advise(
     request: OptimizeRequest,
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement | None,
-    begun: BegunAdvice | None,
+    measurement: Measurement | None,
+    earlier_search: BegunAdvice | None,
     notes: list[str],
     details: list[str],
 ) -> BatchAdvice | BatchEstimate | None:
     """Return the largest batch that fits under ``plan``; ``None``, with the reason in ``notes``, if there is none.
 
-    Dry runs find it, and runs confirm it where ``request`` asks for that.  ``measured``, the step under ``plan`` at the
-    batch as described, counts as the first run.  ``begun``: the search so far, perhaps for another plan.  ``details``
-    gains a sentence on what the peaks leave out.
+    Dry runs find the batch, and runs confirm it where ``request`` asks for runs.  ``measurement``, of the step under
+    ``plan`` at the described batch, counts as the first run.  ``earlier_search``: the search so far, perhaps for
+    another plan.
+    ``details`` gains a sentence on the memory that peaks leave out.
     """
-    assert measured is not None, "it is applied"
-    advice = _advice(request, prepared, plan, measured, begun, notes)
+    assert measurement is not None, "it is applied"
+    advice = _find_advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
-        notes.append(f"No batch recommendation: {advice}.")
+        notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
-    details.extend(memory_left_out(prepared))
+    details.extend(optimizer_state_notes(prepared))
     return advice
 
 
-def _advice(
+def _find_advice(
     request: OptimizeRequest,
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement,
-    begun: BegunAdvice | None,
+    measurement: Measurement,
+    earlier_search: BegunAdvice | None,
     notes: list[str],
 ) -> BatchAdvice | BatchEstimate | str:
     """Return the advice, or words on why there is none."""
@@ -82,21 +89,23 @@ def _advice(
         return err.message
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))  # the plan is verified
     with Sessions(prepared, "small batch", notes) as session:
-        if begun is None or begun.probes.plan != plan:
-            begun = begin_advice(request, prepared, plan, measured, session)
-        begun.probes.session = session
-        if refusal := why_fixed(begun.search, prepared):
+        if earlier_search is None or earlier_search.probes.plan != plan:
+            earlier_search = begin_advice(request, prepared, plan, measurement, session)
+        earlier_search.probes.session = session
+        if refusal := fixed_batch_reason(earlier_search.search, prepared):
             return refusal
-        return (_confirmed if request.confirm_batch else predicted)(begun.search)
+        advice = (_advise_by_runs if request.confirm_batch else advise_by_dry_runs)(earlier_search.search)
+        notes.extend(earlier_search.probes.loss_notes())
+        return advice
 
 
-def predicted(search: BatchSearch) -> BatchEstimate | str:
+def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does."""
     if search.model.predict is None:
         return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
-    budget_bytes, described = search.runs.limits.budget_bytes, search.runs.measured[0]
+        return one_batch_error(search.batch, refusal).message
+    budget_bytes, first_run = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
         return f"not even batch {search.model.smallest_batch} fits into {search.runs.limits.text}"
@@ -104,21 +113,21 @@ def predicted(search: BatchSearch) -> BatchEstimate | str:
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
         budget_bytes=budget_bytes,
-        is_limited_by_memory=batch <= _FAR * described.batch,
+        is_limited_by_memory=batch <= _MAX_BATCH_FACTOR * first_run.batch,
     )
 
 
-def _confirmed(search: BatchSearch) -> BatchAdvice | str:
+def _advise_by_runs(search: BatchSearch) -> BatchAdvice | str:
     """Return the largest batch that was run within the device's memory; or why there is none."""
     search.find()
     for size in (search.batch, search.batch * 2, search.batch // 2, search.batch // 4, search.batch * 3):
-        if len(search.runs.measured) < _PROBES:
+        if len(search.runs.measured) < _MIN_RUNS:
             search.also_run([size])
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
+        return one_batch_error(search.batch, refusal).message
     match search.outcome():
         case BatchEstimate(batch=batch):
-            return f"none could be run; about {batch} would fit (an estimate)"
+            return f"no batch could be run; by an estimate, about {batch} would fit"
         case NoBatchFits(batch=batch, reason=reason):
             return f"not even batch {batch} could be run: {reason}"
         case advice:
@@ -137,17 +146,17 @@ class BegunAdvice:
 
 
 def begin_advice(
-    request: OptimizeRequest, prepared: Prepared, plan: Plan, measured: Measurement, session: Sessions
+    request: OptimizeRequest, prepared: Prepared, plan: Plan, measurement: Measurement, session: Sessions
 ) -> BegunAdvice:
-    """Begin the search for the batch that fits under ``plan``, whose step was ``measured`` at the described batch."""
+    """Begin the search for the batch that fits under ``plan``; ``measurement``: of its step at the described batch."""
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measured.step_s, least_s), _MAX_S), measured.step_s), 1)
+        longest_s = round(max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s), 1)
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
-    limits = limits_of_device(device, longest_s, aim=_AIM, budget=request.goal.budget)
+    limits = limits_of_device(device, longest_s, aim=_AIMED_TIME_SHARE, budget=request.goal.budget)
     search = probes.search(prepared.batch, limits)
     search.runs[prepared.batch] = BatchProbe(
-        batch=prepared.batch, allocated_peak_bytes=measured.allocated_peak_bytes, step_s=measured.step_s
+        batch=prepared.batch, allocated_peak_bytes=measurement.allocated_peak_bytes, step_s=measurement.step_s
     )
     return BegunAdvice(probes=probes, search=search)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over, why_fixed
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning, one_batch_error
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
@@ -16,7 +16,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
-_LOOPED = 0.02
+_LOOP_TIME_SHARE = 0.02
 """Share of ``--longest-step`` that steps may take if the model loops over its batch.
 
 A larger batch is hardly faster then, and takes long to run: a GRU cell over 850 rows trained 170 samples a second, over
@@ -34,17 +34,17 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """The number of copies that train fastest at the described batch; `None`: not searched, or none fits."""
+    """Number of copies that train fastest at the described batch.  ``None``: not searched, or none fits."""
 
     @property
     def fits(self) -> bool:
         """Whether some batch, or some number of copies, was run and fits."""
         return bool(self.search.runs.fitting or (self.copies is not None and self.copies.fitting))
 
-    def settle(self, found: ReplicaAdvice) -> None:
-        """Fix the number of copies to the fastest in ``found``, whose run counts as the first of the batch search."""
-        self.settled, self.probes.replicas = found, found.fastest
-        self.search.runs[self.search.batch] = found.best
+    def settle(self, advice: ReplicaAdvice) -> None:
+        """Fix the number of copies to the fastest in ``advice``, whose run counts as the first of the batch search."""
+        self.settled, self.probes.replicas = advice, advice.fastest
+        self.search.runs[self.search.batch] = advice.best
 
     def go_on_with_fewest(self) -> None:
         """Fix the number of copies to the fewest, which do not fit at the described batch, to search a smaller one."""
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def replicas(self) -> ReplicaAdvice | None:
-        """The number of copies that train fastest, by their largest batch if none fits at the described one."""
+        """Number of copies that train fastest, by their largest batch if none fits at the described one."""
         if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The case in words, `` at S=128 under the plan``, or nothing."""
+        """Case in words, `` at S=128 under the plan``, or nothing."""
         sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
         return sizes + (" under the plan" if self.planned else "")
 
@@ -84,12 +84,12 @@ class CaseSearch:
     most_runs: int
     """Maximum number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
-    """The numbers of copies to choose from; empty: a single model is trained."""
+    """Numbers of copies to choose from; empty: a single model is trained."""
     run: Callable[[int], BatchProbe | Failure] | None = None
     """A function that runs a batch, as in :attr:`BatchProbes.run`."""
     runs: int = 0
     searched: list[Case] = field(default_factory=list)
-    """The cases whose search has begun, the last first."""
+    """Cases whose search has begun, the last first."""
 
     def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
         """Search ``cases``, the last first; each passes the ratio of measured peaks to dry runs on to the next.
@@ -97,7 +97,7 @@ class CaseSearch:
         The last cases are those with the plan and with long sequences, which need their runs most if runs are scarce.
         """
         ratio = 1.0
-        for left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
+        for cases_left, case in zip(range(len(cases), 0, -1), reversed(cases), strict=True):
             self.prepared.progress.stage(f"finding the batch that fits{case.text}")
             is_compiled = case.plan.compile is not None
             case.probes = BatchProbes(
@@ -108,18 +108,19 @@ class CaseSearch:
                 limit_bytes=self.limits.budget_bytes,
                 run=self.run,
             )
-            described, unit = self.prepared.batch, self.limits.multiple_of
-            share = max(-(-(self.most_runs - self.runs) // left), 0 if self.runs else min(2, self.most_runs))
-            limits = replace(self.limits, probes=share)
-            case.search = case.probes.search(max(unit, described // unit * unit), limits, ratio)
+            batch, multiple = self.prepared.batch, self.limits.multiple_of
+            run_count = max(-(-(self.most_runs - self.runs) // cases_left), 0 if self.runs else min(2, self.most_runs))
+            limits = replace(self.limits, probes=run_count)
+            case.search = case.probes.search(max(multiple, batch // multiple * multiple), limits, ratio)
             self.searched.append(case)
-            if refusal := why_fixed(case.search, self.prepared):
+            if refusal := fixed_batch_reason(case.search, self.prepared):
                 raise StepError(refusal, hint="Pass the tensor that it refers to as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
             self._restrain_loop(case)
             case.search.find()
             self._check(case)
+            self.notes.extend(case.probes.loss_notes(case.text))
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 
@@ -127,17 +128,18 @@ class CaseSearch:
         """Detect a step that loops over its batch; add a note, and limit its runs to short steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
-            foreseen = model.largest_within(runs.limits.budget_bytes)  # costs nothing: the search needs these dry runs
-            if foreseen and runs.limits.probes:
-                said = f"By dry runs, about batch {foreseen} fits{case.text}; runs confirm it."
-                self.prepared.progress.note(said)
-        if not (said := looped_over(case.probes)):
+            # This costs nothing: the search needs these dry runs.
+            predicted_batch = model.largest_within(runs.limits.budget_bytes)
+            if predicted_batch and runs.limits.probes:
+                warning = f"By dry runs, about batch {predicted_batch} fits{case.text}; runs confirm it."
+                self.prepared.progress.note(warning)
+        if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            runs.limits = replace(runs.limits, longest_step_s=_LOOPED * runs.limits.longest_step_s)
-            said += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
-        if said not in self.notes:
-            self.notes.append(said)
+            runs.limits = replace(runs.limits, longest_step_s=_LOOP_TIME_SHARE * runs.limits.longest_step_s)
+            warning += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
+        if warning not in self.notes:
+            self.notes.append(warning)
 
     def _find_copies(self, case: Case) -> None:
         """Find the number of copies that trains fastest, and search ``case`` with that many."""
@@ -146,11 +148,11 @@ class CaseSearch:
         case.copies = ReplicaSearch(
             probe=lambda copies: replace(case.probes, replicas=copies).probe(batch), limits=self.limits, batch=batch
         )
-        found = case.copies.fastest(self.replicas)
-        if isinstance(found, Failure):
-            raise_failure(found, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
-        if isinstance(found, ReplicaAdvice):
-            case.settle(found)
+        answer = case.copies.fastest(self.replicas)
+        if isinstance(answer, Failure):
+            raise_failure(answer, f"{format_copies([*case.copies.outcomes][-1])} with batch {batch}: ")
+        if isinstance(answer, ReplicaAdvice):
+            case.settle(answer)
         else:
             case.go_on_with_fewest()
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
@@ -158,36 +160,33 @@ class CaseSearch:
     def _check(self, case: Case) -> None:
         """Raise :class:`MemoptError` if no batch of ``case`` ran, for another reason than memory."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
-        others = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
-        if others and not case.search.runs.measured:
-            raise_failure(others[0])
+        other_failures = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
+        if other_failures and not case.search.runs.measured:
+            raise_failure(other_failures[0])
         if case.search.model.predict is None and not case.search.runs:
             limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
             if not self.most_runs:
                 limit, hint = "nothing is to be run", "Run it on that device, without `--for` or `--fake`."
             raise StepError(
-                f"the step cannot run on tensors without data, so that nothing is known{case.text} without a run, and "
+                f"the step cannot run on tensors without data, so nothing is known{case.text} without a run, and "
                 f"{limit}",
                 hint=hint,
             )
         if refusal := case.search.refusal():
-            raise StepError(
-                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
-                hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
-            )
+            raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
-            why = "The step cannot run on tensors without data"
-            why = why if case.plan.compile is None else "Dry runs do not know compiled steps"
-            self.notes.append(f"{why}{case.text}, so peaks are extrapolated from runs alone.")
+            reason = "The step cannot run on tensors without data"
+            reason = reason if case.plan.compile is None else "Dry runs do not know compiled steps"
+            self.notes.append(f"{reason}{case.text}, so peaks are extrapolated from runs alone.")
 
     @property
     def left(self) -> int:
-        """The number of runs that may still be made."""
+        """Number of runs that may still be made."""
         return self.most_runs - self.runs
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
         """Continue the finished search of ``case`` by ``run``, within the runs that are left."""
-        search, before = case.search, len(case.search.runs)
-        search.runs.limits = replace(search.runs.limits, probes=before + self.left)
+        search, runs_before = case.search, len(case.search.runs)
+        search.runs.limits = replace(search.runs.limits, probes=runs_before + self.left)
         run(search)
-        self.runs += len(search.runs) - before
+        self.runs += len(search.runs) - runs_before

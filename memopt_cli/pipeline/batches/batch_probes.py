@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import check_batch
 from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
+from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
@@ -32,46 +32,66 @@ def check_varied(prepared: Prepared) -> None:
     check_batch(prepared.subject.spec, prepared.batch)
 
 
-def why_fixed(search: BatchSearch, prepared: Prepared) -> str:
+def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
     """Return why dimension 0 of the inputs seems to be no batch, in words; empty if the batch can be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
     it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.
     """
-    pointing = {name: last for name, last in prepared.facts.indices.items() if last < search.batch}
-    if not pointing:
+    largest_indices = {name: largest for name, largest in prepared.facts.indices.items() if largest < search.batch}
+    if not largest_indices:
         return ""
-    name = max(pointing, key=lambda name: pointing[name])
-    refusal = search.smaller_refusal(pointing[name])
+    name = max(largest_indices, key=lambda name: largest_indices[name])
+    refusal = search.smaller_refusal(largest_indices[name])
     if not refusal:
         return ""
     return (
         f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
-        f"{pointing[name]} of the {search.batch} described, {refusal}"
+        f"{largest_indices[name]} of the {search.batch} described, {refusal}"
     )
 
 
-def looped_over(probes: BatchProbes) -> str:
+def one_batch_error(batch: int, failure: StepFailed, case_text: str = "") -> StepError:
+    """Return the error for a step that runs at ``batch`` only, with its ``failure`` at other batches.
+
+    ``case_text``: the case in words.
+    """
+    if failure.in_loss:
+        return StepError(
+            f"the step runs at batch {batch} only{case_text}, as if the loss held {batch} targets: {failure.message}",
+            hint="Let the loss take as many targets as there are samples, targets[: len(output)], and hold at least as "
+            "many as the largest batch has.",
+        )
+    return StepError(
+        f"the model runs at batch {batch} only{case_text}: {failure.message}",
+        hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
+    )
+
+
+def loop_warning(probes: BatchProbes) -> str:
     """Return a warning that the step loops over its batch; empty if it does not seem to."""
     if probes.operators_per_sample < 1:
         return ""
-    few, many = min(probes.operators), max(probes.operators)
+    small, large = min(probes.operators), max(probes.operators)
     return (
-        f"The step runs {probes.operators[few]} operators at batch {few} and {probes.operators[many]} at batch {many}: "
-        "the model loops over its batch. If dimension 0 is time, name the batch in the shape: `-i 16xBx32 --dim B=4`."
+        f"The step runs {probes.operators[small]} operators at batch {small} and {probes.operators[large]} at batch "
+        f"{large}: the model loops over its batch. If dimension 0 is time, name the batch in the shape: "
+        "`-i 16xBx32 --dim B=4`."
     )
 
 
-def memory_left_out(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
+def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: the size of AdamW's state in words, where it is not that of all the parameters.
+    ``adamw``: the size of AdamW's state in words.  Empty: the state of all parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
     adamw = adamw or format_bytes(2 * facts.trainable_bytes)
-    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer` (none: no).",)
+    return (
+        f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer`, which may be none.",
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,11 +104,11 @@ class BatchProbes:
     dims: dict[str, int] = field(default_factory=dict)
     """Symbol of a dimension -> its size, where it differs from the described inputs."""
     limit_bytes: int | None = None
-    """The memory of the device to emulate, in bytes; `None`: the memory of this device."""
+    """Memory of the device to emulate, in bytes.  ``None``: the memory of this device."""
     replicas: int = 1
-    """The number of copies of the model that are trained together."""
+    """Number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch for a caller that also records it; `None`: :class:`ProbeJob` runs it."""
+    """A function that runs a batch for a caller that also records it.  ``None``: :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)
@@ -119,15 +139,15 @@ class BatchProbes:
         A step that loops over its batch runs more operators the larger the batch.  Where a dry run would take too long,
         the peak is read off the line through the two largest batches that had one.
         """
-        return self.replicas * self._predicted_of_one(batch)
+        return self.replicas * self._predict_one_copy(batch)
 
-    def _predicted_of_one(self, batch: int) -> float:
+    def _predict_one_copy(self, batch: int) -> float:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            known = self._beyond(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
-            if known is not None:
-                return self.inferred.setdefault(batch, known)
+            interpolated = self._extrapolate(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
+            if interpolated is not None:
+                return self.inferred.setdefault(batch, interpolated)
             self.count(batch)
         return self.dry_runs[batch]
 
@@ -135,34 +155,48 @@ class BatchProbes:
         """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
             self.progress.update(0, None, f"batch {self._where(batch)}, without data")
-            counted = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
-            self._counted[batch] = counted
+            dry_run = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
+            self._counted[batch] = dry_run
             self.inferred.pop(batch, None)
-            self.dry_runs[batch] = counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
-            if isinstance(counted, Counted) and batch > 1:  # a single sample may take an operator less than two
-                self.operators[batch] = counted.operators
+            self.dry_runs[batch] = dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else math.inf
+            if isinstance(dry_run, Counted) and batch > 1:  # a single sample may take an operator less than two
+                self.operators[batch] = dry_run.operators
         return self._counted[batch]
+
+    def loss_notes(self, case_text: str = "") -> tuple[str, ...]:
+        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds what is predicted.
+
+        ``case_text``: the case in words.
+        """
+        failures = {batch: run for batch, run in self._counted.items() if isinstance(run, StepFailed) and run.in_loss}
+        if not failures:
+            return ()
+        batch = min(failures)
+        return (
+            f"The loss fails at batch {batch}{case_text}, so no such batch is considered, though memory may suffice: "
+            f"{failures[batch].message}. Let the loss hold as many targets as the largest batch has.",
+        )
 
     @property
     def operators_per_sample(self) -> float:
-        """The number of operators that each further sample adds; 0 while unknown.
+        """Number of operators that each further sample adds; 0 while unknown.
 
         It stays unknown under a plan with chunks: there more operators may mean more chunks, since a batch smaller than
         the number of chunks runs in fewer of them.
         """
         if len(self.operators) < 2 or self.plan.has_chunks:
             return 0.0
-        (few, fewer), *_, (many, more) = sorted(self.operators.items())
-        return (more - fewer) / (many - few)
+        (small_batch, operators_at_small), *_, (large_batch, operators_at_large) = sorted(self.operators.items())
+        return (operators_at_large - operators_at_small) / (large_batch - small_batch)
 
     def _is_long(self, batch: int) -> bool:
         if self.operators_per_sample <= 0:
             return False
-        most = max(self.operators)
-        return self.operators[most] + self.operators_per_sample * (batch - most) > _MAX_OPERATORS
+        largest = max(self.operators)
+        return self.operators[largest] + self.operators_per_sample * (batch - largest) > _MAX_OPERATORS
 
-    def _beyond(self, batch: int) -> float:
-        intercept, slope = fit_line([(known, self.dry_runs[known]) for known in sorted(self.operators)[-2:]])
+    def _extrapolate(self, batch: int) -> float:
+        intercept, slope = fit_line([(size, self.dry_runs[size]) for size in sorted(self.operators)[-2:]])
         return intercept + slope * batch
 
     def probe(self, batch: int) -> BatchProbe | Failure:
@@ -170,10 +204,10 @@ class BatchProbes:
         if self.run is not None:
             return self.run(batch)
         self.progress.update(0, None, f"running batch {self._where(batch)}")
-        found = self.session().ask(self._job(batch))
-        shown = format_bytes(found.allocated_peak_bytes) if isinstance(found, BatchProbe) else "cannot run"
-        self.progress.update(0, None, f"batch {self._where(batch)} · {shown}")
-        return found
+        answer = self.session().ask(self._job(batch))
+        peak = format_bytes(answer.allocated_peak_bytes) if isinstance(answer, BatchProbe) else "cannot run"
+        self.progress.update(0, None, f"batch {self._where(batch)} · {peak}")
+        return answer
 
     def _job(self, batch: int) -> Job[BatchProbe]:
         plan, dims, limit_bytes = self.plan, self.dims, self.limit_bytes

@@ -23,7 +23,7 @@ from memopt_cli.files.contents import fastest_data
 from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, memory_left_out
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, optimizer_state_notes
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, check_inputs
@@ -33,7 +33,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verified
+from memopt_cli.pipeline.verification import fault_in, verify
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
@@ -58,16 +58,17 @@ from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, left_alone, write_all
 
-_RUNS = 8
-"""Maximum number of runs, including those of the original."""
-_OF_ORIGINAL = 4
+_MAX_RUNS = 8
+"""Maximum number of runs, the original's included."""
+_MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
-_TELLING_BATCH = 4
-"""The smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
+_MIN_DRY_RUN_BATCH = 4
+"""Smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
 
 
-_WITHOUT_CHECKPOINTS = (
-    "Batches without a plan also run with it off: turn it off in your script if one of them is the answer."
+_CHECKPOINTS_OFF_NOTE = (
+    "Batches without a plan also run with the model's own checkpointing off: turn it off in your script if one of them "
+    "is the answer."
 )
 
 
@@ -80,17 +81,18 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     started, resolved = time.monotonic(), request.search
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
-    bare = without_own_checkpoints(prepared, measures=False)
-    also = [] if bare is prepared else [_WITHOUT_CHECKPOINTS]
-    prepared = bare
+    without_checkpoints = without_own_checkpoints(prepared, measures=False)
+    checkpoint_notes = [] if without_checkpoints is prepared else [_CHECKPOINTS_OFF_NOTE]
+    prepared = without_checkpoints
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
     limits = replace(limits, max_samples=request.global_batch)
-    notes = [*resolved.notes, *prepared.notes, *also, *memory_left_out(prepared)]
-    telling = prepared.at(max(prepared.batch, _TELLING_BATCH))  # for dry runs, and trials of modules in chunks
-    session = Sessions(telling, "small batch", notes)
-    job = _Job(
+    notes = [*resolved.notes, *prepared.notes, *checkpoint_notes, *optimizer_state_notes(prepared)]
+    # Dry runs, and trials of modules in chunks, need a few samples.
+    prepared_for_dry_runs = prepared.at(max(prepared.batch, _MIN_DRY_RUN_BATCH))
+    session = Sessions(prepared_for_dry_runs, "small batch", notes)
+    job = _FastestSearch(
         request=request, options=resolved.options, prepared=prepared, limits=limits, session=session, notes=notes
     )
     try:
@@ -105,8 +107,8 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    """One run of :func:`fastest_prepared`."""
+class _FastestSearch:
+    """Search of :func:`fastest_prepared`, with its results so far."""
 
     request: BatchRequest
     options: SearchOptions
@@ -116,15 +118,15 @@ class _Job:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Reason why no plan was tried, in words; empty if some were."""
+    """Reason why no plan was tried, or empty."""
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     dry_runs: list[BatchProbes] = field(default_factory=list)
-    """The dry runs of each plan."""
+    """Dry runs of each plan."""
     dropped: list[Dropped] = field(default_factory=list)
-    """The plans that train faster than the answer but fail verification."""
+    """Plans that train faster than the answer but fail verification."""
 
     def __post_init__(self) -> None:
         self.probes = SearchProbes(self.session, limit_s=self.request.search_limit_s)
@@ -142,7 +144,7 @@ class _Job:
         """Run the original at its best batches, then the plans that may train faster."""
         with contextlib.suppress(TimeIsUp):
             self._run_all()
-        if self.probes.late():
+        if self.probes.is_late():
             self.notes.append(f"{self.probes.over[:1].upper()}{self.probes.over[1:]}.")
 
     def _run_all(self) -> None:
@@ -150,17 +152,17 @@ class _Job:
 
         Raises :class:`TimeIsUp` if the time limit is reached in the runs of the original.
         """
-        case = self._original()
-        if not self.probes.late():
-            first = max(self.prepared.batch, _TELLING_BATCH, self.limits.multiple_of)
-            step = self.trials.step(first)
+        case = self._run_original_batches()
+        if not self.probes.is_late():
+            first_batch = max(self.prepared.batch, _MIN_DRY_RUN_BATCH, self.limits.multiple_of)
+            step = self.trials.step(first_batch)
             self.notes += self.trials.notes.get(max(self.trials.records, default=0), [])
             if isinstance(step, ScaledStep):
                 self._price_and_run(step, case)
             else:
                 self.untried = f"the step is not known at other batches ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
-        if not self.probes.late():
+        if not self.probes.is_late():
             self._run_finalists()
 
     def _price_and_run(self, step: ScaledStep, case: Case) -> None:
@@ -178,65 +180,67 @@ class _Job:
             fastest=lambda batch: pricing.fastest(batch, int(self.limits.budget_bytes / priced_ratio)),
             predict=lambda plan: self._predict(plan, pricing),
             ratio=case.search.model.measured_ratio() if case.search.model.predict else priced_ratio,
-            room_share=_room(case.search.model, self.limits.budget_bytes),
+            room_share=_usable_share(case.search.model, self.limits.budget_bytes),
             step_s=pricing.step_s,
             update_s=pricing.models.update_s,
             samples_per_s=self.runs.samples_per_s,
             is_growth_known=lambda: pricing.growth_known,
-            usable_batch=self.runs.of_use,
+            usable_batch=self.runs.largest_usable,
             run=self.trials.run,
-            runs_left=lambda: _RUNS - self.trials.count,
-            is_over=self.probes.late,
+            runs_left=lambda: _MAX_RUNS - self.trials.count,
+            is_over=self.probes.is_late,
         )
-        pairs = search.price(self.runs.of_use(case.search.runs.best))
+        pairs = search.price(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
-        if not self.runs.usable() and not self.probes.late():
+        if not self.runs.usable() and not self.probes.is_late():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
             search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _run_finalists(self) -> None:
         """Run the best pairs once more, as a busy machine may have changed their order."""
-        again = finalists(self.runs.all(), most=_RUNS - self.trials.count)
-        if again:
+        pairs = finalists(self.runs.all(), max_pairs=_MAX_RUNS - self.trials.count)
+        if pairs:
             self.prepared.progress.stage("running the best again")
-        for pair in again:
+        for pair in pairs:
             self.trials.run_again(pair.plan, pair.batch)
 
-    def _original(self) -> Case:
+    def _run_original_batches(self) -> Case:
         """Run the original at its largest batch, and at smaller ones while they are faster."""
         case = Case(planned=False, plan=ORIGINAL, dims={})
         search = CaseSearch(
             prepared=self.prepared,
             notes=self.notes,
             limits=self.limits,
-            most_runs=_OF_ORIGINAL,
+            most_runs=_MAX_ORIGINAL_RUNS,
             run=self._run_original,
         )
         try:
             search.find([case], self.session)
         finally:
-            self.dry_runs += [found.probes for found in search.searched]
+            self.dry_runs += [batch_search.probes for batch_search in search.searched]
         largest = case.search.runs.best
         if largest:
             self.prepared.progress.stage("finding the fastest batch")
-            best, *smaller = dict.fromkeys(filter(None, map(self.runs.of_use, (largest, largest // 2, largest // 4))))
-            # Rounding to a part of the global batch may give a new batch, whose run the limit did not foresee.
+            best, *smaller = dict.fromkeys(
+                filter(None, map(self.runs.largest_usable, (largest, largest // 2, largest // 4)))
+            )
+            # Rounding to a part of the global batch may give a new batch: allow a run for it.
             if best not in case.search.runs:
                 search.most_runs = max(search.most_runs, search.runs + 1)
-            search.run_more(case, lambda found: found.also_run([best]))
-            search.run_more(case, lambda found: found.seek_faster(smaller, max_runs=search.left))
+            search.run_more(case, lambda batch_search: batch_search.also_run([best]))
+            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, max_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
         """Run the original at ``batch``.  Raises :class:`TimeIsUp` after the time limit, if there is an answer."""
-        if self.probes.late() and self.runs.usable():
+        if self.probes.is_late() and self.runs.usable():
             raise TimeIsUp
         return self.trials.run(ORIGINAL, batch)
 
     def _record(self, plan: Plan, batch: int) -> Traced | Failure:
-        is_run = isinstance(self.trials.found.get((ORIGINAL, batch)), BatchProbe)
+        is_run = isinstance(self.trials.outcomes.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)
 
@@ -253,15 +257,17 @@ class _Job:
     def answer(self) -> FastestTraining:
         """Return the best pair whose plan passes verification.  Raises :class:`NothingFitsError` if no run fits."""
         pairs = self.runs.all()
-        chosen, verification = self._proven(pairs)
+        chosen, verification = self._choose_verified(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
             self.notes += accumulation_notes(accumulation, self.prepared.facts)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
-            self.notes.append(f"No step was within {longest_s:g} s (`--longest-step`): the shortest is the answer.")
+            self.notes.append(
+                f"No step took {longest_s:g} s or less (`--longest-step`): the answer has the shortest step."
+            )
         if self.interrupted:
-            self.notes.append("Interrupted: the runs that were left might have given a better answer.")
+            self.notes.append("The search was interrupted: further runs might have given a better answer.")
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
@@ -283,31 +289,31 @@ class _Job:
             dropped=tuple(self.dropped),
         )
 
-    def _proven(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
+    def _choose_verified(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
         for index in ranked(pairs):
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            found = verified(self.prepared.at(batch), plan, fits=False)
-            if isinstance(found, Verification) and found.passed:
-                return index, found
-            self._drop(pairs[index], found)
+            verification = verify(self.prepared.at(batch), plan, fits=False)
+            if isinstance(verification, Verification) and verification.passed:
+                return index, verification
+            self._drop(pairs[index], verification)
         if self.dropped:
-            why = self.dropped[-1].why
-            raise VerificationError(f"a plan was found that fits, but {why.because}", hint=why.remedy)
+            reason = self.dropped[-1].why
+            raise VerificationError(f"a plan was found that fits, but {reason.because}", hint=reason.remedy)
         raise self._nothing_fits()
 
-    def _drop(self, pair: PairRun, found: Verification | Failure) -> None:
+    def _drop(self, pair: PairRun, outcome_of_verification: Verification | Failure) -> None:
         """Record that the plan of ``pair`` would be the answer, but fails verification."""
-        why, outcome = fault_in(found), pair.outcome
-        assert why is not None, "it did not pass"
+        reason, outcome = fault_in(outcome_of_verification), pair.outcome
+        assert reason is not None, "it did not pass"
         peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
-        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=why))
+        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=reason))
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
         text = f"not even batch {unit} fits into {self.limits.text}"
-        if self.probes.late():
+        if self.probes.is_late():
             text += f" without a plan, and {self.probes.over}"
             return NothingFitsError(text, hint="Raise `--search-time` or `--memory`.")
         if self.pricing is None:
@@ -315,12 +321,18 @@ class _Job:
             return NothingFitsError(text, hint="Raise `--memory`, or give smaller inputs.")
         hint = "Raise `--memory` or `--level`, or give smaller inputs."
         plan = self.pricing.least(unit)
-        run = self.trials.found.get((plan, unit))
+        run = self.trials.outcomes.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):
-            return NothingFitsError(f"{text} with any plan that was found; at the least {describe(run)}", hint=hint)
-        by_sums = self.pricing.peak_bytes(plan, unit) * _priced_ratio(self.trials, self.pricing)
-        least = f"is about {format_bytes(by_sums)}" if run is None else f"took {format_bytes(run.allocated_peak_bytes)}"
-        return NothingFitsError(f"{text} with any plan that was found; the least {least}", hint=hint)
+            return NothingFitsError(
+                f"{text} with any plan that was found; the smallest plan fails: {describe(run)}", hint=hint
+            )
+        priced_bytes = self.pricing.peak_bytes(plan, unit) * _priced_ratio(self.trials, self.pricing)
+        smallest = (
+            f"is about {format_bytes(priced_bytes)}"
+            if run is None
+            else f"took {format_bytes(run.allocated_peak_bytes)}"
+        )
+        return NothingFitsError(f"{text} with any plan that was found; the smallest {smallest}", hint=hint)
 
 
 # ---------------------------------------------------------------------------------------------- to the disk
@@ -331,26 +343,30 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
     Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
     """
-    batch, plan = pair_paths(request.source.location, request.output)
-    check_targets([batch, plan], force=request.force)
+    batch_path, plan_path = pair_paths(request.source.location, request.output)
+    check_targets([batch_path, plan_path], force=request.force)
     prepared = prepare(opening_of(request, request.step), progress=progress, ask=ask)
-    found = fastest_prepared(request, prepared)
-    if found.answer.plan.is_empty:
-        files = {batch: batch_file(found.header, fastest_data(found, None))}
-        found = replace(found, notes=(*found.notes, *left_alone(plan)))
+    training = fastest_prepared(request, prepared)
+    if training.answer.plan.is_empty:
+        files = {batch_path: batch_file(training.header, fastest_data(training, None))}
+        training = replace(training, notes=(*training.notes, *left_alone(plan_path)))
     else:
         files = {
-            batch: batch_file(found.header, fastest_data(found, plan.name)),
-            plan: content(plan_yaml(found.header, found.answer.plan, found.level)),
+            batch_path: batch_file(training.header, fastest_data(training, plan_path.name)),
+            plan_path: content(plan_yaml(training.header, training.answer.plan, training.level)),
         }
-    return replace(found, files=write_all(files, force=request.force))
+    return replace(training, files=write_all(files, force=request.force))
 
 
-def _room(model: PeakModel, within_bytes: int) -> float:
+def _usable_share(model: PeakModel, within_bytes: int) -> float:
     """Return the share of the memory to plan for: below 1 if the original ran out of it though its peak should fit."""
-    lost = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
-    most = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
-    return most / within_bytes if most and any(peak <= within_bytes for peak in lost) else 1.0
+    peaks_out_of_memory = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
+    largest_fitting = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
+    return (
+        largest_fitting / within_bytes
+        if largest_fitting and any(peak <= within_bytes for peak in peaks_out_of_memory)
+        else 1.0
+    )
 
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:

@@ -11,15 +11,15 @@ from memopt_cli.records import Accumulation, BatchProbe, PairRun
 from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
 from memopt_cli.search.batch_size.runs import Limits
 
-_TIE = 0.01
+_TIE_SHARE = 0.01
 """Share by which two rates may differ and still count as equal; then the simpler plan wins."""
 
-_FINALISTS = 3
+_MAX_FINALISTS = 3
 """Maximum number of pairs that are run again at the end."""
-_NEAR = 0.2
+_NOISE_SHARE = 0.2
 """Share by which a rate may vary from run to run on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
-"""The longest step, in seconds, that is run again: another run of a longer one would take minutes."""
+"""Longest step, in seconds, that is run again: another run of a longer one would take minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class PairRuns:
     limits: Limits
     global_batch: int | None
     micro_batches: int
-    """The number of passes in a step of the optimizer without ``--global-batch``."""
+    """Number of passes in a step of the optimizer without ``--global-batch``."""
 
     def all(self) -> list[PairRun]:
         """Return all pairs, in the order in which they were run."""
-        usable, rate = self._in_use(), self.samples_per_s
+        usable, rate = self._usable_pairs(), self.samples_per_s
         return [
             PairRun(
                 plan=plan,
@@ -45,33 +45,33 @@ class PairRuns:
                 usable=(plan, batch) in usable,
                 late=isinstance(run, BatchProbe) and not self.limits.is_in_time(run.step_s),
             )
-            for (plan, batch), run in self.trials.found.items()
+            for (plan, batch), run in self.trials.outcomes.items()
         ]
 
     def usable(self) -> list[PairRun]:
         """Return the pairs that may be the answer."""
         return [pair for pair in self.all() if pair.usable]
 
-    def _in_use(self) -> list[Pair]:
+    def _usable_pairs(self) -> list[Pair]:
         """Return the pairs that may be the answer; if every step is too long, only the one with the shortest."""
-        within = self.limits.budget_bytes
+        budget_bytes = self.limits.budget_bytes
         fitting = [
             (plan, run)
             for plan, run in self.trials.planned()
-            if run.allocated_peak_bytes <= within and self.of_use(run.batch) == run.batch
+            if run.allocated_peak_bytes <= budget_bytes and self.largest_usable(run.batch) == run.batch
         ]
         in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
         shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
         return [(plan, run.batch) for plan, run in in_time or shortest]
 
-    def of_use(self, largest: int) -> int:
+    def largest_usable(self, largest: int) -> int:
         """Return the largest batch up to ``largest`` that may be recommended; 0 if there is none.
 
         It is a multiple of ``--multiple-of``, and with ``--global-batch``, equal passes of it make up the global batch.
         """
-        unit, wanted = self.limits.multiple_of, self.global_batch
+        unit, global_batch = self.limits.multiple_of, self.global_batch
         rounded = largest // unit * unit
-        return rounded if wanted is None or not rounded else accumulate(wanted, rounded, unit).batch
+        return rounded if global_batch is None or not rounded else accumulate(global_batch, rounded, unit).batch
 
     def accumulation(self, batch: int) -> Accumulation | None:
         """Return how passes of ``batch`` make up a step of the optimizer; ``None`` for one pass and no global batch."""
@@ -84,7 +84,7 @@ class PairRuns:
         return self.micro_batches if self.global_batch is None else -(-self.global_batch // batch)
 
     def samples_per_s(self, batch: int, step_s: float, update_s: float) -> float:
-        """Return the rate of ``batch``, whose run took ``step_s``, of which the update took ``update_s``."""
+        """Return the rate of ``batch``, by ``step_s``, the time of its step, and ``update_s``, the update's part."""
         return samples_per_s(batch, step_s, update_s, self._steps(batch))
 
 
@@ -99,21 +99,23 @@ def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> flo
 
 def ranked(pairs: list[PairRun]) -> Iterator[int]:
     """Yield the indices of usable ``pairs``, fastest first; among equally fast pairs, the simplest plan first."""
-    left = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
-    while left:
-        close = (1 - _TIE) * max(left.values())
-        best = min((i for i, rate in left.items() if rate >= close), key=lambda i: _cost(pairs[i]))
-        yield best
-        del left[best]
+    rates = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
+    while rates:
+        tie_rate = (1 - _TIE_SHARE) * max(rates.values())
+        index = min((i for i, rate in rates.items() if rate >= tie_rate), key=lambda i: _cost(pairs[i]))
+        yield index
+        del rates[index]
 
 
-def finalists(pairs: list[PairRun], most: int) -> list[PairRun]:
+def finalists(pairs: list[PairRun], max_pairs: int) -> list[PairRun]:
     """Return the pairs to run again, fastest first: those so close that another run may change the winner."""
-    found = [pairs[index] for index in ranked(pairs)]
-    best = max((pair.samples_per_s or 0.0 for pair in found), default=0.0)
-    short = [pair for pair in found if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S]
-    near = [pair for pair in short if (pair.samples_per_s or 0.0) >= (1 - _NEAR) * best]
-    return near[: min(_FINALISTS, most)] if len(near) > 1 and most > 1 else []
+    ranked_pairs = [pairs[index] for index in ranked(pairs)]
+    best = max((pair.samples_per_s or 0.0 for pair in ranked_pairs), default=0.0)
+    short_runs = [
+        pair for pair in ranked_pairs if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S
+    ]
+    rivals = [pair for pair in short_runs if (pair.samples_per_s or 0.0) >= (1 - _NOISE_SHARE) * best]
+    return rivals[: min(_MAX_FINALISTS, max_pairs)] if len(rivals) > 1 and max_pairs > 1 else []
 
 
 def best_original(pairs: list[PairRun]) -> int | None:

@@ -25,19 +25,19 @@ class Pricing:
     options: SearchOptions
     progress: Progress
     priced: int = 0
-    """The number of plans priced so far."""
+    """Number of plans priced so far."""
     _planners: dict[int, Planner] = field(default_factory=dict)
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
         """Return the fastest plan at ``batch`` whose computed peak is within ``budget_bytes``; ``None`` if none is."""
-        found = self._planner(batch).within(self.options.level, budget_bytes)
-        if found is None:
+        priced = self._planner(batch).within(self.options.level, budget_bytes)
+        if priced is None:
             self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
             return None
-        step = f"a step of about {format_seconds(self.step_s(found.plan, batch))}"
-        plan = counted(len(found.plan.segments), "segment")
-        self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(found.peak_bytes)}, {step}")
-        return found.plan
+        step = f"a step of about {format_seconds(self.step_s(priced.plan, batch))}"
+        plan = counted(len(priced.plan.segments), "segment")
+        self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(priced.peak_bytes)}, {step}")
+        return priced.plan
 
     def least(self, batch: int) -> Plan:
         """Return the plan of the lowest peak at ``batch``."""
@@ -64,38 +64,40 @@ class Pricing:
         return len({run.batch for run in self._telling_runs()}) > 1
 
     def _telling_runs(self) -> list[BatchProbe]:
-        """Return the runs that show the original's step time; if it ran at fewer than two batches, add those of plans.
+        """Return the runs that show the original's step time; if it ran at one batch at most, add the runs of plans.
 
         The step times of plans are divided by their predicted slowdown, as if the original had been run.
         """
         runs = self.models.runs_of_original()
         if len({run.batch for run in runs}) < 2:
-            planned = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
-            runs += [replace(run, step_s=run.step_s / self.models.slowdown(plan, run.batch)) for plan, run in planned]
+            planned_runs = [(plan, run) for plan, run in self.models.runs() if plan != ORIGINAL]
+            runs += [
+                replace(run, step_s=run.step_s / self.models.slowdown(plan, run.batch)) for plan, run in planned_runs
+            ]
         return runs
 
     # ------------------------------------------------------------------------------------------ at one batch
 
     def _planner(self, batch: int) -> Planner:
         if batch not in self._planners:
-            first = self._counted(ORIGINAL, batch)
-            assert isinstance(first, Counted), "its step is recorded"
+            original = self._count(ORIGINAL, batch)
+            assert isinstance(original, Counted), "its step is recorded"
             probes = Probes(
-                count=lambda plan: self._counted(plan, batch),
+                count=lambda plan: self._count(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
                 report=lambda text: None,  # too quick to need a display
                 trace=lambda plan: self._trace(plan, batch),
-                late=self.probes.late,
+                late=self.probes.is_late,
             )
             trace = self.models.known(ORIGINAL, batch).trace
-            self._planners[batch] = Planner(trace, first, probes, self.options)
+            self._planners[batch] = Planner(trace, original, probes, self.options)
         return self._planners[batch]
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:
         model = self.models.of(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
-    def _counted(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
+    def _count(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
         """Compute the peak of ``plan`` at ``batch``, in place of a dry run."""
         model = self.models.of(plan, batch)
         if not isinstance(model, CostModel):

@@ -10,7 +10,7 @@ from memopt_cli.errors import NothingFitsError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, looped_over, memory_left_out
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, loop_warning, optimizer_state_notes
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
@@ -18,16 +18,16 @@ from memopt_cli.records import (
     BatchRequest,
     Counted,
     Failure,
-    Layout,
     NoBatchFits,
     NotPredicted,
     Plan,
     RankBatch,
+    RankLayout,
     RanksRecommendation,
     RanksRow,
     StepFailed,
     describe,
-    predicted,
+    make_prediction,
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere
@@ -50,14 +50,14 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
     """Predict the largest batches of ``prepared`` on each layout, without a plan and with ``plan``."""
     started = time.monotonic()
     if plan is not None:
-        plan.required_eager("batches are predicted without a compiler")
+        plan.require_eager("batches are predicted without a compiler")
     check_varied(prepared)
     limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
-    job = _Job(
+    job = _RanksSearch(
         request=request,
         prepared=replace(prepared, subject=replace(prepared.subject, card=request.card)),
         limits=limits,
-        notes=[*prepared.notes, *memory_left_out(prepared, "twice the bytes of a rank's parameters")],
+        notes=[*prepared.notes, *optimizer_state_notes(prepared, "twice the bytes of a rank's parameters")],
     )
     interrupted = False
     try:
@@ -67,7 +67,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
         if not job.fitting:
             raise
         interrupted = True
-        job.notes.append("Interrupted before all numbers of ranks were tried.")
+        job.notes.append("The search was interrupted before all numbers of ranks were tried.")
     job.check()
     return RanksRecommendation(
         header=file_header(prepared),
@@ -83,8 +83,8 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    """One run of :func:`recommend_ranks`."""
+class _RanksSearch:
+    """Search of :func:`recommend_ranks`, with its results so far."""
 
     request: BatchRequest
     prepared: Prepared
@@ -96,19 +96,19 @@ class _Job:
 
     @property
     def fitting(self) -> list[RanksRow]:
-        """The rows in which a batch fits."""
+        """Rows in which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
 
-    def find(self, layout: Layout, plan: Plan | None) -> Iterator[RanksRow]:
+    def find(self, layout: RankLayout, plan: Plan | None) -> Iterator[RanksRow]:
         """Yield a row for ``layout`` without a plan, and one under ``plan``, if there is one."""
-        for each in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
-            under = " under the plan" if each is plan else ""
-            self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{under}")
-            found = self._largest(layout, each, self._start(planned=each is plan))
-            outcome = found if isinstance(found, RankBatch | NoBatchFits) else self._failed(found)
-            yield RanksRow(layout=layout, planned=each is plan, outcome=outcome)
+        for candidate in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
+            suffix = " under the plan" if candidate is plan else ""
+            self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{suffix}")
+            answer = self._find_largest(layout, candidate, self._first_batch(planned=candidate is plan))
+            outcome = answer if isinstance(answer, RankBatch | NoBatchFits) else self._failed_outcome(answer)
+            yield RanksRow(layout=layout, planned=candidate is plan, outcome=outcome)
 
-    def _failed(self, failure: Failure) -> NotPredicted:
+    def _failed_outcome(self, failure: Failure) -> NotPredicted:
         """Return ``failure`` as the outcome of a row.
 
         Raises :class:`MemoptError` if the number of ranks did not cause it, unless a batch was found already.
@@ -122,44 +122,48 @@ class _Job:
         """Raise :class:`MemoptError` if no row has a batch that fits."""
         if self.fitting:
             return
-        nothing = [row for row in self.rows if isinstance(row.outcome, NoBatchFits)]
-        if not nothing:
+        rows_without_batch = [row for row in self.rows if isinstance(row.outcome, NoBatchFits)]
+        if not rows_without_batch:
             raise_failure(self.failures[0])
-        most = nothing[-1]
-        assert isinstance(most.outcome, NoBatchFits)
-        under = " under the plan" if most.planned else ""
-        ranks = counted(most.layout.ranks, "rank")
-        more_ranks = "" if most.layout.parallel == "ddp" else "more ranks, "  # in ddp, each rank has the whole model
+        row = rows_without_batch[-1]
+        assert isinstance(row.outcome, NoBatchFits)
+        suffix = " under the plan" if row.planned else ""
+        ranks = counted(row.layout.ranks, "rank")
+        more_ranks = "" if row.layout.parallel == "ddp" else "more ranks, "  # in ddp, each rank has the whole model
         raise NothingFitsError(
-            f"not even batch {most.outcome.batch} of each rank{under} fits into {self.limits.text} on {ranks}: "
-            f"{most.outcome.reason}",
+            f"not even batch {row.outcome.batch} of each rank{suffix} fits into {self.limits.text} on {ranks}: "
+            f"{row.outcome.reason}",
             hint=f"Give more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
         )
 
-    def _start(self, *, planned: bool) -> int:
+    def _first_batch(self, *, planned: bool) -> int:
         """Return the batch to predict first: the one found on fewer ranks, else the described one, rounded."""
-        before = [row.outcome for row in self.rows if row.planned is planned]
-        known = [found.batch for found in before if isinstance(found, RankBatch | NoBatchFits)]
+        outcomes = [row.outcome for row in self.rows if row.planned is planned]
+        batches = [outcome.batch for outcome in outcomes if isinstance(outcome, RankBatch | NoBatchFits)]
         unit = self.limits.multiple_of
-        return known[-1] if known else max(unit, self.prepared.batch // unit * unit)
+        return batches[-1] if batches else max(unit, self.prepared.batch // unit * unit)
 
-    def _largest(self, layout: Layout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
+    def _find_largest(self, layout: RankLayout, plan: Plan, start: int) -> RankBatch | NoBatchFits | Failure:
         """Return the largest batch that fits on both the first and the last rank of ``layout``.
 
         Each rank is searched up to the batch that the other allows, until both allow the same.
         """
-        found: dict[int, tuple[int, Counted]] = {}
+        largest_by_rank: dict[int, tuple[int, Counted]] = {}
         ranks, batch = ranks_asked(layout, None), None
-        while late := [rank for rank in ranks if rank not in found or found[rank][0] != batch]:
+        while ranks_to_search := [
+            rank for rank in ranks if rank not in largest_by_rank or largest_by_rank[rank][0] != batch
+        ]:
             limits = replace(self.limits, max_samples=batch)
-            largest = self._of_rank(layout, late[0], plan, start if batch is None else batch, limits)
+            largest = self._find_largest_of_rank(
+                layout, ranks_to_search[0], plan, start if batch is None else batch, limits
+            )
             if not isinstance(largest, tuple):
                 return largest
-            found[late[0]] = largest
+            largest_by_rank[ranks_to_search[0]] = largest
             batch = largest[0]
         assert batch is not None
-        predictions = tuple(predicted(found[rank][1], layout, rank, plan) for rank in ranks)
-        peaks = [found[rank][1].allocated_peak_bytes for rank in ranks]
+        predictions = tuple(make_prediction(largest_by_rank[rank][1], layout, rank, plan) for rank in ranks)
+        peaks = [largest_by_rank[rank][1].allocated_peak_bytes for rank in ranks]
         largest_rank = predictions[peaks.index(max(peaks))]
         return RankBatch(
             batch=batch,
@@ -169,18 +173,18 @@ class _Job:
             ranks=predictions,
         )
 
-    def _of_rank(
-        self, layout: Layout, rank: int, plan: Plan, start: int, limits: Limits
+    def _find_largest_of_rank(
+        self, layout: RankLayout, rank: int, plan: Plan, start: int, limits: Limits
     ) -> tuple[int, Counted] | NoBatchFits | Failure:
         """Return the largest batch of ``rank`` within ``limits``, with its dry run."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
-        of_rank = replace(self.prepared, subject=subject)
-        with Sessions(of_rank, "none", self.notes) as session:
+        prepared = replace(self.prepared, subject=subject)
+        with Sessions(prepared, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
             probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress, place=place)
-            first = probes.count(start)
-            if not isinstance(first, Counted):
-                return first
+            first_dry_run = probes.count(start)
+            if not isinstance(first_dry_run, Counted):
+                return first_dry_run
             search = probes.search(start, limits)
             try:
                 while True:
@@ -188,10 +192,10 @@ class _Job:
                     if isinstance(outcome, NoBatchFits):
                         return outcome
                     batch = search.model.largest_within(limits.budget_bytes)
-                    found = probes.count(batch)  # the search may have read its peak off a line: check it
-                    if isinstance(found, Counted) and found.allocated_peak_bytes <= limits.budget_bytes:
-                        return batch, found
+                    dry_run = probes.count(batch)  # the search may have interpolated this peak: check it
+                    if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes <= limits.budget_bytes:
+                        return batch, dry_run
             finally:
                 self.dry_runs += len(probes.dry_runs)
-                if (loop := looped_over(probes)) and loop not in self.notes:
-                    self.notes.append(loop)
+                if (warning := loop_warning(probes)) and warning not in self.notes:
+                    self.notes.append(warning)

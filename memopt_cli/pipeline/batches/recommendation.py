@@ -17,9 +17,9 @@ from memopt_cli.files.outputs import check_outputs, output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import check_varied, memory_left_out
+from memopt_cli.pipeline.batches.batch_probes import check_varied, optimizer_state_notes
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -62,15 +62,12 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
-    note = TAKEN_OFF
-    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
-        plan, note = prepared.carried, "The file carries a plan: the rows are without it and with it."
-    elif plan is None and request.replicas is None:
-        prepared = replace(prepared, notes=(*prepared.notes, *_offered(request, prepared.facts)))
-    return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
+    if plan is None and request.replicas is None and prepared.carried == ORIGINAL:
+        prepared = replace(prepared, notes=(*prepared.notes, *_unused_plan_notes(request, prepared.facts)))
+    return recommend_prepared(request, prepared, plan, lengths)
 
 
-def _offered(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
+def _unused_plan_notes(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
     """Yield a note on how to use the plan beside the model, if ``memopt optimize`` wrote one for exactly this model.
 
     The plan is not used by default: its file may have come with the model, and the user may train without it.
@@ -79,38 +76,44 @@ def _offered(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
     path = output_paths(location, None).plan
     with contextlib.suppress(OSError, MemoptError):  # the user has not named it: no error
         header, plan = read_plan(path)
-        is_its = header.sha256 == facts.sha256 and (facts.sha256 is not None or header.model == location)
+        is_for_this_model = header.sha256 == facts.sha256 and (facts.sha256 is not None or header.model == location)
         is_usable = plan.compile is None or not (request.backend or request.uncompiled)
-        if is_its and is_usable and plan != ORIGINAL:
-            added = quoted_flag("--plan", str(path))
-            yield f"The plan in {path} is not used. Add `{added}` to see what fits under it, too."
+        if is_for_this_model and is_usable and plan != ORIGINAL:
+            flag = quoted_flag("--plan", str(path))
+            yield f"The plan in {path} is not used. Add `{flag}` to see also which batch fits under the plan."
 
 
-_ESTIMATED = "Peaks are estimates, in blocks of the allocator of {}, without workspace of kernels; nothing was run."
-_PREDICTED = "Peaks are tensor peaks, predicted without data; workspace of kernels is not counted, and nothing was run."
+_ESTIMATED_NOTE = "Nothing was run: peaks are estimates in blocks of the allocator of {}, without kernel workspaces."
+_PREDICTED_NOTE = "Nothing was run: peaks are tensor peaks, predicted without data and without kernel workspaces."
 
 
 def recommend_prepared(
     request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
-    """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
-    started = time.monotonic()
+    """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``.
+
+    ``plan``: ``None`` stands for the plan that the model carries, if any.
+    """
+    started, note = time.monotonic(), LEFT_OUT_NOTE
+    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
+        plan, note = prepared.carried, "The model carries a plan: there are rows without the plan and with it."
+    prepared = prepared.without_carried(note)
     if plan is not None and request.uncompiled:
-        plan.required_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
+        plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
     if plan is not None and request.backend is not None:
-        plan.required_eager("`--compile` compiles it, too")
+        plan.require_eager("`--compile` compiles it as well")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
-    notes, device = [*prepared.notes, *memory_left_out(prepared)], prepared.subject.settings.device
+    notes, device = [*prepared.notes, *optimizer_state_notes(prepared)], prepared.subject.settings.device
     if request.card is not None:
         limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
-        notes.append(_ESTIMATED.format(request.card.name))
+        notes.append(_ESTIMATED_NOTE.format(request.card.name))
     elif request.fake:
         limits = limits_of(request.memory, device, math.inf, request.multiple_of)
         limits = replace(limits, runnable_bytes=0, probes=0)
-        notes.append(_PREDICTED)
+        notes.append(_PREDICTED_NOTE)
     else:
         limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
     search = CaseSearch(
@@ -120,24 +123,24 @@ def recommend_prepared(
         most_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
-    job = _Job(request=request, prepared=prepared, longest=longest, search=search)
+    job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)
     try:
         with contextlib.ExitStack() as folders, Sessions(prepared, prepared.dry_data, notes) as session:
             search.prepared = prepared.with_compiler_cache(folders)
-            found = job.recommend(session, plan, lengths)
+            recommendation = job.recommend(session, plan, lengths)
     except KeyboardInterrupt:  # the subprocess has ended by now
         if not job.proven:
             raise
-        found = job.so_far()
+        recommendation = job.so_far()
     if request.output is not None:
-        file = batch_file(found.header, _recommended(found))
-        found = replace(found, files=write_all({Path(request.output): file}, force=request.force))
-    return replace(found, spent_s=time.monotonic() - started)
+        file = batch_file(recommendation.header, _recommended_data(recommendation))
+        recommendation = replace(recommendation, files=write_all({Path(request.output): file}, force=request.force))
+    return replace(recommendation, spent_s=time.monotonic() - started)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    """One run of :func:`recommend_batch`."""
+class _BatchSearch:
+    """Search of :func:`recommend_batch`, with its results so far."""
 
     request: BatchRequest
     prepared: Prepared
@@ -145,7 +148,7 @@ class _Job:
     """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
     length_runs: int = 0
-    """The number of runs made to compare ways to batch sequences."""
+    """Number of runs made to compare ways to batch sequences."""
 
     def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
         """Search the batch of each case, make the further runs that the answer needs, and return the answer."""
@@ -156,11 +159,11 @@ class _Job:
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         if self.request.backend is not None:
             plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
-        cases = [Case(planned=at > 0, plan=p, dims=dims) for at, p in enumerate(plans) for dims in sizes]
+        cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
         self.search.find(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
-        main = self._main(cases)
+        main = self._main_case(cases)
         accumulation = self._accumulate(main)
         strategies = self._compare(lengths, main, session) if lengths else ()
         return self._answer(cases, main, accumulation, strategies)
@@ -178,9 +181,9 @@ class _Job:
             case.search.interrupt()
         self.search.runs = sum(len(case.search.runs) for case in self.search.searched)
         self.length_runs = 0
-        self.search.notes.append("Interrupted: the runs that were left might have given a better answer.")
+        self.search.notes.append("The search was interrupted: further runs might have given a better answer.")
         cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
-        main = self._main(cases)
+        main = self._main_case(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
 
     def _answer(
@@ -192,7 +195,7 @@ class _Job:
     ) -> BatchRecommendation:
         if accumulation is not None:
             if main.search.runs.fitting and accumulation.batch not in main.search.runs:
-                self.search.notes.append(f"Batch {accumulation.batch} was not run itself; a larger one was.")
+                self.search.notes.append(f"Batch {accumulation.batch} was not run, but a larger batch was.")
             self.search.notes += accumulation_notes(accumulation, self.prepared.facts, was_run=self.request.runs)
         return BatchRecommendation(
             header=file_header(self.prepared),
@@ -200,7 +203,7 @@ class _Job:
             limit=self.search.limits.text,
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
-            batch=self._chosen(main),
+            batch=self._chosen_batch(main),
             verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
@@ -217,15 +220,15 @@ class _Job:
             backend=self.request.backend or "",
         )
 
-    def _main(self, cases: Sequence[Case]) -> Case:
+    def _main_case(self, cases: Sequence[Case]) -> Case:
         """Return the recommended case, one at the largest size: see :attr:`BatchRecommendation.chosen`.
 
         Cases with a run come before those with an estimate; of two equally good cases, the one under the plan wins.
         """
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
-            if found := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
-                return max((case for case in found if case.dims == found[0].dims), key=self._worth)
+            if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
+                return max((case for case in cases_of_kind if case.dims == cases_of_kind[0].dims), key=self._worth)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
@@ -236,27 +239,29 @@ class _Job:
         )
 
     def _worth(self, case: Case) -> float:
-        """Return the rating of ``case``: samples a second for ``throughput``, else samples in a step."""
+        """Return the rating of ``case``: samples a second for ``throughput``, else the samples of a step that fits."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
-        return self._chosen(case) * case.probes.replicas
+        outcome = case.search.outcome()
+        batch = outcome.estimated_batch if isinstance(outcome, BatchAdvice) else self._chosen_batch(case)
+        return batch * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
         is_max = self.request.aim == "max"
-        found = [self._main(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
+        candidates = [self._main_case(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
         unit = self.request.multiple_of
-        for left, case in zip(range(len(found), 0, -1), found, strict=True):
+        for cases_left, case in zip(range(len(candidates), 0, -1), candidates, strict=True):
             self.prepared.progress.stage(f"finding the fastest batch{case.text}")
             runs = self.search.left - (self.request.global_batch is not None)
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
             self.search.run_more(
-                case, functools.partial(BatchSearch.seek_faster, batches=faster, max_runs=-(-runs // left))
+                case, functools.partial(BatchSearch.seek_faster, batches=faster, max_runs=-(-runs // cases_left))
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:
-        """Return how many passes of which batch make a step of the optimizer, and run that batch if others were run."""
+        """Return the passes that make a step of the optimizer, and run their batch if other batches were run."""
         accumulation = self._accumulation(main)
         if accumulation is not None and main.search.runs.fitting:
             self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
@@ -264,10 +269,10 @@ class _Job:
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return how many passes make a step of the optimizer; ``None`` for one pass and no global batch."""
-        batch, wanted = self._chosen(main), self.request.global_batch
-        if wanted is None:
+        batch, global_batch = self._chosen_batch(main), self.request.global_batch
+        if global_batch is None:
             return accumulated(batch, self.request.settings.micro_batches)
-        return accumulate(wanted, batch, self.request.multiple_of)
+        return accumulate(global_batch, batch, self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
         """Compare ways to batch sequences of ``lengths``, by runs at several lengths.
@@ -278,14 +283,17 @@ class _Job:
         ((symbol, longest),) = self.longest.items()
 
         def probe(size: int, steps: int) -> BatchProbe:
-            found = main.search.runs.get(size) if steps == longest else None
-            if found is None:
+            run = main.search.runs.get(size) if steps == longest else None
+            if run is None:
                 self.length_runs += 1
                 self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
-                found = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
-            return required(found, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
+                run = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
+            return required(run, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
 
-        batch, runnable = self._chosen(main), main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1
+        batch, runnable = (
+            self._chosen_batch(main),
+            main.search.runs.fitting[-1].batch if main.search.runs.fitting else 1,
+        )
         return compare_lengths(
             lengths,
             batch=batch,
@@ -295,7 +303,7 @@ class _Job:
             probe=probe,
         )
 
-    def _chosen(self, main: Case) -> int:
+    def _chosen_batch(self, main: Case) -> int:
         outcome = main.search.outcome()
         assert not isinstance(outcome, NoBatchFits)
         if isinstance(outcome, BatchEstimate):
@@ -303,24 +311,25 @@ class _Job:
         return outcome.fastest_batch if self.request.aim == "throughput" else outcome.recommended_batch
 
 
-def accumulation_notes(found: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
+def accumulation_notes(accumulation: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
     """Yield how training with accumulation differs from the steps that were run, and from one large batch."""
-    how = "Every step was run with" if was_run else "The peaks are those of a step with"
-    yield f"{how} the gradients of earlier ones in memory, as accumulation does."
-    if found.batch * found.steps != found.global_batch:
+    start = "Every step was run with" if was_run else "The peaks are of a step with"
+    yield f"{start} the gradients of earlier passes in memory, as in accumulation."
+    if accumulation.batch * accumulation.steps != accumulation.global_batch:
         yield (
-            f"No {found.steps} to {2 * found.steps} equal steps make up {found.global_batch} samples; "
-            f"{found.steps} × {found.batch} are {found.batch * found.steps}."
+            f"No number of equal passes from {accumulation.steps} to {2 * accumulation.steps} makes up "
+            f"{accumulation.global_batch} samples; {accumulation.steps} × {accumulation.batch} are "
+            f"{accumulation.batch * accumulation.steps}."
         )
-    yield from norm_notes(found, facts)
+    yield from norm_notes(accumulation, facts)
 
 
-def norm_notes(found: Accumulation, facts: ModelFacts) -> Iterator[str]:
+def norm_notes(accumulation: Accumulation, facts: ModelFacts) -> Iterator[str]:
     """Yield a warning where batch normalization makes accumulation differ from one large batch."""
-    if found.steps > 1 and facts.batch_norms:
+    if accumulation.steps > 1 and facts.batch_norms:
         yield (
-            f"The model has batch normalization: its statistics are those of {found.batch} samples, not of "
-            f"{found.global_batch}, so accumulation is not the same training step as one large batch."
+            f"The model has batch normalization, whose statistics are of {accumulation.batch} samples, not of "
+            f"{accumulation.global_batch}, so accumulation is not the same training step as one large batch."
         )
 
 
@@ -332,7 +341,8 @@ def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
         return
     if dim_range.symbol == BATCH:
         raise UsageError(
-            f"{BATCH} cannot have a range: it is what the command looks for", hint=f"Give it a size: `--dim {BATCH}=8`."
+            f"{BATCH} cannot have a range, since the command looks for its size",
+            hint=f"Give it a size: `--dim {BATCH}=8`.",
         )
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:
@@ -349,20 +359,20 @@ def batch_file(header: FileHeader, recommended: Mapping[str, Any]) -> Fill:
     return content(batch_yaml(header, shaping=to_data(shaping), recommended=recommended))
 
 
-def _recommended(found: BatchRecommendation) -> Mapping[str, Any]:
-    row = found.rows[found.chosen]
+def _recommended_data(recommendation: BatchRecommendation) -> Mapping[str, Any]:
+    row = recommendation.rows[recommendation.chosen]
     data: dict[str, Any] = {}
     if isinstance(row.outcome, BatchAdvice):
-        data |= recommended_data(row.outcome, found.batch)
+        data |= recommended_data(row.outcome, recommendation.batch)
         if row.replicas is not None:
             data |= replicas_data(row.replicas)
-    data |= {"batch_size": found.batch, "verified": found.verified}
-    if found.backend:
-        data["compile"] = found.backend
-    if found.accumulation is not None:
-        data["accumulation"] = to_data(found.accumulation)
-    if found.lengths:
-        data["lengths"] = to_data(found.lengths)
-    if len(found.rows) > 1:
-        data["rows"] = to_data(found.rows)
+    data |= {"batch_size": recommendation.batch, "verified": recommendation.verified}
+    if recommendation.backend:
+        data["compile"] = recommendation.backend
+    if recommendation.accumulation is not None:
+        data["accumulation"] = to_data(recommendation.accumulation)
+    if recommendation.lengths:
+        data["lengths"] = to_data(recommendation.lengths)
+    if len(recommendation.rows) > 1:
+        data["rows"] = to_data(recommendation.rows)
     return data

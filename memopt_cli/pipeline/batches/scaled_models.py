@@ -14,7 +14,7 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.scaled import ScaledStep, scaled
 from memopt_cli.search.plan.search_spaces import heads_of
 
-_MAX_OF_A_STEP = 0.9
+_MAX_UPDATE_SHARE = 0.9
 """Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
@@ -39,7 +39,7 @@ class ScaledModels:
 
     @property
     def update_s(self) -> float:
-        """The seconds that the optimizer's update takes in a step; 0 while unknown."""
+        """Seconds that the optimizer's update takes in a step; 0 while unknown."""
         return statistics.median([run.update_s for run in self.runs_of_original()] or [0.0])
 
     def slowdown(self, plan: Plan, batch: int) -> float:
@@ -58,12 +58,12 @@ class ScaledModels:
         if (heads, batch) not in self._models:
             step = self._step(heads)
             if isinstance(step, ScaledStep):
-                self._models[heads, batch] = CostModel(self._scaled(step, batch))
+                self._models[heads, batch] = CostModel(self._scale(step, batch))
             else:
                 self._models[heads, batch] = step
         return self._models[heads, batch]
 
-    def _scaled(self, step: ScaledStep, batch: int) -> StepTrace:
+    def _scale(self, step: ScaledStep, batch: int) -> StepTrace:
         """Scale ``step`` to ``batch``, so that the times of its operators add up to the measured time of a whole step.
 
         This spreads the time that Python takes between operators over the operators.
@@ -74,7 +74,7 @@ class ScaledModels:
         if not runs or not passes:
             return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
         step_s = seconds_at(batch, runs)
-        update_s = min(self.update_s, _MAX_OF_A_STEP * step_s) if updates else 0.0
+        update_s = min(self.update_s, _MAX_UPDATE_SHARE * step_s) if updates else 0.0
         return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
@@ -82,10 +82,10 @@ class ScaledModels:
         if not heads:
             return self.step
         if heads not in self._steps:
-            self._steps[heads] = self._recorded(Plan(segments=heads))
+            self._steps[heads] = self._record_at_both(Plan(segments=heads))
         return self._steps[heads]
 
-    def _recorded(self, plan: Plan) -> ScaledStep | Failure | NotTried:
+    def _record_at_both(self, plan: Plan) -> ScaledStep | Failure | NotTried:
         """Record a step under ``plan`` at the two batches at which the original was recorded."""
         small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
         if not isinstance(small, Traced):

@@ -24,69 +24,69 @@ class Trials:
 
     prepared: Prepared
     limit_bytes: int
-    """The memory of the device to emulate, in bytes."""
-    found: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
-    """The outcomes, in the order in which the pairs were run."""
+    """Memory of the device to emulate, in bytes."""
+    outcomes: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
+    """Outcomes, in the order in which the pairs were run."""
     records: dict[int, Traced] = field(default_factory=dict)
     """Batch -> record of the original's step."""
     notes: dict[int, list[str]] = field(default_factory=dict)
     """Batch -> notes on its record, or the reason why there is none."""
     count: int = 0
-    """The number of runs, including those of a pair that was run before."""
+    """Number of runs, further runs of a pair included."""
 
     def run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         """Run a step under ``plan`` at ``batch``, unless it was run before; return its allocated peak and its time."""
-        if (plan, batch) not in self.found:
-            self.found[plan, batch] = self._run(plan, batch)
-        return self.found[plan, batch]
+        if (plan, batch) not in self.outcomes:
+            self.outcomes[plan, batch] = self._run(plan, batch)
+        return self.outcomes[plan, batch]
 
     def run_again(self, plan: Plan, batch: int) -> None:
         """Run a pair that ran before once more, and keep the shorter time: load of the machine can only add to it."""
-        before, found = self.found[plan, batch], self._run(plan, batch)
-        assert isinstance(before, BatchProbe)
-        if isinstance(found, BatchProbe) and found.step_s < before.step_s:
-            self.found[plan, batch] = found
+        first_run, second_run = self.outcomes[plan, batch], self._run(plan, batch)
+        assert isinstance(first_run, BatchProbe)
+        if isinstance(second_run, BatchProbe) and second_run.step_s < first_run.step_s:
+            self.outcomes[plan, batch] = second_run
 
     def planned(self) -> list[tuple[Plan, BatchProbe]]:
         """Return the runs that did not fail, each with its plan."""
-        return [(plan, run) for (plan, _), run in self.found.items() if isinstance(run, BatchProbe)]
+        return [(plan, run) for (plan, _), run in self.outcomes.items() if isinstance(run, BatchProbe)]
 
     def of(self, plan: Plan) -> Iterator[BatchProbe]:
         """Return the runs under ``plan`` that did not fail."""
-        return (run for planned, run in self.planned() if planned == plan)
+        return (run for planned_by, run in self.planned() if planned_by == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
         self.prepared.progress.update(self.count, None, f"running {text}")
-        found = self._measured(plan, batch)
+        outcome = self._measure(plan, batch)
         self.count += 1
-        self.prepared.progress.update(self.count, None, f"{text} · {_seen(found)}")
-        return found
+        self.prepared.progress.update(self.count, None, f"{text} · {_in_words(outcome)}")
+        return outcome
 
-    def _measured(self, plan: Plan, batch: int) -> BatchProbe | Failure:
+    def _measure(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         with self.prepared.at(batch).session() as session:
             answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
             if not isinstance(answer, Measured):
                 return answer
-            measured = answer.measurement
+            measurement = answer.measurement
             if plan == ORIGINAL:
-                self.record(batch, session, measured)
+                self.record(batch, session, measurement)
             return BatchProbe(
                 batch=batch,
-                allocated_peak_bytes=measured.allocated_peak_bytes,
-                step_s=measured.step_s,
-                update_s=measured.update_s,
-                waited=measured.waited,
+                allocated_peak_bytes=measurement.allocated_peak_bytes,
+                step_s=measurement.step_s,
+                update_s=measurement.update_s,
+                waited=measurement.waited,
             )
 
-    def record(self, batch: int, session: Session, measured: Measurement | None) -> None:
+    def record(self, batch: int, session: Session, measurement: Measurement | None) -> None:
         """Record the original's step at ``batch``, unless there is a record or it cannot be recorded."""
         if batch in self.records:
             return
         notes = self.notes[batch] = []
         try:
             self.records[batch] = record_step(
-                session, ORIGINAL, measured, notes, consequence="plans are priced without dry runs"
+                session, ORIGINAL, measurement, notes, consequence="plans are priced without dry runs"
             )
         except MemoptError as err:
             notes.append(f"{err.message[:1].upper()}{err.message[1:]}.")
@@ -97,25 +97,25 @@ class Trials:
             with self.prepared.at(batch).session("small batch") as session:
                 self.record(batch, session, None)
 
-    def step(self, first: int) -> ScaledStep | str:
+    def step(self, first_batch: int) -> ScaledStep | str:
         """Return the original's step, computable at any batch, or words on why it cannot be.
 
-        It is made from the records at the smallest and the largest batch.  ``first``: the batch to record, together
-        with its double, if there is no record yet.
+        The step is made from the records at the smallest and the largest batch.  ``first_batch``: the batch to record,
+        together with its double, if there is no record yet.
         """
-        step = self._step_of([*self.records], first)
+        step = self._step_of([*self.records], first_batch)
         if step is None and 1 in self.records:  # PyTorch may run other operators for a batch of one: leave it out
-            step = self._step_of([batch for batch in self.records if batch > 1], first)
+            step = self._step_of([batch for batch in self.records if batch > 1], first_batch)
         return step or self._why_unknown()
 
-    def _step_of(self, batches: list[int], first: int) -> ScaledStep | None:
+    def _step_of(self, batches: list[int], first_batch: int) -> ScaledStep | None:
         """Return the step by the records at ``batches``, or at two new ones if there are fewer."""
         if len(batches) < 2:
             self.prepared.progress.stage("recording a step")
-            first = max(batches, default=first)
-            for batch in (first, 2 * first):
+            first_batch = max(batches, default=first_batch)
+            for batch in (first_batch, 2 * first_batch):
                 self.record_without_data(batch)
-            batches = [batch for batch in (first, 2 * first) if batch in self.records]
+            batches = [batch for batch in (first_batch, 2 * first_batch) if batch in self.records]
         if len(batches) < 2:
             return None
         return scaled(self.records[min(batches)].trace, self.records[max(batches)].trace)
@@ -124,10 +124,10 @@ class Trials:
         small, large = min(self.records, default=0), max(self.records, default=0)
         if small != large:
             return f"it runs other operators at batch {large} than at batch {small}"
-        return next((note.rstrip(".") for said in self.notes.values() for note in said), "see above")
+        return next((note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes), "see above")
 
 
-def _seen(found: BatchProbe | Failure) -> str:
-    if not isinstance(found, BatchProbe):
-        return describe(found)
-    return f"{format_bytes(found.allocated_peak_bytes)}, {format_seconds(found.step_s)}"
+def _in_words(outcome: BatchProbe | Failure) -> str:
+    if not isinstance(outcome, BatchProbe):
+        return describe(outcome)
+    return f"{format_bytes(outcome.allocated_peak_bytes)}, {format_seconds(outcome.step_s)}"

@@ -31,8 +31,8 @@ from memopt_cli.records import (
     to_data,
 )
 
-KEPT = 20
-"""The number of saved tensors, the largest ones, that a baseline names."""
+MAX_SAVED_TENSORS = 20
+"""Number of saved tensors, the largest ones, that a baseline names."""
 
 Paths = Mapping[str, str]
 """Path of a module before -> its path now, for those that have another one."""
@@ -41,19 +41,19 @@ Paths = Mapping[str, str]
 # ---------------------------------------------------------------------------------------------- like with like
 
 
-def terms(measured: Baseline) -> dict[str, str]:
+def comparable_terms(baseline: Baseline) -> dict[str, str]:
     """Return the conditions, by name, that must be equal for a difference to be caused by the model.
 
     The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
     own, and its tensor peak is half as large again.  So is the compiler: the tensors of compiled code cannot be seen,
     and its allocated peak is used as the tensor peak.  The version of PyTorch is not included.
     """
-    header, conditions, compiled = measured.header, measured.conditions, measured.memory.plan.compile
+    header, conditions, compiled = baseline.header, baseline.conditions, baseline.memory.plan.compile
     layout = None if conditions is None else conditions.layout
     of_any = {
         "device kind": header.device.partition(":")[0],
         "inputs": inputs_term(header.spec),
-        "shorter inputs": ", ".join(step.name for step in measured.shorter) or "none",
+        "shorter inputs": ", ".join(step.name for step in baseline.shorter) or "none",
         "seed": str(header.seed),
         "compiler": "none" if compiled is None else compiled.backend,
     }
@@ -66,9 +66,9 @@ def terms(measured: Baseline) -> dict[str, str]:
     }
 
 
-def surroundings(measured: Baseline) -> dict[str, str]:
+def surroundings(baseline: Baseline) -> dict[str, str]:
     """Return conditions, by name, that may differ between comparable measurements; a report names those that do."""
-    header, conditions = measured.header, measured.conditions
+    header, conditions = baseline.header, baseline.conditions
     versions = {"torch": header.torch, "memopt": header.memopt}
     if conditions is None:
         return versions
@@ -88,21 +88,21 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
 
     Plans by length are compared at every length that both baselines have.
     """
-    now = {step.name: _as_baseline(after, step) for step in after.shorter}
-    found = _compare(before, after, limits)
+    shorter_now = {step.name: _as_baseline(after, step) for step in after.shorter}
+    comparison = _compare(before, after, limits)
     shorter = (
-        _compare(_as_baseline(before, step), now[step.name], limits, at=step.name)
+        _compare(_as_baseline(before, step), shorter_now[step.name], limits, at=step.name)
         for step in before.shorter
-        if step.name in now
+        if step.name in shorter_now
     )
-    return replace(found, shorter=tuple(shorter))
+    return replace(comparison, shorter=tuple(shorter))
 
 
-def _as_baseline(measured: Baseline, step: ShorterStep) -> Baseline:
+def _as_baseline(baseline: Baseline, step: ShorterStep) -> Baseline:
     """Turn a step at shorter inputs into a baseline of its own."""
-    spec = measured.header.spec
-    header = replace(measured.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
-    return replace(measured, header=header, memory=step.memory, shorter=())
+    spec = baseline.header.spec
+    header = replace(baseline.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
+    return replace(baseline, header=header, memory=step.memory, shorter=())
 
 
 def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str = "") -> Comparison:
@@ -123,7 +123,7 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
         peak_before=old.peak,
         peak_after=new.peak,
         peak_moved=_peak_moved(old.peak, new.peak, moves),
-        unlike=differences(terms(before), terms(after)),
+        unlike=differences(comparable_terms(before), comparable_terms(after)),
         surroundings=differences(surroundings(before), surroundings(after)),
         layout=None if after.conditions is None else after.conditions.layout,
         at=at,
@@ -156,24 +156,24 @@ def _module_changes(
     before: Sequence[ModuleBytes], after: Sequence[ModuleBytes], moves: Paths
 ) -> tuple[ModuleChange, ...]:
     """Return the modules that hold more or less, largest growth first."""
-    was = {new: old for old, new in moves.items()}
+    old_paths = {new: old for old, new in moves.items()}
     old, new = ({m.path: m for m in modules} for modules in (before, after))
-    found = []
+    changes = []
     for path in dict.fromkeys((*new, *(moves.get(path, path) for path in old))):
-        then, now = old.get(was.get(path, path)), new.get(path)
-        held_before, held_after = (module.held_bytes if module else {} for module in (then, now))
+        module_before, module_after = old.get(old_paths.get(path, path)), new.get(path)
+        held_before, held_after = (module.held_bytes if module else {} for module in (module_before, module_after))
         growth = {kind: held_after.get(kind, 0) - held_before.get(kind, 0) for kind in (held_before | held_after)}
         if any(growth.values()):
             change = ModuleChange(
                 path=path,
-                was=was.get(path, ""),
-                class_name=(now or old[was.get(path, path)]).class_name,
+                was=old_paths.get(path, ""),
+                class_name=(module_after or old[old_paths.get(path, path)]).class_name,
                 before_bytes=sum(held_before.values()),
                 after_bytes=sum(held_after.values()),
                 growth_bytes={kind: size for kind, size in growth.items() if size},
             )
-            found.append(change)
-    return tuple(sorted(found, key=lambda change: change.before_bytes - change.after_bytes))
+            changes.append(change)
+    return tuple(sorted(changes, key=lambda change: change.before_bytes - change.after_bytes))
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
@@ -181,17 +181,17 @@ def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], move
 
     A baseline names only its :data:`KEPT` largest, so tensors too small to be among those do not count as new.
     """
-    least = before[-1].nbytes if len(before) == KEPT else 0
-    known = Counter(_likeness(saved, moves) for saved in before)
-    found = []
+    smallest_bytes = before[-1].nbytes if len(before) == MAX_SAVED_TENSORS else 0
+    counts = Counter(_saved_key(saved, moves) for saved in before)
+    new_tensors = []
     for saved in after:
-        known[_likeness(saved, {})] -= 1
-        if known[_likeness(saved, {})] < 0 and saved.nbytes > least:
-            found.append(saved)
-    return tuple(found)
+        counts[_saved_key(saved, {})] -= 1
+        if counts[_saved_key(saved, {})] < 0 and saved.nbytes > smallest_bytes:
+            new_tensors.append(saved)
+    return tuple(new_tensors)
 
 
-def _likeness(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
+def _saved_key(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
     return saved.nbytes, saved.made_by, saved.op, moves.get(saved.module, saved.module)
 
 
@@ -202,12 +202,12 @@ def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
         dropped=tuple(path for path in old if path not in new),
         added=tuple(path for path in new if path not in old),
         changed=tuple(path for path in new if path in old and old[path] != new[path]),
-        packing=_turn(before.packed, after.packed),
-        sending=_turn(before.place != "device", after.place != "device"),
+        packing=_change_of(before.packed, after.packed),
+        sending=_change_of(before.place != "device", after.place != "device"),
     )
 
 
-def _turn(before: bool, after: bool) -> Literal["same", "dropped", "added"]:
+def _change_of(before: bool, after: bool) -> Literal["same", "dropped", "added"]:
     return "same" if before == after else "added" if after else "dropped"
 
 
@@ -230,22 +230,22 @@ def find_renames(
     The renames with most votes are applied first, also to modules that have changed in size.
     """
     old, new = ({m.path: m for m in modules} for modules in (before, after))
-    gone = {path: module for path, module in old.items() if path not in new}
-    come = {path: module for path, module in new.items() if path not in old}
+    missing = {path: module for path, module in old.items() if path not in new}
+    added = {path: module for path, module in new.items() if path not in old}
     moves: dict[str, str] = {}
-    taken: set[str] = set()
+    targets: set[str] = set()
     renames = []
-    sides = _Paths(gone), _Paths(come)
-    for stems in _votes(gone.values(), come.values()):
-        carried = 0
+    sides = _Paths(missing), _Paths(added)
+    for stems in _votes(missing.values(), added.values()):
+        moved = 0
         for path, target in _pairs(*sides, *stems):
-            is_free = path not in moves and target not in taken and path in gone and target in come
-            if is_free and come[target].class_name == gone[path].class_name:
+            is_free = path not in moves and target not in targets and path in missing and target in added
+            if is_free and added[target].class_name == missing[path].class_name:
                 moves[path] = target
-                taken.add(target)
-                carried += 1
-        if carried:
-            renames.append(Rename(before=stems[0], after=stems[1], modules=carried))
+                targets.add(target)
+                moved += 1
+        if moved:
+            renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
     return tuple(renames), moves
 
 
@@ -259,13 +259,13 @@ class _Paths:
         """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
         if not stem:
             return self._sorted
-        own, first, last = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
-        return [*(path for path in self._sorted[own : own + 1] if path == stem), *self._sorted[first:last]]
+        own_index, start, end = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
+        return [*(path for path in self._sorted[own_index : own_index + 1] if path == stem), *self._sorted[start:end]]
 
 
-def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
     """Yield the paths that a rename would change, each with its new path; iterate over the shorter side, for speed."""
-    sources, targets = gone.below(before), come.below(after)
+    sources, targets = missing.below(before), added.below(after)
     if len(sources) <= len(targets):
         for path in sources:
             yield path, _renamed(path, before, after)
@@ -276,13 +276,13 @@ def _pairs(gone: _Paths, come: _Paths, before: str, after: str) -> Iterator[tupl
                 yield source, path
 
 
-def _votes(gone: Iterable[ModuleBytes], come: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
+def _votes(missing: Iterable[ModuleBytes], added: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
     """Return candidate renames, as pairs of an old and a new beginning of paths, those with most votes first."""
-    alike: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side, modules in enumerate((gone, come)):
+    paths_by_signature: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, modules in enumerate((missing, added)):
         for module in modules:
-            alike[_signature(module)][side].append(module.path)
-    pairs = (pair for paths in alike.values() for pair in zip(*paths, strict=False))
+            paths_by_signature[_signature(module)][side].append(module.path)
+    pairs = (pair for paths in paths_by_signature.values() for pair in zip(*paths, strict=False))
     return [stems for stems, _ in Counter(_stems(*pair) for pair in pairs).most_common()]
 
 

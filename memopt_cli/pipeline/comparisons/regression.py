@@ -19,7 +19,7 @@ from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.comparisons.baselines import KEPT, compare, terms
+from memopt_cli.pipeline.comparisons.baselines import MAX_SAVED_TENSORS, comparable_terms, compare
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
@@ -34,11 +34,11 @@ from memopt_cli.records import (
     Comparison,
     Conditions,
     InputSpec,
-    Layout,
     Measurement,
     ModuleBytes,
     PeakPlace,
     Plan,
+    RankLayout,
     RankPrediction,
     ShorterStep,
     StepMemory,
@@ -61,17 +61,17 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
 
 def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
     """Measure the step of a ``prepared`` model and write its baseline, whose path was checked before."""
-    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
+    step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
-        measured = Baseline(
+        baseline = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
-    measured = replace(measured, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
-    (file,) = write_all({Path(request.output): content(baseline_json(measured))}, force=request.force)
-    return BaselineResult(baseline=measured, file=file, notes=tuple(_left_out(step.plan, spec)))
+    baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
+    return BaselineResult(baseline=baseline, file=file, notes=tuple(_left_out(step.plan, spec)))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -96,7 +96,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
         )
-    _refuse_reach(request, before, before.conditions)
+    _refuse_named_code(request, before, before.conditions)
     settings = _settings(request, before.conditions.settings)
     layout = request.layout or before.conditions.layout  # a baseline's layout that is code was refused
     spec = _spec(request.spec, before.header.spec)
@@ -106,16 +106,16 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
-    step = _Step(prepared, _plan(request.plan_path, prepared), request.layout)
-    header, planned = file_header(prepared), replace(before.memory, plan=step.plan)
-    now = replace(before, header=replace(header, model=request.source.location), memory=planned)
+    step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
+    header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
+    after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
-        now = replace(now, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
-    _require_alike(request, before, now)
+        after = replace(after, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
+    _require_same_terms(request, before, after)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
-    return compare(before, replace(now, memory=memory, shorter=shorter), request.limits)
+    return compare(before, replace(after, memory=memory, shorter=shorter), request.limits)
 
 
 def compare_files(before: str, after: str) -> Comparison:
@@ -129,40 +129,42 @@ def compare_files(before: str, after: str) -> Comparison:
 # ---------------------------------------------------------------------------------------------- the same step again
 
 
-def _refuse_reach(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
+def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
     """Refuse a baseline that would run code or read files outside of its folder, unless the user names them again.
 
     A baseline is data that may have come with the model.
     """
     spec, missing = before.header.spec, {}
-    described = request.spec is not None and request.spec.has_inputs
+    has_typed_inputs = request.spec is not None and request.spec.has_inputs
     if conditions.settings.loss and not request.loss:
         missing["--loss"] = conditions.settings.loss
     optimizer = parse_optimizer(conditions.settings.optimizer)
     if isinstance(optimizer, MadeOptimizer) and not request.optimizer:
         missing["--optimizer"] = optimizer.reference
-    if spec.script and not described:
+    if spec.script and not has_typed_inputs:
         missing["--input-script"] = spec.script
     layout = conditions.layout
     if layout is not None and request.layout is None and not is_built_in(layout.parallel):
         mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
         missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
     if missing:
-        raise _unsafe(request, "code", missing)
-    if spec.data_file and not described and not kept_below(spec.data_file, Path(request.baseline_path).parent):
-        raise _unsafe(request, "a file that is not in its folder", {"--input-data": spec.data_file})
+        raise _unsafe_error(request, "code", missing)
+    if spec.data_file and not has_typed_inputs and not kept_below(spec.data_file, Path(request.baseline_path).parent):
+        raise _unsafe_error(request, "a file that is not in its folder", {"--input-data": spec.data_file})
 
 
-def _unsafe(request: CheckRequest, what: str, missing: dict[str, str]) -> UnsafeFileError:
+def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, str]) -> UnsafeFileError:
     flags = " ".join(quoted_flag(flag, value) for flag, value in missing.items())
     return UnsafeFileError(
-        f"{request.baseline_path} names {what}, which you must give yourself: "
+        f"{request.baseline_path} names {named_thing}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
-        hint=f"If it is yours, add: `{flags}`" if len(flags) <= _LONGEST_FLAGS else "Record a baseline of your own.",
+        hint=f"If it is yours, add: `{flags}`"
+        if len(flags) <= _MAX_FLAG_CHARACTERS
+        else "Record a baseline of your own.",
     )
 
 
-_LONGEST_FLAGS = 1000
+_MAX_FLAG_CHARACTERS = 1000
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
@@ -188,12 +190,14 @@ def _same_device(device: str) -> str:
     return kind
 
 
-def _spec(given: InputSpec | None, before: InputSpec) -> InputSpec:
-    """Return the inputs ``given`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
-    if given and given.has_inputs:
-        return given
-    sized = InputSpec(tensors=before.tensors, dims=before.dims, data_file=before.data_file, source=RECORDED)
-    return sized if given is None else replace(sized, dims=before.dims | given.dims, optional_dims=given.optional_dims)
+def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
+    """Return the inputs ``typed`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
+    if typed and typed.has_inputs:
+        return typed
+    inputs = InputSpec(tensors=recorded.tensors, dims=recorded.dims, data_file=recorded.data_file, source=RECORDED)
+    if typed is None:
+        return inputs
+    return replace(inputs, dims=recorded.dims | typed.dims, optional_dims=typed.optional_dims)
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
@@ -209,20 +213,20 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
         )
 
 
-def _require_alike(request: CheckRequest, before: Baseline, now: Baseline) -> None:
-    unlike = differences(terms(before), terms(now))
-    nameless = next((step for step in before.shorter if step.dim not in now.header.spec.dims), None)
-    if nameless is not None and not unlike:
+def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline) -> None:
+    unlike = differences(comparable_terms(before), comparable_terms(after))
+    unnamed_step = next((step for step in before.shorter if step.dim not in after.header.spec.dims), None)
+    if unnamed_step is not None and not unlike:
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: it also has a step at {nameless.name}, but the inputs name "
-            f"no {nameless.dim}",
+            f"{request.baseline_path} is not comparable: it also has a step at {unnamed_step.name}, but the inputs "
+            f"name no {unnamed_step.dim}",
             hint="Leave the inputs out (the baseline has them), or name the dimension in their shapes.",
         )
     if unlike:
-        told = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
+        texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: {told}",
-            hint=f"Check the step that was recorded, or record the one that you want to "
+            f"{request.baseline_path} is not comparable: {texts}",
+            hint="Check the step that was recorded, or record the step that you want to "
             f"check.\n{_record_anew(request)}",
         )
 
@@ -264,16 +268,16 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _CheckedStep:
     """A step of a model under a plan, which is measured, or predicted for one rank of a layout."""
 
     prepared: Prepared
     plan: Plan
-    layout: Layout | None
+    layout: RankLayout | None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[tuple[Session, RankPrediction | None]]:
-        """Yield a session in which to measure the step; with ranks, that of the largest rank, and its prediction."""
+        """Yield a session in which to measure the step; with ranks, the largest rank's session, and its prediction."""
         if self.layout is None:
             with self.prepared.session("small batch") as session:  # a full step of the original may not fit
                 yield session, None
@@ -284,14 +288,14 @@ class _Step:
 
     def shorter(self, lengths: Iterable[tuple[str, int]]) -> tuple[ShorterStep, ...]:
         """Measure the step at each of ``lengths``, pairs of a dimension and its size."""
-        found = []
+        steps = []
         for dim, size in lengths:
-            sized = replace(self, prepared=self.prepared.sized(dim, size))
+            sized = replace(self, prepared=self.prepared.with_size(dim, size))
             self.prepared.progress.stage(f"{dim}={size}")
             with sized.session() as (session, rank):
                 memory = sized.memory(session, rank)
-            found.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=self.plan.at({dim: size}))))
-        return tuple(found)
+            steps.append(ShorterStep(dim=dim, size=size, memory=replace(memory, plan=self.plan.at({dim: size}))))
+        return tuple(steps)
 
     def memory(self, session: Session, rank: RankPrediction | None) -> StepMemory:
         """Measure and record the step in ``session``; with a ``rank``, record it and take the bytes predicted."""
@@ -299,8 +303,8 @@ class _Step:
         trace: StepTrace | None
         if rank is None:
             self.prepared.progress.stage("measuring a step")
-            peaks = measured = required(session.ask(MeasureJob(plan=self.plan))).measurement
-            breakdown, step_s = measured.breakdown, measured.step_s
+            peaks = measurement = required(session.ask(MeasureJob(plan=self.plan))).measurement
+            breakdown, step_s = measurement.breakdown, measurement.step_s
             trace = None
             if self.plan.compile is None:  # compiled code hides its operators and what they save
                 self.prepared.progress.stage("recording a step")
@@ -326,23 +330,23 @@ class _Step:
             memory,
             peak=PeakPlace(op=peak.name, module=peak.module, phase=peak.phase),
             modules=_modules(trace, peak.op),
-            saved=saved_tensors(trace, self.plan.longest)[:KEPT],
+            saved=saved_tensors(trace, self.plan.longest)[:MAX_SAVED_TENSORS],
         )
 
 
 def _modules(trace: StepTrace, op: int) -> tuple[ModuleBytes, ...]:
     """Return the bytes that each module holds, without its children's, after operator ``op`` has run."""
-    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    bytes_by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for storage in trace.storages:
         if is_alive(storage, op):
-            held[storage.module][storage.kind] += storage.nbytes
-    known = {module.path: module for module in trace.modules}
+            bytes_by_module[storage.module][storage.kind] += storage.nbytes
+    traces = {module.path: module for module in trace.modules}
     return tuple(
         ModuleBytes(
             path=path,
-            class_name=known[path].class_name if path in known else "",
-            output_bytes=known[path].output_bytes if path in known else 0,
-            held_bytes=dict(held[path]),
+            class_name=traces[path].class_name if path in traces else "",
+            output_bytes=traces[path].output_bytes if path in traces else 0,
+            held_bytes=dict(bytes_by_module[path]),
         )
-        for path in dict.fromkeys((*known, *held))
+        for path in dict.fromkeys((*traces, *bytes_by_module))
     )

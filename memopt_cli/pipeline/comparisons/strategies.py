@@ -47,7 +47,7 @@ _SEARCHED_LEVEL = 3
 """Level of the search for a plan, where the user gives none."""
 
 _MIN_COMPARED = 8
-"""The lowest number of time steps at which gradients are compared, within the range.
+"""Lowest number of time steps at which gradients are compared, within the range.
 
 A single step carries no state over, so every rule would seem exact."""
 
@@ -63,13 +63,13 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     if isinstance(plan, Plan):
-        plan.required_eager("strategies are measured without a compiler")
+        plan.require_eager("strategies are measured without a compiler")
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
-    job = _Job(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
+    job = _StrategySearch(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
-        plan = job.searched_plan()
+        plan = job.search_plan()
     with Sessions(prepared, "small batch", job.notes) as session:
         curves = tuple(curve for name in request.strategies for curve in job.curves(name, plan, session))
     return StrategyComparison(
@@ -96,7 +96,7 @@ def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
+class _StrategySearch:
     """One run of :func:`compare_strategies`."""
 
     request: BatchRequest
@@ -105,7 +105,7 @@ class _Job:
     limits: Limits
     notes: list[str]
 
-    def searched_plan(self) -> Plan | StepFailed:
+    def search_plan(self) -> Plan | StepFailed:
         """Search a plan at the smallest number of time steps; return it, or why there is none."""
         request = OptimizeRequest(
             source=self.request.source,
@@ -115,35 +115,37 @@ class _Job:
             recommend_batch=False,
         )
         try:
-            found = find(request, self.prepared)
+            findings = find(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
-        if found.decisive is not None:
-            dropped = found.decisive
+        if findings.decisive is not None:
+            dropped = findings.decisive
             return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
-        self.notes.append(f"The plan is that of level {found.applied_level} at {self._where(self.steps.low)}.")
-        return found.plan
+        self.notes.append(f"The plan was found by level {findings.applied_level} at {self._where(self.steps.low)}.")
+        return findings.plan
 
     def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
         """Yield the rows of the table for one strategy."""
         symbol, batch = self.steps.symbol, self.prepared.batch
         if name == "online":
             for rule in ONLINE_RULES:
-                probe = functools.partial(_probe_online, session, rule, symbol)
-                compared = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
-                exactness = functools.partial(_agreement, session, rule, symbol, compared)
+                probe = functools.partial(_run_online, session, rule, symbol)
+                compared_steps = min(max(_MIN_COMPARED, self.steps.low), self.steps.high)
+                exactness = functools.partial(_agreement, session, rule, symbol, compared_steps)
                 yield self._curve(name, f"online {rule}", probe, exactness)
             return
-        used = ORIGINAL if name == "bptt" else plan
-        assert used is not None
-        if isinstance(used, StepFailed):
-            yield _cannot_run(name, name, used)
+        used_plan = ORIGINAL if name == "bptt" else plan
+        assert used_plan is not None
+        if isinstance(used_plan, StepFailed):
+            yield _cannot_run(name, name, used_plan)
             return
         yield self._curve(
             name,
             name,
-            lambda steps: session().ask(ProbeJob(plan=used, batch=batch, dims={symbol: steps})),
-            functools.partial(_verified, session, used, batch) if name == "plan" else lambda: (True, "by definition"),
+            lambda steps: session().ask(ProbeJob(plan=used_plan, batch=batch, dims={symbol: steps})),
+            functools.partial(_verify, session, used_plan, batch)
+            if name == "plan"
+            else lambda: (True, "by definition"),
         )
 
     def _curve(
@@ -151,16 +153,16 @@ class _Job:
     ) -> StrategyCurve:
         self.prepared.progress.stage(f"measuring {label}")
         runs = self._run(probe)
-        first = next(iter(runs.values()))
-        if not isinstance(first, BatchProbe):
-            return _cannot_run(name, label, first)
-        measured = _measured(runs)
+        first_run = next(iter(runs.values()))
+        if not isinstance(first_run, BatchProbe):
+            return _cannot_run(name, label, first_run)
+        measured_runs = _successful_runs(runs)
         failed = (
             f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
         )
-        line = _line(measured)
+        line = _line(measured_runs)
         exact, remark = exactness()
-        points = (_point(steps, measured.get(steps), line) for steps in self.steps.sizes())
+        points = (_point(steps, measured_runs.get(steps), line) for steps in self.steps.sizes())
         return StrategyCurve(
             strategy=name,
             label=label,
@@ -175,27 +177,27 @@ class _Job:
         sizes = self.steps.sizes()
         runs: dict[int, BatchProbe | Failure] = {}
         for candidates in (sizes[:1], sizes[1:2], sizes[:1:-1]):
-            steps = next((s for s in candidates if not runs or self._can_run(s, _measured(runs))), None)
+            steps = next((s for s in candidates if not runs or self._can_run(s, _successful_runs(runs))), None)
             if steps is None:
                 return runs
             self.prepared.progress.update(0, None, f"running {self._where(steps)}")
-            runs[steps] = found = probe(steps)
-            if not isinstance(found, BatchProbe):
+            runs[steps] = run = probe(steps)
+            if not isinstance(run, BatchProbe):
                 return runs
         return runs
 
-    def _can_run(self, steps: int, measured: dict[int, BatchProbe]) -> bool:
-        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured`` so far.
+    def _can_run(self, steps: int, measured_runs: dict[int, BatchProbe]) -> bool:
+        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured_runs`` so far.
 
         After a single run, the peak is assumed to grow in proportion.  That exaggerates, and the second run is needed
         for a line, so it may exceed the user's limit, but not the memory of this machine.
         """
-        line, within = _line(measured), min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        line, limit_bytes = _line(measured_runs), min(self.limits.budget_bytes, self.limits.runnable_bytes)
         if line is None:
-            (first, run), within = *measured.items(), self.limits.runnable_bytes
-            line = 0.0, run.allocated_peak_bytes / first
-        step_s = max(run.step_s / at for at, run in measured.items()) * steps
-        return line[0] + line[1] * steps <= within and step_s <= self.limits.longest_step_s
+            (first_steps, run), limit_bytes = *measured_runs.items(), self.limits.runnable_bytes
+            line = 0.0, run.allocated_peak_bytes / first_steps
+        step_s = max(run.step_s / length for length, run in measured_runs.items()) * steps
+        return line[0] + line[1] * steps <= limit_bytes and step_s <= self.limits.longest_step_s
 
     def _where(self, steps: int) -> str:
         return f"{self.steps.symbol}={steps}"
@@ -207,13 +209,13 @@ def _cannot_run(name: StrategyName, label: str, failure: Failure) -> StrategyCur
     return StrategyCurve(strategy=name, label=label, points=(), slope_bytes=None, exact=None, remark=remark)
 
 
-def _measured(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
+def _successful_runs(runs: dict[int, BatchProbe | Failure]) -> dict[int, BatchProbe]:
     return {steps: run for steps, run in runs.items() if isinstance(run, BatchProbe)}
 
 
-def _line(measured: dict[int, BatchProbe]) -> tuple[float, float] | None:
+def _line(measured_runs: dict[int, BatchProbe]) -> tuple[float, float] | None:
     """Fit a line to the peaks; return its intercept and slope in bytes, or ``None`` for a single run."""
-    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured.items()]
+    points = [(float(steps), float(run.allocated_peak_bytes)) for steps, run in measured_runs.items()]
     return fit_line(points) if len(points) > 1 else None
 
 
@@ -228,25 +230,30 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
     return StrategyPoint(steps=steps, allocated_peak_bytes=peak_bytes, measured=False, step_s=None)
 
 
-def _probe_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
+def _run_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
     return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
 
 
 def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
-    found = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
-    if not isinstance(found, GradientAgreement):
-        return None, f"its gradient could not be compared: {describe(found)}"
-    if found.exact:
-        return True, f"its gradient is that of bptt at {found.steps} steps, to {found.relative_error:.1g}"
-    apart = f"cosine {found.cosine:.3f} and relative error {found.relative_error:.2g}"
-    return False, f"{apart} to the gradient of bptt at {found.steps} steps"
+    agreement = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
+    if not isinstance(agreement, GradientAgreement):
+        return None, f"its gradient could not be compared: {describe(agreement)}"
+    if agreement.exact:
+        return (
+            True,
+            f"its gradient equals the gradient of bptt at {agreement.steps} steps, to {agreement.relative_error:.1g}",
+        )
+    difference = f"cosine {agreement.cosine:.3f} and relative error {agreement.relative_error:.2g}"
+    return False, f"{difference} to the gradient of bptt at {agreement.steps} steps"
 
 
-def _verified(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
-    found = session().ask(VerifyJob(plan=plan, batch=batch))
-    if not isinstance(found, Verification):
-        return None, f"it could not be verified: {describe(found)}"
-    how = "bit for bit" if found.exact else f"within {found.tolerance:g} in {found.precision}"
-    if found.passed:
-        return True, f"{found.compared} tensors are those of bptt {how}"
-    return False, f"{found.worst_name} differs from the one of bptt"
+def _verify(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str]:
+    verification = session().ask(VerifyJob(plan=plan, batch=batch))
+    if not isinstance(verification, Verification):
+        return None, f"it could not be verified: {describe(verification)}"
+    precision = (
+        "bit for bit" if verification.exact else f"within {verification.tolerance:g} in {verification.precision}"
+    )
+    if verification.passed:
+        return True, f"{verification.compared} tensors equal those of bptt {precision}"
+    return False, f"{verification.worst_name} differs from the one of bptt"

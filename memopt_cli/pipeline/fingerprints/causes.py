@@ -12,64 +12,87 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.pipeline.fingerprints.gaps import gaps_between
-from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap, TensorPrint
+from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap
 
-_NO_GRADIENTS = "None of the inputs have requires_grad=True"
+_NO_GRADIENTS_WARNING = "None of the inputs have requires_grad=True"
 """Text of PyTorch's warning for a reentrant checkpoint without an input that requires a gradient."""
-_CHECKPOINT, _SELECTIVE, _AGAIN = "CheckpointError", "not found in storage", "backward through the graph a second time"
-"""Parts of PyTorch's errors: of a checkpoint, of a selective checkpoint, and of autograd."""
+_CHECKPOINT_ERROR = "CheckpointError"
+"""Part of PyTorch's error where a recomputation saves other tensors than forward did."""
+_SELECTIVE_ERROR = "not found in storage"
+"""Part of PyTorch's error where a recomputation asks a selective checkpoint for a tensor that it does not hold."""
+_SECOND_BACKWARD_ERROR = "backward through the graph a second time"
+"""Part of autograd's error where a graph was freed by an earlier backward."""
+
+# Each text says what happened, why, and what to do.  A report shows it below the name of the module.
 
 REENTRANT = (
-    "no input of a reentrant checkpoint requires a gradient, or only one in a dict or a list, which it does not "
-    "search: set use_reentrant=False, or call model.enable_input_require_grads() (Hugging Face)"
+    "no input of a reentrant checkpoint requires a gradient, so backward does not enter the checkpoint. Such a "
+    "checkpoint does not look for tensors in a dict or a list: set use_reentrant=False, or call "
+    "model.enable_input_require_grads() (Hugging Face)"
 )
-WITHIN = (
-    "a reentrant checkpoint is given a tensor within a dict or a list, which it does not cut off the graph before it: "
-    "backward goes through that twice; take use_reentrant=False, or hand tensors over as arguments"
+REENTRANT_WITHIN = (
+    "a reentrant checkpoint is given a tensor in a dict or a list, and does not detach such a tensor, so backward goes "
+    "twice through the graph before the checkpoint: set use_reentrant=False, or pass the tensor as an argument"
 )
-KEPT_GRAPH = "what it keeps from the step before hangs on the graph of that step: detach it, or reset it, between steps"
-RANDOM_AGAIN = (
-    "its recomputation draws other random numbers than forward did: keep preserve_rng_state=True, and draw from "
+STALE_GRAPH = (
+    "the model keeps a tensor of the step before, and with it the graph of that step, through which backward has gone "
+    "already: detach the tensor, or reset it, between steps"
+)
+REDRAWS = (
+    "the recomputation draws other random numbers than forward did: keep preserve_rng_state=True, and draw from "
     "PyTorch's global generators"
 )
-CUT_SHORT = (
-    "it draws random numbers into a tensor that it has saved already, and its recomputation stops before they are "
-    "drawn: leave it out of the checkpoint"
+EARLY_STOP = (
+    "the recomputation stops before this module draws its random numbers, which it writes into a tensor that was saved "
+    "earlier: leave the module out of the checkpoint"
 )
-RANDOM = "the two draw different random numbers"
-RANDOM_ALIKE = (
-    "with the same input and the same random numbers it gives another output: it has another rate, or draws in "
-    "another way"
+DRAWS = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
+OTHER_DRAWING = (
+    "the module gives another output for the same input and the same random numbers: compare its settings, such as the "
+    "rate of a dropout, and how it draws"
 )
-RANDOM_COMPILED = (
+DRAWS_COMPILED = (
     "torch.compile draws other random numbers than the uncompiled model; with the same ones "
     "(torch._inductor.config.fallback_random = True) the two agree"
 )
-RANDOM_IN_BACKWARD = (
-    "wrong gradients: with the same random numbers the outputs agree and these do not, so backward recomputes with "
-    "others (another dropout mask) than forward drew; try a memory budget of 1, "
+DRAWS_IN_BACKWARD = (
+    "wrong gradients: with the same random numbers the outputs agree and the gradients do not, so backward recomputes "
+    "with other random numbers (another dropout mask) than forward drew; try a memory budget of 1, "
     "torch._functorch.config.activation_memory_budget = 1"
 )
-EVAL = "it is in eval mode only in the {}: call train() where that is made, or before it is saved"
-TWICE = "its recomputation changes it a second time: leave it out of the checkpoint, or let it skip recomputations"
-OVERWRITTEN = (
-    "its recomputation is given another input than forward was: the input has changed since, like a tensor that is "
-    "written over, or a cache that grows"
+EVAL_MODE = "the module is in eval mode only in the {}: call train() where the {} is made, or before it is saved"
+REPEAT = (
+    "the recomputation changes the state of this module a second time: leave the module out of the checkpoint, or let "
+    "it skip recomputations"
 )
-OTHERWISE = "its recomputation gives another output for the same input: it reads what forward has changed"
-OTHER_WAY = "its recomputation calls {}, which forward did not: it chooses by something that forward has changed"
-RAISES = "its recomputation raises what forward did not: it, or a hook of it, reads what forward has changed"
+CHANGED_INPUT = (
+    "the recomputation is given another input than forward was, since the input has changed in the meantime: look for "
+    "a tensor that is written in place, or a cache that grows"
+)
+OTHER_OUTPUT = (
+    "the recomputation gives another output for the same input, since the module reads something that forward has "
+    "changed: leave the module out of the checkpoint, or let it skip recomputations"
+)
+OTHER_CALLS = (
+    "the recomputation calls {}, which forward did not call, since the module chooses by something that forward has "
+    "changed: make the choice once, outside of the checkpoint"
+)
+NEW_ERROR = (
+    "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads something "
+    "that forward has changed: leave the module out of the checkpoint, or let it skip recomputations"
+)
 OTHER_TENSORS = (
-    "the recomputation of a checkpoint saves other tensors than its forward did: it reads what forward has changed (a "
-    "cache, a counter, a choice)"
+    "the recomputation of a checkpoint saves other tensors than its forward did, since the checkpointed function reads "
+    "something that forward has changed, such as a cache, a counter or a choice: keep that out of the checkpoint"
 )
-TIES = "values are equal, or nearly, and the tie is broken differently: the choice is not stable"
-MISSING = "no gradient reaches it"
-FROZEN = "it is frozen only in the candidate: call requires_grad_() there"
-UPDATE = "the gradients agree, and the update does not: the optimizers differ"
-ELSEWHERE = "it gives another output for the same input"
-KEEPS_OTHERWISE = (
-    "it gives the same output and keeps other values: a setting of it differs, such as the momentum of a batch norm"
+TIES = "values are equal, or nearly equal, and the tie is broken differently: make the choice stable"
+NO_GRADIENT = "no gradient reaches this module"
+FREEZING = "the module is frozen only in the candidate: call requires_grad_() there"
+OTHER_UPDATE = "the gradients agree and the updates do not: give both sides the same optimizer, with the same settings"
+OTHER_CODE = "the module gives another output for the same input: compare its code and its settings on both sides"
+OTHER_VALUES = (
+    "the module gives the same output and keeps other values: compare its settings, such as the momentum of a batch "
+    "norm"
 )
 
 
@@ -87,219 +110,226 @@ class Pair:
 def cause_of(pair: Pair) -> Cause | None:
     """Return the first cause that explains ``pair``; ``None`` where nothing does."""
     explanations = (
-        _reentrant,
-        _chosen_otherwise,
-        _recomputed_otherwise,
-        _cut_short,
-        _changed_twice,
-        _first_call,
-        _kept_otherwise,
-        lambda pair: of_gaps(pair.gaps),
+        _by_missing_gradient_of_reentrant,
+        _by_choice,
+        _by_recomputation,
+        _by_early_stop,
+        _by_second_change,
+        _by_first_output,
+        _by_kept_values,
+        lambda pair: cause_of_gaps(pair.gaps),
     )
     return next(filter(None, (explain(pair) for explain in explanations)), None)
 
 
-def of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
+def cause_of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
     """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if none does.
 
     ``is_first``: whether it is the first step of the training.
     """
     explanations = (
-        _reentrant_alone,
-        _chosen_otherwise,
-        _another_way,
-        _recomputed_otherwise,
-        _raised_again,
-        functools.partial(_twice_through, is_first=is_first),
-        _of_checkpoint,
+        _by_reentrant_warning,
+        _by_choice,
+        _by_other_calls,
+        _by_recomputation,
+        _by_error,
+        functools.partial(_by_second_backward, is_first=is_first),
+        _by_checkpoint_error,
     )
     return next(filter(None, (explain(pair) for explain in explanations)), None)
 
 
-def _reentrant_alone(pair: Pair) -> Cause | None:
-    return Cause(text=REENTRANT) if _warns_of_reentrant(pair.candidate) else None
+def _by_reentrant_warning(pair: Pair) -> Cause | None:
+    """Return the cause if PyTorch has warned the candidate of a reentrant checkpoint that backward does not enter."""
+    has_warned = any(_NO_GRADIENTS_WARNING in text for text in pair.candidate.warnings)
+    return Cause(text=REENTRANT) if has_warned else None
 
 
-def _another_way(pair: Pair) -> Cause | None:
+def _by_other_calls(pair: Pair) -> Cause | None:
     """Return the cause if a recomputation calls a module that forward did not call."""
     calls = pair.candidate.calls
-    before = {call.path for call in calls if not call.recomputed}
-    both = list(_recomputations(calls))
-    for again in (call for call in calls if call.recomputed and call.path not in before):
-        around = next(reversed(_around(again, [outer for _, outer in both])), None)
-        if around is not None:
-            is_drawn = any(outer is around and forward.begun != outer.begun for forward, outer in both)
-            return _of(around, RANDOM_AGAIN if is_drawn else OTHER_WAY.format(again.path))
+    paths_in_forward = {call.path for call in calls if not call.recomputed}
+    pairs = list(_recomputations(calls))
+    for repeated in (call for call in calls if call.recomputed and call.path not in paths_in_forward):
+        outer_call = next(reversed(_calls_around(repeated, [outer for _, outer in pairs])), None)
+        if outer_call is not None:
+            draws_differ = any(outer is outer_call and forward.begun != outer.begun for forward, outer in pairs)
+            return _cause_at(outer_call, REDRAWS if draws_differ else OTHER_CALLS.format(repeated.path))
     return None
 
 
-def _raised_again(pair: Pair) -> Cause | None:
+def _by_error(pair: Pair) -> Cause | None:
     """Return the cause if an exception has just left a call in a recomputation, with the innermost such call."""
-    if _CHECKPOINT in pair.candidate.failed:  # a checkpoint itself ends calls early when it has enough
+    if _CHECKPOINT_ERROR in pair.candidate.failed:  # a checkpoint itself ends calls early when it has enough
         return None
-    left: CallPrint | None = None
+    ended_call: CallPrint | None = None
     for call in reversed(pair.candidate.calls):
-        is_within = left is None or call.path.startswith(f"{left.path}." if left.path else "")
+        is_within = ended_call is None or call.path.startswith(f"{ended_call.path}." if ended_call.path else "")
         if call.finished or not call.recomputed or not is_within:
             break
-        left = call
-    return _of(left, RAISES) if left is not None else None
+        ended_call = call
+    return _cause_at(ended_call, NEW_ERROR) if ended_call is not None else None
 
 
-def _twice_through(pair: Pair, *, is_first: bool) -> Cause | None:
+def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
     """Return the cause if backward has gone through the same graph twice."""
-    if _AGAIN not in pair.candidate.failed:
+    if _SECOND_BACKWARD_ERROR not in pair.candidate.failed:
         return None
     if pair.candidate.nested_backward:
-        return Cause(text=WITHIN)
-    return None if is_first else Cause(text=KEPT_GRAPH)
+        return Cause(text=REENTRANT_WITHIN)
+    return None if is_first else Cause(text=STALE_GRAPH)
 
 
-def _of_checkpoint(pair: Pair) -> Cause | None:
+def _by_checkpoint_error(pair: Pair) -> Cause | None:
     """Return the cause by PyTorch's error alone, for a checkpointed function that calls no modules."""
-    is_told = _CHECKPOINT in pair.candidate.failed or _SELECTIVE in pair.candidate.failed
-    return Cause(text=OTHER_TENSORS) if is_told else None
+    is_checkpoint_error = _CHECKPOINT_ERROR in pair.candidate.failed or _SELECTIVE_ERROR in pair.candidate.failed
+    return Cause(text=OTHER_TENSORS) if is_checkpoint_error else None
 
 
-def of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
+def cause_of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the cause that the names in ``gaps`` show: a gradient is missing, or only parameters differ."""
     if all(gap.name.startswith("parameter") for gap in gaps):
-        return Cause(text=UPDATE)
-    return _without_gradient(gaps, MISSING)
+        return Cause(text=OTHER_UPDATE)
+    return _at_missing_gradient(gaps, NO_GRADIENT)
 
 
-def _without_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
-    """Return ``text`` as the cause at the first module of which the candidate lacks a gradient; ``None`` if none."""
+def _at_missing_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:
+    """Return ``text`` as the cause at the first module whose gradient the candidate lacks; ``None`` if none."""
     missing = next((gap for gap in gaps if gap.missing == "candidate" and gap.name.startswith("gradient")), None)
-    return Cause(module=_owner(missing.name), text=text) if missing is not None else None
+    return Cause(module=_module_of(missing.name), text=text) if missing is not None else None
 
 
-def _owner(name: str) -> str:
+def _module_of(name: str) -> str:
     """Return the module that a tensor belongs to: ``gradient of block1.weight`` belongs to ``block1``."""
     return name.partition(" at update ")[0].split(" ")[-1].rpartition(".")[0]
 
 
-def _reentrant(pair: Pair) -> Cause | None:
-    return _without_gradient(pair.gaps, REENTRANT) if _warns_of_reentrant(pair.candidate) else None
+def _by_missing_gradient_of_reentrant(pair: Pair) -> Cause | None:
+    """Return the cause at the first module without a gradient, if PyTorch has warned of a reentrant checkpoint."""
+    return _by_reentrant_warning(pair) and _at_missing_gradient(pair.gaps, REENTRANT)
 
 
-def _warns_of_reentrant(step: StepPrint) -> bool:
-    return any(_NO_GRADIENTS in text for text in step.warnings)
+def _by_recomputation(pair: Pair) -> Cause | None:
+    """Return the cause by the first call in a recomputation to end with another input or output than in forward.
 
-
-def _recomputed_otherwise(pair: Pair) -> Cause | None:
-    """Return the cause if a call in a recomputation has another input or output than in forward; take the first to end.
-
-    If its input differs, the fault lies in the innermost call around it whose own input is the same as in forward, or
-    outside of the checkpoint if there is none.
+    If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
+    such call, the fault lies outside of the checkpoint.
     """
-    alike: list[CallPrint] = []
-    others: list[CallPrint] = []
-    found: tuple[CallPrint, CallPrint] | None = None
-    for forward, again in _recomputations(pair.candidate.calls):
-        is_given_otherwise = _differ(forward.inputs, again.inputs)
-        (others if is_given_otherwise else alike).append(again)
-        is_other = is_given_otherwise or (again.finished and _differ(forward.outputs, again.outputs))
-        if found is None and is_other:
-            found = forward, again
-    if found is None:
+    with_same_input: list[CallPrint] = []
+    with_other_input: list[CallPrint] = []
+    first_other_pair: tuple[CallPrint, CallPrint] | None = None
+    for forward, repeated in _recomputations(pair.candidate.calls):
+        has_other_input = bool(gaps_between(forward.inputs, repeated.inputs))
+        (with_other_input if has_other_input else with_same_input).append(repeated)
+        is_other = has_other_input or (repeated.finished and bool(gaps_between(forward.outputs, repeated.outputs)))
+        if first_other_pair is None and is_other:
+            first_other_pair = forward, repeated
+    if first_other_pair is None:
         return None
-    forward, again = found
-    is_drawn_otherwise = forward.begun != again.begun
-    if again in alike:
-        return _of(again, RANDOM_AGAIN if is_drawn_otherwise and (forward.draws or again.draws) else OTHERWISE)
-    innermost = next(reversed(_around(again, alike)), None)
-    if is_drawn_otherwise:
-        return _of(innermost or again, RANDOM_AGAIN)
-    return _of(_around(again, [*others, again])[0], OVERWRITTEN) if innermost is None else _of(innermost, OTHERWISE)
+    forward, repeated = first_other_pair
+    draws_differ = forward.begun != repeated.begun
+    if repeated in with_same_input:
+        return _cause_at(
+            repeated,
+            REDRAWS if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT,
+        )
+    innermost = next(reversed(_calls_around(repeated, with_same_input)), None)
+    if draws_differ:
+        return _cause_at(innermost or repeated, REDRAWS)
+    if innermost is not None:
+        return _cause_at(innermost, OTHER_OUTPUT)
+    return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], CHANGED_INPUT)
 
 
-def _around(call: CallPrint, others: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return those of ``others``, by their paths, inside which ``call`` was made, or which are it; outermost first."""
-    around = (other for other in others if other is call or _is_below(call.path, other.path))
-    return sorted(around, key=lambda other: len(other.path))
+def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
+    """Return the calls among ``calls`` inside which ``call`` was made, by their paths, the outermost first.
+
+    ``call`` itself counts as one of them.
+    """
+    outer_calls = (outer for outer in calls if outer is call or _is_below(call.path, outer.path))
+    return sorted(outer_calls, key=lambda outer: len(outer.path))
 
 
 def _is_below(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}.")
 
 
-def _cut_short(pair: Pair) -> Cause | None:
+def _by_early_stop(pair: Pair) -> Cause | None:
     """Return the cause if a recomputation ended inside a module before its random numbers were drawn."""
     calls = pair.candidate.calls
-    for forward, again in _recomputations(calls):
-        if forward.draws and not again.finished and not any(c.path.startswith(f"{again.path}.") for c in calls):
-            return _of(again, CUT_SHORT)
+    for forward, repeated in _recomputations(calls):
+        if forward.draws and not repeated.finished and not any(c.path.startswith(f"{repeated.path}.") for c in calls):
+            return _cause_at(repeated, EARLY_STOP)
     return None
 
 
-def _changed_twice(pair: Pair) -> Cause | None:
+def _by_second_change(pair: Pair) -> Cause | None:
     """Return the cause if only the candidate recomputes a module whose buffer or other attribute differs."""
-    before = {call.path for call in pair.reference.calls if call.recomputed}
-    recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in before]
+    paths_in_reference = {call.path for call in pair.reference.calls if call.recomputed}
+    recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in paths_in_reference]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
         owners = [call for call in recomputed if call.path != name and _is_below(name, call.path)]
         if owners:
-            return _of(max(owners, key=lambda call: len(call.path)), TWICE)
+            return _cause_at(max(owners, key=lambda call: len(call.path)), REPEAT)
     return None
 
 
-def _first_call(pair: Pair) -> Cause | None:
+def _by_first_output(pair: Pair) -> Cause | None:
     """Return the cause at the first call in forward whose output differs between the sides, but not its input."""
-    ours = dict(_numbered(c for c in pair.reference.calls if not c.recomputed))
-    for key, theirs in _numbered(c for c in pair.candidate.calls if not c.recomputed):
-        call = ours.get(key)
-        if call is None or not _differ(call.outputs, theirs.outputs, pair.tolerance):
+    reference_calls = dict(_with_call_numbers(c for c in pair.reference.calls if not c.recomputed))
+    for key, candidate_call in _with_call_numbers(c for c in pair.candidate.calls if not c.recomputed):
+        reference_call = reference_calls.get(key)
+        if reference_call is None or not gaps_between(reference_call.outputs, candidate_call.outputs, pair.tolerance):
             continue
-        if _differ(call.inputs, theirs.inputs, pair.tolerance):
+        if gaps_between(reference_call.inputs, candidate_call.inputs, pair.tolerance):
             continue
-        return _of(theirs, _otherwise(call, theirs))
+        return _cause_at(candidate_call, _difference_in_call(reference_call, candidate_call))
     return None
 
 
-def _kept_otherwise(pair: Pair) -> Cause | None:
+def _by_kept_values(pair: Pair) -> Cause | None:
     """Return the cause if the first gap is a buffer or attribute of a module, at the innermost such module."""
-    first = pair.gaps[0].name if pair.gaps else ""
-    kind, _, name = first.partition(" ")
+    first_name = pair.gaps[0].name if pair.gaps else ""
+    kind, _, name = first_name.partition(" ")
     if kind not in ("buffer", "state"):
         return None
     owners = [call for call in pair.candidate.calls if not call.recomputed and _is_below(name, call.path)]
-    return _of(max(owners, key=lambda call: len(call.path)), KEEPS_OTHERWISE) if owners else None
+    return _cause_at(max(owners, key=lambda call: len(call.path)), OTHER_VALUES) if owners else None
 
 
-def _otherwise(ours: CallPrint, theirs: CallPrint) -> str:
-    if ours.training != theirs.training:
-        return EVAL.format("candidate" if ours.training else "reference")
-    if not ours.draws and not theirs.draws:
-        return ELSEWHERE
-    return RANDOM if ours.begun != theirs.begun else RANDOM_ALIKE
+def _difference_in_call(reference_call: CallPrint, candidate_call: CallPrint) -> str:
+    if reference_call.training != candidate_call.training:
+        return eval_text("candidate" if reference_call.training else "reference")
+    if not reference_call.draws and not candidate_call.draws:
+        return OTHER_CODE
+    return DRAWS if reference_call.begun != candidate_call.begun else OTHER_DRAWING
 
 
-def _chosen_otherwise(pair: Pair) -> Cause | None:
+def _by_choice(pair: Pair) -> Cause | None:
     """Return the cause if an operator such as a sort chooses differently among values that agree."""
     classes = {call.path: call.class_name for call in pair.candidate.calls}
-    for one, other in _choices(pair):
-        if one.chosen.bits != other.chosen.bits and not _differ(
-            [one.values], [other.values], pair.tolerance or _NEARLY
+    for choice, repeated_choice in _choices(pair):
+        if choice.chosen.bits != repeated_choice.chosen.bits and not gaps_between(
+            [choice.values], [repeated_choice.values], pair.tolerance or _TIE_DISTANCE
         ):
-            said = f"{TIES} ({one.operator})"
-            return Cause(module=other.path, class_name=classes.get(other.path, ""), text=said)
+            text = f"{TIES} ({choice.operator})"
+            return Cause(module=repeated_choice.path, class_name=classes.get(repeated_choice.path, ""), text=text)
     return None
 
 
-_NEARLY = 1e-5
+_TIE_DISTANCE = 1e-5
 """Relative distance up to which values count as tied, where float32 was compared to the bit."""
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:
     """Yield corresponding choices of both forwards, and of forward and recomputation of the candidate."""
-    theirs = [choice for choice in pair.candidate.choices if not choice.recomputed]
-    ours = [choice for choice in pair.reference.choices if not choice.recomputed]
-    yield from zip(ours, theirs, strict=False)
-    first = {(choice.path, choice.operator): choice for choice in reversed(theirs)}
-    for again in (choice for choice in pair.candidate.choices if choice.recomputed):
-        if (again.path, again.operator) in first:
-            yield first[again.path, again.operator], again
+    candidate_choices = [choice for choice in pair.candidate.choices if not choice.recomputed]
+    reference_choices = [choice for choice in pair.reference.choices if not choice.recomputed]
+    yield from zip(reference_choices, candidate_choices, strict=False)
+    choices_in_forward = {(choice.path, choice.operator): choice for choice in reversed(candidate_choices)}
+    for repeated in (choice for choice in pair.candidate.choices if choice.recomputed):
+        if (repeated.path, repeated.operator) in choices_in_forward:
+            yield choices_in_forward[repeated.path, repeated.operator], repeated
 
 
 def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, CallPrint]]:
@@ -308,12 +338,12 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
     for call in calls:
         if not call.recomputed:
             forward.setdefault(call.path, []).append(call)
-    for again in (call for call in calls if call.recomputed and call.path in forward):
-        alike = (call for call in forward[again.path] if not _differ(call.inputs, again.inputs))
-        yield next(alike, forward[again.path][0]), again
+    for repeated in (call for call in calls if call.recomputed and call.path in forward):
+        with_same_input = (call for call in forward[repeated.path] if not gaps_between(call.inputs, repeated.inputs))
+        yield next(with_same_input, forward[repeated.path][0]), repeated
 
 
-def _numbered(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:
+def _with_call_numbers(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:
     """Yield ``calls``, each after a key: the module's path, and how often the module was called so far."""
     counts: Counter[str] = Counter()
     for call in calls:
@@ -321,9 +351,10 @@ def _numbered(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], Cal
         yield (call.path, counts[call.path]), call
 
 
-def _differ(ours: Sequence[TensorPrint], theirs: Sequence[TensorPrint], tolerance: float = 0.0) -> bool:
-    return bool(gaps_between(ours, theirs, tolerance))
+def eval_text(side: str) -> str:
+    """Return :data:`EVAL_MODE` for a module that only ``side``, the reference or the candidate, has in eval mode."""
+    return EVAL_MODE.format(side, side)
 
 
-def _of(call: CallPrint, text: str) -> Cause:
+def _cause_at(call: CallPrint, text: str) -> Cause:
     return Cause(module=call.path, class_name=call.class_name, text=text)

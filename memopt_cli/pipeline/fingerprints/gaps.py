@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from memopt_cli.errors import StepError
-from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative, typical
-from memopt_cli.records import NOT_FINITE, Followed, StepPrint, TensorGap, TensorPrint
+from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
+from memopt_cli.records import NOT_FINITE, FollowedSteps, StepPrint, TensorGap, TensorPrint
 
-_Rename = Callable[[str], str]
-_Named = Mapping[str, TensorPrint]
+_RenameFunction = Callable[[str], str]
+_TensorsByName = Mapping[str, TensorPrint]
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """Prefixes that torch.compile, PyTorch's checkpoint wrapper and FSDP add to names in the modules that they wrap."""
 _REPLICATED = "module."
 """Prefix that DataParallel adds to all names; a model may also have a child of that name."""
-_KINDS = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
+_NAME_PREFIXES = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class FirstDifference:
     """The first step in which two trainings differ."""
 
     step: int
     """Index of the step, from 0."""
     gaps: tuple[TensorGap, ...]
-    """The gaps in the order in which a step makes the tensors; the largest of a kind first."""
+    """Gaps in the order in which a step makes the tensors; the largest of a kind first."""
 
     @property
     def is_rounding(self) -> bool:
@@ -38,29 +38,36 @@ class Apart:
         return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
-def first_gap(reference: Followed, other: Followed, tolerance: float = 0.0) -> Apart | None:
+def first_difference(reference: FollowedSteps, other: FollowedSteps, tolerance: float = 0.0) -> FirstDifference | None:
     """Return the first step in which ``other`` differs by more than ``tolerance`` (0: in any bit), or ``None``."""
-    for index, (one, another) in enumerate(zip(reference.steps, other.steps, strict=True)):
-        gaps = gaps_between(one.effects, another.effects, tolerance)
+    for index, (reference_step, other_step) in enumerate(zip(reference.steps, other.steps, strict=True)):
+        gaps = gaps_between(reference_step.effects, other_step.effects, tolerance)
         if gaps:
-            return Apart(step=index, gaps=gaps)
+            return FirstDifference(step=index, gaps=gaps)
     return None
 
 
-def largest_gap(reference: Followed, other: Followed) -> float:
+def largest_gap(reference: FollowedSteps, other: FollowedSteps) -> float:
     """Return the largest gap between all tensors in all steps."""
     pairs = zip(reference.steps, other.steps, strict=True)
-    return max((gap.apart for one, another in pairs for gap in gaps_between(one.effects, another.effects)), default=0.0)
+    return max(
+        (
+            gap.apart
+            for reference_step, other_step in pairs
+            for gap in gaps_between(reference_step.effects, other_step.effects)
+        ),
+        default=0.0,
+    )
 
 
-def is_in_double(found: Followed) -> bool:
-    """Return whether all tensors in ``found`` are in float64 already, so that no dtype compares more precisely."""
-    tensors = (tensor for step in found.steps for tensor in step.effects if not tensor.name.startswith("input"))
-    return all(tensor.epsilon in (0.0, _DOUBLE) for tensor in tensors)
+def is_in_double(training: FollowedSteps) -> bool:
+    """Return whether all tensors in ``training`` are in float64 already, so that no dtype compares more precisely."""
+    tensors = (tensor for step in training.steps for tensor in step.effects if not tensor.name.startswith("input"))
+    return all(tensor.epsilon in (0.0, _FLOAT64_EPSILON) for tensor in tensors)
 
 
-_DOUBLE: Final = 2.0**-52
-"""The distance of 1 to the next number of float64."""
+_FLOAT64_EPSILON: Final = 2.0**-52
+"""Distance of 1 to the next number of float64."""
 
 
 def is_nowhere_finite(tensor: TensorPrint) -> bool:
@@ -68,7 +75,7 @@ def is_nowhere_finite(tensor: TensorPrint) -> bool:
     return NOT_FINITE in tensor.kind and not tensor.norm
 
 
-def first_step_apart(reference: Followed, other: Followed) -> float:
+def largest_gap_of_first_step(reference: FollowedSteps, other: FollowedSteps) -> float:
     """Return the largest gap in the first step before its update, while parameters are still equal.
 
     The update may blow gaps up: Adam turns gradients of pure rounding into steps of a full learning rate.
@@ -77,9 +84,9 @@ def first_step_apart(reference: Followed, other: Followed) -> float:
     return max((gap.apart for gap in gaps if not gap.name.startswith("parameter")), default=0.0)
 
 
-def half_of_digits(found: Followed, epsilon: float) -> float:
-    """Return the relative difference up to which half of the digits agree; ``epsilon``: that of autocast's dtype."""
-    digits = (tensor.epsilon for step in found.steps for tensor in step.effects if tensor.epsilon)
+def half_of_digits(training: FollowedSteps, epsilon: float) -> float:
+    """Return the relative difference up to which half of the digits agree; ``epsilon``: of autocast's dtype."""
+    digits = (tensor.epsilon for step in training.steps for tensor in step.effects if tensor.epsilon)
     return math.sqrt(max((epsilon, *digits)))
 
 
@@ -87,45 +94,60 @@ def gaps_between(
     reference: Iterable[TensorPrint], other: Iterable[TensorPrint], tolerance: float = 0.0
 ) -> tuple[TensorGap, ...]:
     """Return the tensors that differ by more than ``tolerance``."""
-    one, another = ({tensor.name: tensor for tensor in side} for side in (reference, other))
-    # Gradients far smaller than the largest may be pure rounding: their gaps are taken relative to a share of that.
-    largest = max((typical(tensor) for name, tensor in one.items() if name.startswith("gradient")), default=0.0)
-    found = []
-    for name in one.keys() | another.keys():
-        a, b = one.get(name), another.get(name)
-        if a is not None and b is not None and a.bits == b.bits:
+    reference_tensors, other_tensors = ({tensor.name: tensor for tensor in side} for side in (reference, other))
+    # Gradients far smaller than the largest gradient may be pure rounding: take their gaps relative to a share of it.
+    largest = max(
+        (root_mean_square(tensor) for name, tensor in reference_tensors.items() if name.startswith("gradient")),
+        default=0.0,
+    )
+    gaps = []
+    for name in reference_tensors.keys() | other_tensors.keys():
+        reference_tensor, other_tensor = reference_tensors.get(name), other_tensors.get(name)
+        if reference_tensor is not None and other_tensor is not None and reference_tensor.bits == other_tensor.bits:
             continue
-        apart = relative(a, b, ROUNDING_SHARE * (largest if name.startswith("gradient") else 1.0))
-        if apart > tolerance or not tolerance:
-            has_rounding = a is not None and a.epsilon  # integers have none
-            found.append(TensorGap(name=name, apart=apart if has_rounding else math.inf, missing=_missing(a, b)))
-    return tuple(sorted(found, key=_rank))
+        distance = relative_distance(
+            reference_tensor, other_tensor, ROUNDING_SHARE * (largest if name.startswith("gradient") else 1.0)
+        )
+        if distance > tolerance or not tolerance:
+            has_rounding = reference_tensor is not None and reference_tensor.epsilon  # integers have none
+            gaps.append(
+                TensorGap(
+                    name=name,
+                    apart=distance if has_rounding else math.inf,
+                    missing=_missing(reference_tensor, other_tensor),
+                )
+            )
+    return tuple(sorted(gaps, key=_rank))
 
 
-def _missing(ours: TensorPrint | None, theirs: TensorPrint | None) -> Literal["", "reference", "candidate"]:
-    if ours is None:
+def _missing(reference: TensorPrint | None, other: TensorPrint | None) -> Literal["", "reference", "candidate"]:
+    if reference is None:
         return "reference"
-    return "candidate" if theirs is None else ""
+    return "candidate" if other is None else ""
 
 
 def _rank(gap: TensorGap) -> tuple[int, float, str]:
-    kind = next((i for i, beginning in enumerate(_KINDS) if gap.name.startswith(beginning)), len(_KINDS))
+    kind = next(
+        (i for i, beginning in enumerate(_NAME_PREFIXES) if gap.name.startswith(beginning)), len(_NAME_PREFIXES)
+    )
     return kind, -gap.apart, gap.name
 
 
 # ---------------------------------------------------------------------------------------------- the same names
 
 
-def by_the_same_names(reference: Followed, other: Followed) -> tuple[Followed, Followed]:
+def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[FollowedSteps, FollowedSteps]:
     """Return both trainings without the prefixes that wrappers add to names.
 
     Raises :class:`StepError` if they do not start with the same parameters, of the same values.
     """
-    one, another = (_named(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
-    if _parameters(one) != _parameters(another):
-        one, another = (_without_replicas(side, beside) for side, beside in ((one, another), (another, one)))
-    _require_same_start(one, another)
-    return one, another
+    reference, other = (_with_names(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
+    if _start_parameters(reference) != _start_parameters(other):
+        reference, other = (
+            _without_replicas(side, other_side) for side, other_side in ((reference, other), (other, reference))
+        )
+    _require_same_start(reference, other)
+    return reference, other
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -133,24 +155,39 @@ def _is_within(name: str, other: str) -> bool:
     return other.endswith(f".{name.removeprefix('parameter ')}")
 
 
-def _require_same_start(reference: Followed, other: Followed) -> None:
-    ours, theirs = _parameters(reference), _parameters(other)
-    for have, lack, which in ((ours, theirs, "candidate"), (theirs, ours, "reference")):
-        lacking = sorted(have.keys() - lack.keys())
+def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
+    reference_bits, other_bits = _start_parameters(reference), _start_parameters(other)
+    for bits, other_side_bits, lacking_side in (
+        (reference_bits, other_bits, "candidate"),
+        (other_bits, reference_bits, "reference"),
+    ):
+        lacking = sorted(bits.keys() - other_side_bits.keys())
         if lacking:
-            alike = any(_is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in lack)
+            may_be_wrapped = any(
+                _is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in other_side_bits
+            )
             raise StepError(
-                f"the {which} has no {lacking[0]}",
+                f"the {lacking_side} has no {lacking[0]}",
                 hint="memopt does not compare a model with a step, or with a model around it: give two of the same "
                 "kind."
-                if alike
+                if may_be_wrapped
                 else "Compare two ways to train the same model.",
             )
-    ours, theirs = ours | _at_start(reference, "buffer"), theirs | _at_start(other, "buffer")
-    different = next((name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]), None)
-    if different is not None:
+    reference_bits, other_bits = (
+        reference_bits | _start_bits(reference, "buffer"),
+        other_bits | _start_bits(other, "buffer"),
+    )
+    differing_name = next(
+        (
+            name
+            for name in sorted(reference_bits.keys() & other_bits.keys())
+            if reference_bits[name] != other_bits[name]
+        ),
+        None,
+    )
+    if differing_name is not None:
         raise StepError(
-            f"the two start with different values of {different}",
+            f"the two start with different values of {differing_name}",
             hint="Save both from one model, or seed at the top of the functions that make them.",
         )
 
@@ -158,86 +195,98 @@ def _require_same_start(reference: Followed, other: Followed) -> None:
 # ---------------------------------------------------------------------------------------------- numbers and generators
 
 
-def unsteady(once: Followed, again: Followed) -> frozenset[str]:
+def unsteady_names(first_run: FollowedSteps, second_run: FollowedSteps) -> frozenset[str]:
     """Return the names of numbers and generators that differ between two runs of one model, such as a time of day."""
     pairs = (
-        ({held.name: held.bits for held in side.others} for side in steps)
-        for steps in zip(once.steps, again.steps, strict=True)
+        ({tensor.name: tensor.bits for tensor in side.others} for side in steps)
+        for steps in zip(first_run.steps, second_run.steps, strict=True)
     )
     return frozenset(
-        name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)
+        name
+        for first_bits, second_bits in pairs
+        for name in first_bits.keys() | second_bits.keys()
+        if first_bits.get(name) != second_bits.get(name)
     )
 
 
-def with_others(one: Followed, other: Followed, without: Set[str]) -> tuple[Followed, Followed]:
-    """Add the numbers and generators that both models have, but for those named in ``without``, to their steps.
+def with_shared_values(
+    reference: FollowedSteps, candidate: FollowedSteps, ignored: Set[str]
+) -> tuple[FollowedSteps, FollowedSteps]:
+    """Add the numbers and generators that both models have to the effects of their steps.
 
-    State that only the candidate, ``other``, keeps is ignored.
+    ``ignored``: names of numbers and generators to leave out.  State that only the ``candidate`` keeps is left out too.
     """
-    shared = (set(one.others) & set(other.others)) - without
-    pairs = [_step_with_others(*steps, shared, without) for steps in zip(one.steps, other.steps, strict=True)]
-    ours, theirs = zip(*pairs, strict=True)
-    return replace(one, steps=ours), replace(other, steps=theirs)
+    shared = (set(reference.others) & set(candidate.others)) - ignored
+    pairs = [
+        _step_with_shared_values(*steps, shared, ignored)
+        for steps in zip(reference.steps, candidate.steps, strict=True)
+    ]
+    reference_steps, candidate_steps = zip(*pairs, strict=True)
+    return replace(reference, steps=reference_steps), replace(candidate, steps=candidate_steps)
 
 
-def _step_with_others(
-    one: StepPrint, other: StepPrint, shared: Set[str], without: Set[str]
+def _step_with_shared_values(
+    reference: StepPrint, candidate: StepPrint, shared: Set[str], ignored: Set[str]
 ) -> tuple[StepPrint, StepPrint]:
-    ours, theirs = ({held.name: held for held in step.others if held.name not in without} for step in (one, other))
-    known = {tensor.name for tensor in one.effects}
-    effects = tuple(tensor for tensor in other.effects if tensor.name in known or not tensor.name.startswith("state"))
-    return replace(one, effects=one.effects + _others(ours, theirs, shared)), replace(
-        other, effects=effects + _others(theirs, ours, shared)
+    reference_values, candidate_values = (
+        {tensor.name: tensor for tensor in step.others if tensor.name not in ignored} for step in (reference, candidate)
     )
+    reference_names = {tensor.name for tensor in reference.effects}
+    effects = tuple(
+        tensor for tensor in candidate.effects if tensor.name in reference_names or not tensor.name.startswith("state")
+    )
+    return replace(
+        reference, effects=reference.effects + _shared_values(reference_values, candidate_values, shared)
+    ), replace(candidate, effects=effects + _shared_values(candidate_values, reference_values, shared))
 
 
-def _others(held: _Named, beside: _Named, shared: Set[str]) -> tuple[TensorPrint, ...]:
+def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared: Set[str]) -> tuple[TensorPrint, ...]:
     """Return the ``shared`` tensors that moved on at least one side, and all numbers of the outputs.
 
-    A tensor that moved only on the other side, ``beside``, gets a placeholder, so that the two differ.
+    A tensor that moved only on the other side, ``other_values``, gets a placeholder, so that the two differ.
     """
-    unmoved = {name: replace(moved, kind="unmoved", bits="") for name, moved in beside.items()}
-    moved = (tensor for name, tensor in {**unmoved, **held}.items() if name in shared)
-    return (*moved, *(number for name, number in held.items() if name.startswith("output")))
+    unmoved = {name: replace(tensor, kind="unmoved", bits="") for name, tensor in other_values.items()}
+    tensors = (tensor for name, tensor in {**unmoved, **values}.items() if name in shared)
+    return (*tensors, *(number for name, number in values.items() if name.startswith("output")))
 
 
-def _parameters(found: Followed) -> dict[str, str]:
-    return _at_start(found, "parameter")
+def _start_parameters(training: FollowedSteps) -> dict[str, str]:
+    return _start_bits(training, "parameter")
 
 
-def _at_start(found: Followed, kind: str) -> dict[str, str]:
+def _start_bits(training: FollowedSteps, kind: str) -> dict[str, str]:
     """Return the bits of all tensors of ``kind``, by name."""
-    return {tensor.name: tensor.bits for tensor in found.start if tensor.name.startswith(kind)}
+    return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith(kind)}
 
 
-def _without_replicas(side: Followed, beside: Followed) -> Followed:
-    known = _parameters(beside)
-    is_wrapped = all(name.partition(" ")[2].startswith(_REPLICATED) for name in _parameters(side))
-    if not is_wrapped or all(name in known for name in _parameters(side)):
-        return side
-    return _named(side, lambda name: name.replace(f" {_REPLICATED}", " ", 1).removeprefix(_REPLICATED))
+def _without_replicas(training: FollowedSteps, other: FollowedSteps) -> FollowedSteps:
+    other_parameters = _start_parameters(other)
+    is_wrapped = all(name.partition(" ")[2].startswith(_REPLICATED) for name in _start_parameters(training))
+    if not is_wrapped or all(name in other_parameters for name in _start_parameters(training)):
+        return training
+    return _with_names(training, lambda name: name.replace(f" {_REPLICATED}", " ", 1).removeprefix(_REPLICATED))
 
 
-def _named(found: Followed, rename: _Rename) -> Followed:
+def _with_names(training: FollowedSteps, rename: _RenameFunction) -> FollowedSteps:
     return replace(
-        found,
-        start=_renamed(found.start, rename),
-        others=tuple(map(rename, found.others)),
-        evaluating=tuple(rename(f"{path}.")[:-1] for path in found.evaluating),
-        steps=tuple(_renamed_step(step, rename) for step in found.steps),
+        training,
+        start=_rename_tensors(training.start, rename),
+        others=tuple(map(rename, training.others)),
+        evaluating=tuple(rename(f"{path}.")[:-1] for path in training.evaluating),
+        steps=tuple(_rename_step(step, rename) for step in training.steps),
     )
 
 
-def _renamed_step(step: StepPrint, rename: _Rename) -> StepPrint:
+def _rename_step(step: StepPrint, rename: _RenameFunction) -> StepPrint:
     return replace(
         step,
-        effects=_renamed(step.effects, rename),
-        others=_renamed(step.others, rename),
+        effects=_rename_tensors(step.effects, rename),
+        others=_rename_tensors(step.others, rename),
         hooks=tuple(map(rename, step.hooks)),
         calls=tuple(replace(call, path=rename(f"{call.path}.")[:-1]) for call in step.calls),
         choices=tuple(replace(choice, path=rename(f"{choice.path}.")[:-1]) for choice in step.choices),
     )
 
 
-def _renamed(tensors: Sequence[TensorPrint], rename: _Rename) -> tuple[TensorPrint, ...]:
+def _rename_tensors(tensors: Sequence[TensorPrint], rename: _RenameFunction) -> tuple[TensorPrint, ...]:
     return tuple(replace(tensor, name=rename(tensor.name)) for tensor in tensors)

@@ -14,7 +14,7 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, undisturbed
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction
-from memopt_cli.pipeline.live.model import called_here
+from memopt_cli.pipeline.live.model import unimportable_functions
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.records import LoadedModel, Plan
 from memopt_cli.records.progress import Progress
@@ -31,8 +31,9 @@ def prepared_factory(
 ) -> Prepared:
     """Prepare the model that ``model`` builds, whose parameters are never allocated, to be predicted.
 
-    ``functions``: those that the step calls, and the one that spreads the model.  What a subprocess could not import is
-    run in this one, and a note says why.  Raises :class:`MemoptError`, also for a plan that does not suit the model.
+    ``functions``: the functions that the step calls, and the function that spreads the model.  A function that a
+    subprocess could not import is run in this process, and a note says why.  Raises :class:`MemoptError`, also for a
+    plan that does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
     if model.obstacle and model.function is not None:
@@ -49,5 +50,5 @@ def prepared_factory(
     return replace(
         prepared,
         notes=(*prepared.notes, f"Predicted in this process, without a time limit: {obstacle}."),
-        open_session=functools.partial(LocalSession, build=model.function, functions=called_here(functions)),
+        open_session=functools.partial(LocalSession, build=model.function, functions=unimportable_functions(functions)),
     )

@@ -8,19 +8,19 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.records import Plan
 from memopt_cli.training.apply import apply_plan, plan_of, put_back, taken_off
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _LIMIT: Final = timedelta(days=7)
 """Time limit of collectives, in effect none: other ranks wait for the search, which has limits of its own."""
 
 
 def on_every_rank(
-    model: nn.Module, group: Any, optimize: Callable[[], Found], plan_in: Callable[[Found], Plan | None]
-) -> Found:
+    model: nn.Module, group: Any, optimize: Callable[[], Result], plan_in: Callable[[Result], Plan | None]
+) -> Result:
     """Return the result of ``optimize``, a function that puts a plan on ``model``; without a ``group``, just call it.
 
     In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in its
@@ -32,10 +32,10 @@ def on_every_rank(
     ranks_of, parameters_of = _sharded(group)
     with ranks_of(group, _LIMIT) as ranks, put_back(model):
         ranks.require_same("model", parameters_of(model))
-        found: Found = ranks.first(optimize)
-        ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(found) or Plan()))
+        result: Result = ranks.first(optimize)
+        ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(result) or Plan()))
         ranks.require_same("plan", plan_of(model))
-        return found
+        return result
 
 
 def _replace(model: nn.Module, plan: Plan) -> None:
@@ -54,7 +54,7 @@ def _sharded(group: object) -> tuple[Any, Any]:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
-            f"process_group is a {type(group).__name__}, not a group of this process",
+            f"process_group is {type_in_words(group)}, not a group of this process",
             hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
         )
     from memopt_cli.training.sharded.agreement import parameters_of, ranks_of  # takes seconds to import

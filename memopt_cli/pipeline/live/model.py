@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, type_in_words
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
@@ -47,7 +47,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime import reset_hidden_state
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.training.apply import remove_plan
+from memopt_cli.training.apply import plan_of, remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
 from memopt_cli.verification.effects import as_leaf, gradients_kept
@@ -65,21 +65,22 @@ def prepared_model(
 ) -> Iterator[Prepared]:
     """Prepare ``model``, which is in memory, to be profiled; neither it nor the inputs are changed.
 
+    The step is prepared without the plan that ``model`` carries; ``carried`` of the result is that plan.
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
     settings name, that a subprocess could not import.
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    with once(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
-        yield replace(prepared, notes=(*prepared.notes, *left_out_note(model)))
+    with refuse_recursion(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
+        yield replace(prepared, notes=(*prepared.notes, *wrapper_notes(model)))
 
 
-def left_out_note(model: nn.Module) -> list[str]:
+def wrapper_notes(model: nn.Module) -> list[str]:
     """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
-    name, within = type(model).__name__, unwrapped(model)
+    name, wrapped = type(model).__name__, unwrapped(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
-    return [*(left_out if within is not model else ()), *compiled_notes(within)]
+    return [*(left_out if wrapped is not model else ()), *compiled_notes(wrapped)]
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def also_prepared_model(
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
 ) -> Iterator[Prepared]:
-    """Prepare one of several models inside :func:`once`.
+    """Prepare one of several models inside :func:`refuse_recursion`.
 
     ``obstacle``: why the model must be profiled in this process; empty to find out.
     """
@@ -106,17 +107,18 @@ def also_prepared_model(
         obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
         subject = Subject(source=source, spec=spec, settings=settings)
-        prepared = prepared_here(subject, FORMAT, build, obstacle, functions)
-        with gradients_kept(model) if obstacle and called_here(functions) else contextlib.nullcontext():
+        prepared = prepare_here(subject, FORMAT, build, obstacle, functions)
+        prepared = replace(prepared, carried=plan_of(model).of_model)
+        with gradients_kept(model) if obstacle and unimportable_functions(functions) else contextlib.nullcontext():
             yield prepared
 
 
-def called_here(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
-    """Return reference -> function, for those of ``functions`` that cannot be found by their reference."""
-    return {used.reference: used.function for used in functions if used.function is not None}
+def unimportable_functions(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
+    """Return reference -> function, for each of ``functions`` that cannot be found by its reference."""
+    return {function.reference: function.function for function in functions if function.function is not None}
 
 
-def prepared_here(
+def prepare_here(
     subject: Subject,
     format: str,
     build: Callable[[], nn.Module],
@@ -125,12 +127,12 @@ def prepared_here(
 ) -> Prepared:
     """Prepare the model that ``build`` makes; if an ``obstacle`` keeps subprocesses from it, for this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
-    here = functools.partial(LocalSession, build=build, functions=called_here(functions))
+    open_local = functools.partial(LocalSession, build=build, functions=unimportable_functions(functions))
     return Prepared(
         subject=subject,
         facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
         notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
-        open_session=here if obstacle else None,
+        open_session=open_local if obstacle else None,
     )
 
 
@@ -144,16 +146,16 @@ def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) 
     Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names beside others
     that are given by name.
     """
-    copied = detached_copy(model)
+    model_copy = detached_copy(model)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, kwargs))
         raise _Called
 
-    copied.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    model_copy.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     with undisturbed(), contextlib.suppress(_Called):
-        example_forward(copied)
+        example_forward(model_copy)
     if not calls:
         raise OptionError(
             "example_forward did not call the model that it was given",
@@ -181,17 +183,17 @@ def detached_copy(model: nn.Module) -> nn.Module:
     Raises :class:`StepError` if the model cannot be copied.
     """
     try:
-        copied = copy_of(model)
+        model_copy = copy_of(model)
     except Exception as err:  # the user's classes may do anything
         raise StepError(
             f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",
             hint=_before_sharding(model)
             or "Leave what cannot be copied (open files, locks, graphs) out of its attributes.",
         ) from err
-    remove_plan(copied)
-    copied.zero_grad(set_to_none=True)
-    reset_hidden_state(copied)
-    return copied
+    remove_plan(model_copy)
+    model_copy.zero_grad(set_to_none=True)
+    reset_hidden_state(model_copy)
+    return model_copy
 
 
 def _before_sharding(model: nn.Module) -> str:
@@ -203,7 +205,7 @@ def _before_sharding(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def once() -> Iterator[None]:
+def refuse_recursion() -> Iterator[None]:
     """Refuse calls of memopt, inside the block, by a Python module that is being imported.
 
     Such a call, at the top level of the user's script, would recur without end: memopt's subprocesses import the script
@@ -238,29 +240,30 @@ def save_inputs(inputs: Arguments, path: Path) -> None:
 
 
 def _require_batch(inputs: Arguments) -> None:
-    first = next(iter(tensors_of(inputs)), None)
-    if first is None or not first.dim():
+    first_tensor = next(iter(tensors_of(inputs)), None)
+    if first_tensor is None or not first_tensor.dim():
+        problem = "there is no tensor" if first_tensor is None else "the first tensor is a scalar"
         raise OptionError(
-            f"the inputs have no batch: {'there is no tensor' if first is None else 'the first tensor is a scalar'}",
+            f"the inputs have no batch: {problem}",
             hint="Give the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
         )
 
 
-def described(inputs: Arguments) -> InputSpec:
+def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
     Integers will be drawn from the range of the given ones.  Raises :class:`OptionError` for an argument that is no
     tensor.
     """
     _require_batch(inputs)
-    named = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
-    return InputSpec(tensors=tuple(_described(name, value) for name, value in named), source="inputs")
+    arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
+    return InputSpec(tensors=tuple(_describe_input(name, value) for name, value in arguments), source="inputs")
 
 
-def _described(name: str | None, value: Any) -> TensorSpec:
+def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"an input is a {type(value).__name__}, and batches of another size cannot be made of it",
+            f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     values = "normal"
@@ -277,13 +280,13 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
 
     Raises as :func:`detached_copy`.
     """
-    copied = place(detached_copy(model), settings)
-    given = map_leaves(lambda leaf: _copied(leaf, settings.device), inputs)
-    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
-    return Step(model=copied, args=args, kwargs=kwargs, settings=settings)
+    model_copy = place(detached_copy(model), settings)
+    input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
+    args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
+    return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
-def _copied(leaf: Any, device: str) -> Any:
+def _copy_leaf(leaf: Any, device: str) -> Any:
     return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
@@ -297,13 +300,13 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     """
     try:
         torch.save(model, path)
-        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as err:  # the user's classes may do anything
         return f"the model cannot be pickled ({first_line(err)})", ()
-    for name in wanted:
+    for name in names:
         if obstacle := unreachable(name):
             return f"a subprocess cannot import {name} ({obstacle})", ()
-    needs_script = any(name.startswith("__main__.") for name in wanted)
+    needs_script = any(name.startswith("__main__.") for name in names)
     return "", (str(main_script()),) if needs_script else ()
 
 
@@ -315,17 +318,17 @@ def taken_off_note(carried: Plan) -> list[str]:
     return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
 
 
-def found_and_proven(
+def find_and_verify(
     request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
 ) -> Findings:
     """Return the findings of ``find``, by default :func:`~memopt_cli.pipeline.plans.optimization.find`.
 
     Raises :class:`VerificationError` for a plan whose results differ from the original's.
     """
-    found = find(request, prepared)
-    if found.verification is not None and not found.verification.passed:
-        raise difference_error(found.decisive or dropped_unmeasured(found.plan, found.verification))
-    return found
+    findings = find(request, prepared)
+    if findings.verification is not None and not findings.verification.passed:
+        raise difference_error(findings.decisive or dropped_unmeasured(findings.plan, findings.verification))
+    return findings
 
 
 def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:

@@ -15,7 +15,7 @@ from memopt_cli.loading.factory import step_made
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import undisturbed
 from memopt_cli.measure.reach import main_script, unreachable
-from memopt_cli.pipeline.live.model import Arguments, prepared_here, save_inputs
+from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
 from memopt_cli.training.user_step import Step, StepModels
@@ -23,7 +23,7 @@ from memopt_cli.training.user_step import Step, StepModels
 
 @contextlib.contextmanager
 def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
-    """Prepare, inside :func:`once`, the step that ``make`` makes, to be profiled.
+    """Prepare, inside :func:`refuse_recursion`, the step that ``make`` makes, to be profiled.
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
     in this process, and a note says why.
@@ -31,7 +31,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
     """
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
-    made = functools.partial(step_made, make, name)
+    make_step = functools.partial(step_made, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
         save_inputs(inputs, input_file)
@@ -39,7 +39,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():
             subject = Subject(source=source, spec=spec, settings=settings)
-            prepared = prepared_here(subject, STEP, lambda: StepModels(made(), made), obstacle)
+            prepared = prepare_here(subject, STEP, lambda: StepModels(make_step(), make_step), obstacle)
         yield prepared
 
 

@@ -41,28 +41,33 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
-    plan.required_eager("ranks are measured without a compiler")
+    plan.require_eager("ranks are measured without a compiler")
     settings = replace(request.settings, device=_device(request))
-    measured = _in_group(replace(request, settings=settings), plan, progress)
-    notes = [inputs_note(measured.spec)]
-    predicted = _predicted(replace(request, spec=measured.spec), plan, notes, progress) if request.rank == 0 else None
-    found = GroupMeasurement(
-        header=header_of(Subject(source=request.source, spec=measured.spec, settings=settings), sha256=None),
+    ranks_measured = _measure_in_group(replace(request, settings=settings), plan, progress)
+    notes = [inputs_note(ranks_measured.spec)]
+    predicted = (
+        _predict_first_rank(replace(request, spec=ranks_measured.spec), plan, notes, progress)
+        if request.rank == 0
+        else None
+    )
+    measurement = GroupMeasurement(
+        header=header_of(Subject(source=request.source, spec=ranks_measured.spec, settings=settings), sha256=None),
         layout=request.layout,
         plan=plan,
-        plan_digest=measured.plan_digest,
-        ranks=measured.ranks,
-        tensor_peak_bytes=max(rank.tensor_peak_bytes for rank in measured.ranks),
-        allocated_peak_bytes=max(rank.allocated_peak_bytes for rank in measured.ranks),
-        step_s=max(rank.step_s for rank in measured.ranks),
+        plan_digest=ranks_measured.plan_digest,
+        ranks=ranks_measured.ranks,
+        tensor_peak_bytes=max(rank.tensor_peak_bytes for rank in ranks_measured.ranks),
+        allocated_peak_bytes=max(rank.allocated_peak_bytes for rank in ranks_measured.ranks),
+        step_s=max(rank.step_s for rank in ranks_measured.ranks),
         predicted=predicted,
         notes=tuple(notes),
         spent_s=time.monotonic() - started,
     )
     write_all(
-        {path: content(on_command_line(json_text(to_data(found))).encode()) for path in targets}, force=request.force
+        {path: content(on_command_line(json_text(to_data(measurement))).encode()) for path in targets},
+        force=request.force,
     )
-    return found
+    return measurement
 
 
 def _device(request: MeasureRequest) -> str:
@@ -81,31 +86,33 @@ def _device(request: MeasureRequest) -> str:
             f"`--device {request.settings.device}` is one device, but every rank has its own",
             hint="Write `--device cuda` or cpu; LOCAL_RANK says which is whose.",
         )
-    found = resolve_device(request.settings.device)
-    return resolve_device(f"cuda:{request.local_rank}") if found.startswith("cuda") else found
+    device = resolve_device(request.settings.device)
+    return resolve_device(f"cuda:{request.local_rank}") if device.startswith("cuda") else device
 
 
-def _in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksMeasured:
+def _measure_in_group(request: MeasureRequest, plan: Plan, progress: Progress) -> RanksMeasured:
     progress.stage(f"measuring on {request.layout.ranks} ranks")
     subject = Subject(source=request.source, settings=request.settings, layout=request.layout, rank=request.rank)
     with Session(subject, request.timeout_s) as session:
-        found = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
-    if not isinstance(found, InGroup):
-        this = f"rank {request.rank} of {request.layout.ranks}: "  # a failed step names its rank itself
-        raise_failure(found, "" if isinstance(found, StepFailed) else this)
-    if isinstance(found.outcome, RankLost):
-        raise RankLostError(found.outcome.reason, hint=found.outcome.hint)
-    return found.outcome
+        answer = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
+    if not isinstance(answer, InGroup):
+        context = f"rank {request.rank} of {request.layout.ranks}: "  # a failed step names its rank itself
+        raise_failure(answer, "" if isinstance(answer, StepFailed) else context)
+    if isinstance(answer.outcome, RankLost):
+        raise RankLostError(answer.outcome.reason, hint=answer.outcome.hint)
+    return answer.outcome
 
 
-def _predicted(request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress) -> RankPrediction | None:
+def _predict_first_rank(
+    request: MeasureRequest, plan: Plan, notes: list[str], progress: Progress
+) -> RankPrediction | None:
     """Predict the first rank's step in a process without a group; ``None``, and a note, where that fails."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
     opening = opening_of(request, settings, layout=request.layout)
     try:
         prepared = replace(prepare(opening, progress=Progress(), ask=None), progress=progress)
-        with predicted_ranks(prepared, request.layout, plan, rank=0) as (_, found):
-            return found[0]
+        with predicted_ranks(prepared, request.layout, plan, rank=0) as (_, predictions):
+            return predictions[0]
     except MemoptError as err:
         notes.append(f"Not predicted: {err.message}.")
         return None

@@ -22,12 +22,12 @@ from memopt_cli.records import (
     CompilePlan,
     DeviceProfile,
     Failure,
-    Layout,
     Measurement,
     ModuleUse,
     OutOfMemory,
     Plan,
     ProfileRequest,
+    RankLayout,
     StepProfile,
     StepTrace,
     StorageTrace,
@@ -59,7 +59,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     return profile_prepared(request, prepared, plan)
 
 
-def _profile_ranks(request: ProfileRequest, layout: Layout, prepared: Prepared, plan: Plan) -> StepProfile:
+def _profile_ranks(request: ProfileRequest, layout: RankLayout, prepared: Prepared, plan: Plan) -> StepProfile:
     """Profile the largest of the requested ranks; of equally large ones, the first."""
     notes = list(prepared.notes)
     predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
@@ -75,24 +75,28 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
     A compiled step is profiled without the compiler, and also measured with it.  Raises :class:`StepError` for a step
     of the user's own that should be compiled: only its own code can do that.
     """
-    how = plan.compile if request.backend is None else CompilePlan(backend=request.backend)
+    compile_plan = plan.compile if request.backend is None else CompilePlan(backend=request.backend)
     plan, card = plan.eager, request.card
-    if how is not None and prepared.facts.format == STEP:
+    if compile_plan is not None and prepared.facts.format == STEP:
         raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, "full size" if request.runs else prepared.dry_data, notes) as sessions:
-        measured = _measure(sessions(), plan, prepared.progress, notes) if request.runs else None
-        if isinstance(measured, OutOfMemory):
+        measurement = _measure(sessions(), plan, prepared.progress, notes) if request.runs else None
+        if isinstance(measurement, OutOfMemory):
             notes.append("The step does not fit here: its peak is predicted on tensors without data.")
             sessions.smaller()
         prepared.progress.stage("recording a step")
-        traced = record_step(sessions(), plan, measured, notes, sessions=sessions)
+        traced = record_step(sessions(), plan, measurement, notes, sessions=sessions)
     if not request.runs and plan.has_chunks:
         notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
         traced = replace(traced, trace=timed(traced.trace, card))
-    compiled = _compiled(prepared, replace(plan, compile=how), notes) if how is not None and request.runs else None
-    return replace(_profile(prepared, plan, measured, traced, notes, card), compiled=compiled)
+    compiled = (
+        _compiled(prepared, replace(plan, compile=compile_plan), notes)
+        if compile_plan is not None and request.runs
+        else None
+    )
+    return replace(_profile(prepared, plan, measurement, traced, notes, card), compiled=compiled)
 
 
 def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
@@ -103,21 +107,21 @@ def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep 
     if isinstance(answer, OutOfMemory):
         notes.append("The compiled step does not fit here.")
         return None
-    found = required(answer, f"compiled by {plan.compile.backend}: ")
-    notes += broken_notes(found)
+    measured = required(answer, f"compiled by {plan.compile.backend}: ")
+    notes += broken_notes(measured)
     return CompiledStep(
         backend=plan.compile.backend,
-        allocated_peak_bytes=found.measurement.allocated_peak_bytes,
-        step_s=found.measurement.step_s,
-        broken=found.broken,
+        allocated_peak_bytes=measured.measurement.allocated_peak_bytes,
+        step_s=measured.measurement.step_s,
+        broken=measured.broken,
     )
 
 
-def broken_notes(found: Measured) -> tuple[str, ...]:
+def broken_notes(measured: Measured) -> tuple[str, ...]:
     """Return a note on why the compiled model of a measurement is not one graph; empty if it is."""
-    if not found.broken:
+    if not measured.broken:
         return ()
-    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {found.broken}.",)
+    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {measured.broken}.",)
 
 
 def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:
@@ -133,13 +137,13 @@ def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str])
 def record_step(
     session: Session,
     plan: Plan,
-    measured: Measurement | Failure | None,
+    measurement: Measurement | Failure | None,
     notes: list[str],
     *,
     sessions: Sessions | None = None,
     consequence: str = "it was recorded on real ones",
 ) -> Traced:
-    """Record the step under ``plan``, and check dry runs: their tensor peak must match the ``measured`` one.
+    """Record the step under ``plan``, and check dry runs by ``measurement``: the tensor peaks must match.
 
     If it does not, the step is recorded on real tensors, and a note gives both peaks and the ``consequence``.
     ``sessions``: the owner of ``session``, which switches to small batches if recording at full size fails though the
@@ -147,16 +151,16 @@ def record_step(
     """
     job = TraceJob(plan=plan, fake=True)
     traced = session.ask(job)
-    fits = isinstance(measured, Measurement)
-    if sessions is not None and fits and (isinstance(traced, OutOfMemory) or session.ended):
+    was_measured = isinstance(measurement, Measurement)
+    if sessions is not None and was_measured and (isinstance(traced, OutOfMemory) or session.ended):
         session = sessions.smaller()
         traced = session.ask(job)
-    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measured, Measurement):
-        predicted, true = traced.dry_run_bytes, measured.tensor_peak_bytes
-        if abs(predicted - true) > _TRUSTED_ERROR * true:
+    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
+        predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
+        if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             notes.append(
-                f"On tensors without data the step takes {format_bytes(predicted)} instead of the measured "
-                f"{format_bytes(true)}; {consequence}."
+                f"On tensors without data the step takes {format_bytes(predicted_bytes)} instead of the measured "
+                f"{format_bytes(measured_bytes)}; {consequence}."
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
@@ -171,19 +175,19 @@ def record_step(
 def _profile(
     prepared: Prepared,
     plan: Plan,
-    measured: Measurement | OutOfMemory | None,
+    measurement: Measurement | OutOfMemory | None,
     traced: Traced,
     notes: list[str],
     card: DeviceProfile | None,
 ) -> StepProfile:
-    trace = no_longer_than(measured, traced.trace)
+    trace = scaled_to_measurement(measurement, traced.trace)
     live = live_bytes(trace)
     peak = allocated_peak(trace, live)
     alive = [s for s in trace.storages if is_alive(s, peak.op)]
     return StepProfile(
         header=file_header(prepared),
         plan=plan,
-        measurement=measured,
+        measurement=measurement,
         fake=traced.fake,
         tensor_peak_bytes=trace.tensor_peak_bytes,
         peak=peak,
@@ -194,29 +198,29 @@ def _profile(
         phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
-        times=tuple(_times(trace, measured)),
+        times=tuple(_times(trace, measurement)),
         notes=tuple(notes),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
     )
 
 
-def no_longer_than(measured: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
-    """Scale the times of operators in ``trace`` down, if they add up to more than the ``measured`` step.
+def scaled_to_measurement(measurement: Measurement | Failure | None, trace: StepTrace) -> StepTrace:
+    """Scale the times of operators in ``trace`` down, if they add up to more than the step of ``measurement``.
 
     Operators are timed one by one in a single step, which on a busy machine takes longer than the fastest of many.
     """
     total = sum(op.seconds for op in trace.ops)
-    if not isinstance(measured, Measurement) or total <= measured.step_s:
+    if not isinstance(measurement, Measurement) or total <= measurement.step_s:
         return trace
-    share = measured.step_s / total
+    share = measurement.step_s / total
     return replace(trace, ops=tuple(replace(op, seconds=op.seconds * share) for op in trace.ops))
 
 
-def _times(trace: StepTrace, measured: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
-    """Yield the parts of the time of the step in ``trace``, those of the model first; nothing if it was not timed.
+def _times(trace: StepTrace, measurement: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
+    """Yield the parts of the time of the step in ``trace``, the model's parts first; nothing if it was not timed.
 
-    The rest of the ``measured`` step is the time in which no operator runs: Python, and waiting.
+    The rest of the step of ``measurement`` is the time in which no operator runs: Python, and waiting.
     """
     seconds: dict[tuple[TimeUseName, str | None], float] = defaultdict(float)
     for op in trace.ops:
@@ -227,18 +231,18 @@ def _times(trace: StepTrace, measured: Measurement | OutOfMemory | None) -> Iter
         else:
             seconds[op.phase, None] += op.seconds
     total = sum(seconds.values())
-    if total and isinstance(measured, Measurement) and measured.step_s > total:
-        seconds["beside operators", None] = measured.step_s - total
-    for (name, segment), spent in seconds.items() if total else ():
-        yield TimeUse(name=name, segment=segment, seconds=spent)
+    if total and isinstance(measurement, Measurement) and measurement.step_s > total:
+        seconds["beside operators", None] = measurement.step_s - total
+    for (name, segment), seconds_spent in seconds.items() if total else ():
+        yield TimeUse(name=name, segment=segment, seconds=seconds_spent)
 
 
 def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse, ...]:
-    held: dict[str, int] = defaultdict(int)
+    held_bytes: dict[str, int] = defaultdict(int)
     for s in alive:
         if s.kind in ("activations", "temporaries"):
             for path in ancestry(s.module):
-                held[path] += s.nbytes
+                held_bytes[path] += s.nbytes
     seconds: dict[str, float] = defaultdict(float)
     for op in trace.ops:
         for path in ancestry(op.module):
@@ -248,7 +252,7 @@ def _modules(trace: StepTrace, alive: Iterable[StorageTrace]) -> tuple[ModuleUse
             path=module.path,
             class_name=module.class_name,
             calls=module.calls,
-            held_bytes=held[module.path],
+            held_bytes=held_bytes[module.path],
             saved_bytes=module.saved_bytes,
             seconds=seconds[module.path],
         )

@@ -33,12 +33,12 @@ def live_bytes(trace: StepTrace) -> tuple[int, ...]:
 
 def phase_peaks(trace: StepTrace, live: tuple[int, ...]) -> tuple[PhasePeak, ...]:
     """Return the peak of each phase, in turn."""
-    found: dict[Phase, PhasePeak] = {}
+    peaks: dict[Phase, PhasePeak] = {}
     for op, alive in zip(trace.ops, live[1:], strict=True):
         allocated = alive + op.workspace_bytes
         peak = PhasePeak(phase=op.phase, tensor_peak_bytes=alive, allocated_peak_bytes=allocated)
-        found[op.phase] = found.get(op.phase, peak).raised(alive, allocated)
-    return tuple(found.values())
+        peaks[op.phase] = peaks.get(op.phase, peak).raised(alive, allocated)
+    return tuple(peaks.values())
 
 
 def allocated_peak(trace: StepTrace, live: tuple[int, ...]) -> Instant:
@@ -67,23 +67,23 @@ def instant_at(trace: StepTrace, levels: Sequence[int], index: int) -> Instant:
 
 
 def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
-    """Return the tensors that autograd, or ``plan`` in its place, keeps for backward besides parameters, largest first.
+    """Return the tensors that autograd or ``plan`` keeps for backward, parameters excluded, largest first.
 
     Autograd reports the tensors that it saves.  Inputs of segments and packed tensors are held without autograd: they
     are the other tensors of forward that are alive until backward, except the model's outputs.
     """
-    kept = [_saved(trace, s) for s in trace.storages if s.saved_by]
+    saved = [_saved_by_autograd(trace, s) for s in trace.storages if s.saved_by]
     if not plan.is_empty:
-        kept += _kept_by(plan, trace)
-    return tuple(sorted(kept, key=lambda s: -s.nbytes))
+        saved += _saved_by_plan(plan, trace)
+    return tuple(sorted(saved, key=lambda s: -s.nbytes))
 
 
-def _saved(trace: StepTrace, s: StorageTrace) -> SavedTensor:
-    first = trace.ops[s.saved_by[0]]
-    return _kept(trace, s, by=first.name, module=first.module, keepers=len(s.saved_by))
+def _saved_by_autograd(trace: StepTrace, s: StorageTrace) -> SavedTensor:
+    saving_op = trace.ops[s.saved_by[0]]
+    return _saved_tensor(trace, s, by=saving_op.name, module=saving_op.module, keepers=len(s.saved_by))
 
 
-def _kept(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: int) -> SavedTensor:
+def _saved_tensor(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: int) -> SavedTensor:
     return SavedTensor(
         nbytes=s.nbytes,
         made_by=trace.ops[s.born].name if s.born >= 0 else "",
@@ -95,30 +95,35 @@ def _kept(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: i
     )
 
 
-def _kept_by(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
+def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
     """Yield the tensors that segments or packing keep, and autograd does not."""
     segments = {segment.path for segment in plan.segments}
     holders: dict[int, list[str]] = defaultdict(list)
-    left: set[int] = set()  # outputs of segments: a later call may keep them, not the segment
+    segment_outputs: set[int] = set()  # outputs of segments: a later call may keep them, not the segment
     for call in trace.calls:
         if call.path in segments:
-            left.update(call.outputs)
+            segment_outputs.update(call.outputs)
             for index in call.inputs:
                 holders[index].append(call.path)
     outputs = {index for call in trace.calls if not call.path for index in call.outputs}
     backward = [index for index, op in enumerate(trace.ops) if op.phase == "backward"]
-    for index, s in enumerate(trace.storages):
-        after = bisect.bisect_right(backward, s.born)
-        if s.saved_by or after == len(backward) or not is_alive(s, backward[after]):
+    for index, storage in enumerate(trace.storages):
+        next_backward = bisect.bisect_right(backward, storage.born)
+        if storage.saved_by or next_backward == len(backward) or not is_alive(storage, backward[next_backward]):
             continue
         held_by = holders.get(index)
-        if held_by and s.kind in ("activations", "inputs"):
-            yield _kept(trace, s, by=SEGMENT, module=held_by[0], keepers=len(held_by))
-        elif s.kind == "activations" and s.died is not None and index not in outputs and _is_of_forward(trace, s):
-            around = () if index in left else ancestry(s.module)
-            within = next((path for path in around if path in segments), None)
-            by, module = (PACKING, s.module) if within is None else (SEGMENT, within)
-            yield _kept(trace, s, by=by, module=module, keepers=1)
+        if held_by and storage.kind in ("activations", "inputs"):
+            yield _saved_tensor(trace, storage, by=SEGMENT, module=held_by[0], keepers=len(held_by))
+        elif (
+            storage.kind == "activations"
+            and storage.died is not None
+            and index not in outputs
+            and _is_of_forward(trace, storage)
+        ):
+            paths = () if index in segment_outputs else ancestry(storage.module)
+            segment_path = next((path for path in paths if path in segments), None)
+            by, module = (PACKING, storage.module) if segment_path is None else (SEGMENT, segment_path)
+            yield _saved_tensor(trace, storage, by=by, module=module, keepers=1)
 
 
 def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:

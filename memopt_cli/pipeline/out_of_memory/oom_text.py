@@ -12,9 +12,9 @@ from typing import Final
 
 from memopt_cli.records import OutOfMemoryText
 
-_APPLES: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
+_APPLE_UNITS: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
 """Units as the backend of Apple's GPUs writes them."""
-_UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLES}
+_UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLE_UNITS}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
     re.compile(rf"[Tt]ried to allocate {_AMOUNT}"),  # CUDA and others
@@ -27,50 +27,52 @@ _ALLOCATED: Final = (
     re.compile(rf"MPS allocated: {_AMOUNT}"),
 )
 _UNALLOCATED: Final = (re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),)
-_MAX: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
-_OTHERS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
+_MAX_ALLOWED: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
+_OTHER_ALLOCATIONS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
 """Patterns of Apple's GPUs, whose message gives no free bytes: these are the maximum less all allocations."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
-_LINE: Final = 1000
+_MAX_LINE_CHARACTERS: Final = 1000
 """Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
 _MAX_BYTES: Final = 2**63
 """Limit from which on a number of bytes is taken for garbage and read as 0."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
-_FRAME_LINES: Final = 8
+_MAX_FRAME_LINES: Final = 8
 """Maximum number of lines that a frame of a traceback takes, with its code and carets."""
-_TRACEBACK: Final = 1 << 20
+_MAX_TRACEBACK_CHARACTERS: Final = 1 << 20
 """Maximum number of characters before the message that are searched for its traceback."""
 _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3")
 
 
 def read_oom(text: str) -> OutOfMemoryText | None:
     """Read the last out-of-memory message in ``text``; ``None`` if there is none."""
-    found = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
-    if not found:
+    matches = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
+    if not matches:
         return None
-    last = max(found, key=lambda match: match.start())
-    line_start = text.rfind("\n", max(0, last.start() - _LINE), last.start()) + 1 or max(0, last.start() - _LINE)
-    said = text[line_start : last.start() + _LINE]
-    allocated = _first(_ALLOCATED, said)
-    left = max(0, _first(_MAX, said) - allocated - _first(_OTHERS, said))
-    total = _RESERVED_IN_TOTAL.search(said)
-    unallocated = _bytes(total) - allocated if total else _first(_UNALLOCATED, said)
+    last = max(matches, key=lambda match: match.start())
+    line_start = text.rfind("\n", max(0, last.start() - _MAX_LINE_CHARACTERS), last.start()) + 1 or max(
+        0, last.start() - _MAX_LINE_CHARACTERS
+    )
+    message = text[line_start : last.start() + _MAX_LINE_CHARACTERS]
+    allocated = _first(_ALLOCATED, message)
+    free_bytes = max(0, _first(_MAX_ALLOWED, message) - allocated - _first(_OTHER_ALLOCATIONS, message))
+    total = _RESERVED_IN_TOTAL.search(message)
+    unallocated = _bytes(total) - allocated if total else _first(_UNALLOCATED, message)
     return OutOfMemoryText(
         asked_bytes=_bytes(last),
-        free_bytes=_first(_FREE, said) or left,
+        free_bytes=_first(_FREE, message) or free_bytes,
         allocated_bytes=allocated,
         reserved_bytes=max(0, unallocated),
-        line=_innermost(text[max(0, last.start() - _TRACEBACK) : last.start()]),
+        line=_innermost(text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]),
     )
 
 
 def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int:
-    return next((_bytes(found) for pattern in patterns if (found := pattern.search(text))), 0)
+    return next((_bytes(match) for pattern in patterns if (match := pattern.search(text))), 0)
 
 
-def _bytes(found: re.Match[str]) -> int:
+def _bytes(match: re.Match[str]) -> int:
     try:
-        amount = float(found[1]) * _UNITS[found[2]]
+        amount = float(match[1]) * _UNITS[match[2]]
     except ValueError:  # the pattern also matches 1.2.3
         return 0
     return int(amount) if amount < _MAX_BYTES else 0
@@ -83,10 +85,10 @@ def _innermost(text: str) -> str:
     """
     frames: list[str] = []
     end = len(text)
-    for found in reversed([*_FRAME.finditer(text)]):
-        if text.count("\n", found.end(), end) > _FRAME_LINES:
+    for match in reversed([*_FRAME.finditer(text)]):
+        if text.count("\n", match.end(), end) > _MAX_FRAME_LINES:
             break
-        frames.append(f"{found['file']}:{found['line']}")
-        end = found.start()
-    own = (frame for frame in frames if not _LIBRARY.search(frame))
-    return next(own, frames[0] if frames else "")
+        frames.append(f"{match['file']}:{match['line']}")
+        end = match.start()
+    own_frames = (frame for frame in frames if not _LIBRARY.search(frame))
+    return next(own_frames, frames[0] if frames else "")

@@ -10,18 +10,18 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
-from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, unlike
-from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD
+from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE
 from memopt_cli.pipeline.prepare import (
     Prepared,
     inputs_of_file,
+    model_writer,
     open_model,
     opening_of,
     prepare,
     reader_notes,
-    saved_model,
 )
-from memopt_cli.pipeline.verification import verified
+from memopt_cli.pipeline.verification import verify
 from memopt_cli.records import CHANGES_NOTHING, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.text.writing import check_targets, write_all
@@ -36,59 +36,59 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     if plan.is_empty:
         progress.note(CHANGES_NOTHING)
     if plan.in_backward:
-        progress.note(IN_BACKWARD)
+        progress.note(IN_BACKWARD_NOTE)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     if request.verify or request.confirm:
-        prepared, tried = _tried(request, header, plan, progress, ask)
+        prepared, result = _try_out(request, header, plan, progress, ask)
         source, facts = prepared.subject.source, prepared.facts
     else:
         source, facts = open_model(request.source, DescribeJob(inputs=False), request.timeout_s, ask=ask)
         for note in facts.notes:
             progress.note(note)
-        tried = ApplyResult(files=())
-    files = write_all({target: saved_model(source, plan, request.timeout_s)}, force=request.force)
+        result = ApplyResult(files=())
+    files = write_all({target: model_writer(source, plan, request.timeout_s)}, force=request.force)
     for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
         progress.note(note)
-    return replace(tried, files=files)
+    return replace(result, files=files)
 
 
-def _tried(
+def _try_out(
     request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
 ) -> tuple[Prepared, ApplyResult]:
     """Verify and confirm ``plan`` as ``request`` asks, on the inputs in the plan's file unless others are given."""
     predicted = read_prediction(request.plan_path) if request.confirm else None
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
-    settings = as_predicted(request.settings, predicted)
+    settings = with_predicted_settings(request.settings, predicted)
     opening = replace(opening_of(request, settings), plan=plan.of_model)
     prepared = prepare(opening, progress=progress, ask=ask)
     confirmation = None
     if request.confirm:
-        differs = unlike(prepared.subject, predicted, header)
-        confirmation = confirmed(prepared, plan, predicted, differs)
-    *shorter, verification = _verified_all(prepared, plan.of_model) if request.verify else [None]
-    verified = tuple(found for found in shorter if found is not None)
-    tried = ApplyResult(files=(), verification=verification, shorter=verified, confirmation=confirmation)
-    return prepared, tried
+        differs = differing_settings(prepared.subject, predicted, header)
+        confirmation = confirm(prepared, plan, predicted, differs)
+    *shorter, verification = _verify_all(prepared, plan.of_model) if request.verify else [None]
+    shorter_verifications = tuple(verification for verification in shorter if verification is not None)
+    result = ApplyResult(files=(), verification=verification, shorter=shorter_verifications, confirmation=confirmation)
+    return prepared, result
 
 
-def _verified_all(prepared: Prepared, plan: Plan) -> list[Verification]:
+def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
     """Verify ``plan`` at the sizes of the inputs; verify a plan by length at the largest size of each range.
 
     If the shapes of the inputs do not name the plan's dimension, inputs cannot be resized, and their own size is tried.
     """
     if plan.by is None or plan.by.dim not in prepared.subject.spec.dims:
-        return [_verified(prepared, plan)]
-    sizes = [prepared.sized(plan.by.dim, part.up_to) for part in plan.ranges]
-    return [_verified(sized, plan) for sized in sizes]
+        return [_require_verified(prepared, plan)]
+    sizes = [prepared.with_size(plan.by.dim, part.up_to) for part in plan.ranges]
+    return [_require_verified(sized, plan) for sized in sizes]
 
 
-def _verified(prepared: Prepared, plan: Plan) -> Verification:
-    found = required(verified(prepared, plan), "verification could not be run: ")
-    if not found.passed:
+def _require_verified(prepared: Prepared, plan: Plan) -> Verification:
+    verification = required(verify(prepared, plan), "verification could not be run: ")
+    if not verification.passed:
         raise VerificationError(
-            f"with the plan {found.difference}, at {found.sizes}",
+            f"with the plan {verification.difference}, at {verification.sizes}",
             hint="Nothing was written; make a plan for this model and these inputs with memopt optimize.",
         )
-    return found
+    return verification

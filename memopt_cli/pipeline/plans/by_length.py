@@ -47,9 +47,9 @@ from memopt_cli.search.batch_size.length_strategies import read_histogram
 from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.text.units import format_bytes
 
-_EVEN = 64
-"""The approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
-_RUNS = 3
+_EVEN_LENGTHS = 64
+"""Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
+_MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 
 
@@ -61,15 +61,16 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     if request.lengths is None:
         low, high = varied.low, varied.high
         unit = low if high % low == 0 else 1  # 64:2048 suggests that all lengths are multiples of 64
-        step = unit * max(1, -(-(high - low) // (unit * _EVEN)))
+        step = unit * max(1, -(-(high - low) // (unit * _EVEN_LENGTHS)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
-    named, counts = "lengths", request.lengths
+    source, counts = "lengths", request.lengths
     if isinstance(counts, str):
-        named, counts = counts, read_histogram(counts)
-    outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
-    if outside is not None:
+        source, counts = counts, read_histogram(counts)
+    length_outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
+    if length_outside is not None:
         raise UsageError(
-            f"{named} has the length {outside}, outside of the range {varied.symbol}={varied.low}:{varied.high}",
+            f"{source} has the length {length_outside}, outside of the range "
+            f"{varied.symbol}={varied.low}:{varied.high}",
             hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
         )
     return {length: float(count) for length, count in counts.items()}
@@ -88,7 +89,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"memopt must know which dimension of which input {symbol} is, but no shape names it ({shapes})",
+        f"no shape of the inputs names the dimension {symbol}, by whose size a plan chooses its range ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -110,75 +111,83 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         raise UsageError(
             f"a plan by length needs another dimension than the batch, {BATCH}", hint="Give the batch one size."
         )
-    by = dimension_of(prepared.subject.spec, varied.symbol)
+    dimension = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
-    search.check_sizes(by)
-    found = search.find_longest()
-    if not _passes(found):
-        return found
-    assert found.budget_bytes is not None, "it was asked for"
-    parts = search.all_ranges(_part(varied.high, found), found.budget_bytes)
-    ranges = (
-        PlanRange(up_to=part.up_to, segments=part.plan.segments, packed=part.plan.packed, place=part.plan.place)
-        for part in parts
+    search.check_sizes(dimension)
+    findings = search.find_longest()
+    if not _is_verified(findings):
+        return findings
+    assert findings.budget_bytes is not None, "it was asked for"
+    ranges = search.all_ranges(_range_of(varied.high, findings), findings.budget_bytes)
+    plan_ranges = (
+        PlanRange(
+            up_to=length_range.up_to,
+            segments=length_range.plan.segments,
+            packed=length_range.plan.packed,
+            place=length_range.plan.place,
+        )
+        for length_range in ranges
     )
-    plan = Plan(by=by, ranges=tuple(ranges))
-    if all(part.plan.is_empty for part in parts):
+    plan = Plan(by=dimension, ranges=tuple(plan_ranges))
+    if all(length_range.plan.is_empty for length_range in ranges):
         plan = Plan()
-        found.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
-    elif len(parts) == 1 and not search.interrupted:
-        found.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
-    rows = list(search.rows(parts)) if plan.ranges else []
-    found.notes.extend(search.estimate(parts))
+        findings.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+    elif len(ranges) == 1 and not search.interrupted:
+        findings.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
+    rows = list(search.rows(ranges)) if plan.ranges else []
+    findings.notes.extend(search.estimate(ranges))
     if request.lengths is None and plan.ranges:
-        found.notes.append("All lengths count as equally frequent; `--lengths` says how often each occurs.")
-    return replace(found, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*found.notes, *search.notes])
+        findings.notes.append("All lengths count as equally frequent; `--lengths` says how often each occurs.")
+    return replace(
+        findings, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*findings.notes, *search.notes]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Range:
     """A range of lengths, given by its largest, and the plan found for it."""
 
     up_to: int
     original: LevelRow
     applied: LevelRow
-    """The row whose plan is applied; the original's where that fits."""
+    """Row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
-    """The verification of the plan; `None` where the original is applied."""
+    """Verification of the plan.  ``None``: the original is applied."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that is applied in the range."""
+        """Plan that is applied in the range."""
         return self.applied.plan
 
     @property
     def slowdowns(self) -> tuple[float, float]:
-        """The measured and the predicted slowdown; where one is unknown, the other is used for both."""
+        """Measured and predicted slowdown; where one is unknown, the other is used for both."""
         if self.plan.is_empty:
             return 1.0, 1.0
-        before, after, predicted = self.original.outcome, self.applied.outcome, self.applied.predicted_slowdown
-        if isinstance(before, Measurement) and isinstance(after, Measurement):
-            measured = after.slowdown(before)
-            return measured, predicted or measured
+        original_outcome, applied_outcome = self.original.outcome, self.applied.outcome
+        predicted = self.applied.predicted_slowdown
+        if isinstance(original_outcome, Measurement) and isinstance(applied_outcome, Measurement):
+            measured_slowdown = applied_outcome.slowdown(original_outcome)
+            return measured_slowdown, predicted or measured_slowdown
         return predicted or 1.0, predicted or 1.0
 
-    def may_be_faster(self, longer: _Part) -> bool:
-        """Return whether the plan is faster than that of the ``longer`` range as measured or as predicted.
+    def may_be_faster(self, longer: _Range) -> bool:
+        """Return whether the plan is faster than the ``longer`` range's plan, as measured or as predicted.
 
         One of the two is enough: measured times vary, and predictions rest on measured times.
         """
         return any(mine < its for mine, its in zip(self.slowdowns, longer.slowdowns, strict=True))
 
 
-def _part(up_to: int, found: Findings) -> _Part:
-    applied = next(row for row in found.rows[::-1] if row.level == found.applied_level)
-    return _Part(up_to=up_to, original=found.rows[0], applied=applied, verification=found.verification)
+def _range_of(up_to: int, findings: Findings) -> _Range:
+    applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
+    return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
 
-def _passes(found: Findings) -> bool:
-    """Return whether the plan in ``found`` passed verification."""
-    return found.verification is not None and found.verification.passed
+def _is_verified(findings: Findings) -> bool:
+    """Return whether the plan in ``findings`` passed verification."""
+    return findings.verification is not None and findings.verification.passed
 
 
 @dataclass(slots=True)
@@ -201,31 +210,32 @@ class _ByLength:
 
     def at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
-        return self.prepared.sized(self.varied.symbol, length)
+        return self.prepared.with_size(self.varied.symbol, length)
 
-    def check_sizes(self, by: InputDimension) -> None:
+    def check_sizes(self, dimension: InputDimension) -> None:
         """Raise :class:`MemoptError` if the model fails at an end of the range, with a plan that reads the length."""
-        symbol, reads_length = self.varied.symbol, Plan(by=by, ranges=(PlanRange(up_to=self.varied.high),))
+        symbol, reads_length = self.varied.symbol, Plan(by=dimension, ranges=(PlanRange(up_to=self.varied.high),))
         lengths = dict.fromkeys((self.varied.low, self.varied.high))
         with self._sessions() as sessions:
             for length in lengths:
                 job = CountJob(plan=reads_length, fake=True, dims={symbol: length})
-                found = sessions().ask(job)
-                if self.request.runs and isinstance(found, StepFailed):  # try again with data, which the model may need
-                    found = sessions().ask(replace(job, fake=False))
-                if not isinstance(found, Counted | OutOfMemory):
-                    raise_failure(found, f"the model does not run at {symbol}={length}: ")
+                answer = sessions().ask(job)
+                # Try again with data, which the model may need.
+                if self.request.runs and isinstance(answer, StepFailed):
+                    answer = sessions().ask(replace(job, fake=False))
+                if not isinstance(answer, Counted | OutOfMemory):
+                    raise_failure(answer, f"the model does not run at {symbol}={length}: ")
 
     def find(self, length: int) -> Findings:
         """Find the fastest plan within the budget at ``length``, measured and verified."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        found = self.find_plan(self.request, self.at(length))
-        self.interrupted |= found.interrupted
+        findings = self.find_plan(self.request, self.at(length))
+        self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
-        if found.budget_bytes is not None:
-            goal = SearchGoal(budget=Budget(nbytes=found.budget_bytes))
+        if findings.budget_bytes is not None:
+            goal = SearchGoal(budget=Budget(nbytes=findings.budget_bytes))
             self.request = replace(self.request, goal=goal)
-        return found
+        return findings
 
     def find_longest(self) -> Findings:
         """Find the plan of the longest inputs.  Raises :class:`NothingFitsError`, which names their length."""
@@ -236,18 +246,20 @@ class _ByLength:
             hint = f"Let the range end below {longest}. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
-    def all_ranges(self, longest: _Part, budget_bytes: int) -> list[_Part]:
+    def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
         """Return the ranges, the shortest lengths first.  Ctrl-C ends the search and keeps the ranges found so far."""
-        plain: list[_Part] = []
-        parts = [longest]
+        ranges_without_plan: list[_Range] = []
+        ranges = [longest]
         try:
             if self.interrupted or max(longest.slowdowns) <= 1:
-                return parts
-            plain.extend(self._plain(longest, budget_bytes))
-            bound = plain[0].up_to if plain else 0
-            inner = inner_bounds(self.work, plain=bound, longest=longest.up_to, slowdown=max(longest.slowdowns))
-            for length in reversed(inner):
-                parts[:0] = self._faster_than(parts[0], length)
+                return ranges
+            ranges_without_plan.extend(self._range_without_plan(longest, budget_bytes))
+            shortest_bound = ranges_without_plan[0].up_to if ranges_without_plan else 0
+            inner_lengths = inner_bounds(
+                self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
+            )
+            for length in reversed(inner_lengths):
+                ranges[:0] = self._find_faster(ranges[0], length)
                 if self.interrupted:
                     break
         except KeyboardInterrupt as err:
@@ -255,25 +267,25 @@ class _ByLength:
                 raise
             self.interrupted = True
             self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")
-        return [*plain, *parts]
+        return [*ranges_without_plan, *ranges]
 
-    def _faster_than(self, longer: _Part, length: int) -> Iterator[_Part]:
-        """Yield a range that ends at ``length``, if its plan is faster than that of the ``longer`` range."""
+    def _find_faster(self, longer: _Range, length: int) -> Iterator[_Range]:
+        """Yield a range that ends at ``length``, if its plan is faster than the ``longer`` range's plan."""
         try:
-            found = self.find(length)
+            findings = self.find(length)
         except MemoptError as err:
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return
-        part = _part(length, found)
-        if not _passes(found):
-            difference = found.verification.difference if found.verification else "it is not verified"
+        shorter = _range_of(length, findings)
+        if not _is_verified(findings):
+            difference = findings.verification.difference if findings.verification else "it is not verified"
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
-        elif part.plan != longer.plan and part.may_be_faster(longer):
-            yield part
+        elif shorter.plan != longer.plan and shorter.may_be_faster(longer):
+            yield shorter
 
     # ------------------------------------------------------------------------------------------ without a plan
 
-    def _plain(self, longest: _Part, budget_bytes: int) -> Iterator[_Part]:
+    def _range_without_plan(self, longest: _Range, budget_bytes: int) -> Iterator[_Range]:
         """Yield the range in which the original fits without a plan, if there is one.
 
         Dry runs propose its largest length, and a run confirms it.  Dry runs leave out the workspaces of kernels, which
@@ -287,80 +299,89 @@ class _ByLength:
 
             def peak(length: int) -> float:
                 """Return the original's peak in bytes, of tensors or for a card allocated; infinite if it fails."""
-                found = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
-                if not isinstance(found, Counted):
+                answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
+                if not isinstance(answer, Counted):
                     return math.inf
-                return found.tensor_peak_bytes if self.request.card is None else found.allocated_peak_bytes
+                return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
 
             if self.request.card is not None:
-                fitting = _largest(candidates, peak, budget_bytes)
-                if fitting is not None:
-                    yield self._fits(longest.original, fitting, None, int(peak(fitting)))
+                length_that_fits = _largest_within(candidates, peak, budget_bytes)
+                if length_that_fits is not None:
+                    yield self._range_of_original(longest.original, length_that_fits, None, int(peak(length_that_fits)))
                 return
-            for _ in range(_RUNS):
-                fitting = _largest(candidates, peak, budget_bytes / share)
-                if fitting is None:
+            for _ in range(_MAX_ORIGINAL_RUNS):
+                length_that_fits = _largest_within(candidates, peak, budget_bytes / share)
+                if length_that_fits is None:
                     return
-                measured = self._measured(fitting)
-                if measured is not None and measured.allocated_peak_bytes <= budget_bytes:
-                    yield self._fits(longest.original, fitting, measured, measured.allocated_peak_bytes)
+                measurement = self._measure_original(length_that_fits)
+                if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
+                    yield self._range_of_original(
+                        longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes
+                    )
                     return
-                candidates = [length for length in candidates if length < fitting]
+                candidates = [length for length in candidates if length < length_that_fits]
                 # The workspaces were a larger share than assumed: correct the share by this run.
-                share *= 1.0 if measured is None else measured.allocated_peak_bytes / (share * peak(fitting))
+                share *= (
+                    1.0 if measurement is None else measurement.allocated_peak_bytes / (share * peak(length_that_fits))
+                )
 
-    def _fits(self, original: LevelRow, length: int, measured: Measurement | None, peak_bytes: int) -> _Part:
-        """Return the range up to ``length`` without a plan; ``measured`` is ``None`` for an estimate."""
-        takes = "it is estimated to take" if measured is None else "it takes"
+    def _range_of_original(
+        self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int
+    ) -> _Range:
+        """Return the range up to ``length`` without a plan; ``measurement`` is ``None`` for an estimate."""
+        verb = "it is estimated to take" if measurement is None else "it takes"
         self.prepared.progress.note(
-            f"Up to {self.varied.symbol}={length} the original fits: {takes} {format_bytes(peak_bytes)} there."
+            f"Up to {self.varied.symbol}={length} the original fits: {verb} {format_bytes(peak_bytes)} there."
         )
         row = replace(
             original,
-            outcome=measured,
-            predicted_allocated_peak_bytes=peak_bytes if measured is None else None,
+            outcome=measurement,
+            predicted_allocated_peak_bytes=peak_bytes if measurement is None else None,
             predicted_slowdown=None,
         )
-        return _Part(up_to=length, original=row, applied=row)
+        return _Range(up_to=length, original=row, applied=row)
 
-    def _measured(self, length: int) -> Measurement | None:
+    def _measure_original(self, length: int) -> Measurement | None:
         self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
         job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
-        found = self.at(length).ask(job)
-        return found.measurement if isinstance(found, Measured) else None
+        answer = self.at(length).ask(job)
+        return answer.measurement if isinstance(answer, Measured) else None
 
     # ------------------------------------------------------------------------------------------ the report
 
-    def estimate(self, parts: Sequence[_Part]) -> Iterator[str]:
+    def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""
-        longest = self.work.epoch({parts[-1].up_to: parts[-1].slowdowns[0]})
-        share = self.work.epoch({part.up_to: part.slowdowns[0] for part in parts}) / longest
+        epoch_with_one_plan = self.work.epoch({ranges[-1].up_to: ranges[-1].slowdowns[0]})
+        share = (
+            self.work.epoch({length_range.up_to: length_range.slowdowns[0] for length_range in ranges})
+            / epoch_with_one_plan
+        )
         if share < 1:
             yield (
                 f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
                 "longest alone (an estimate: a step of the original is taken to be as long as its input)."
             )
 
-    def rows(self, parts: Sequence[_Part]) -> Iterator[RangeRow]:
-        """Yield a row of the report for each of ``parts``."""
-        low, steps = self.varied.low, sum(self.counts.values())
-        for part in parts:
-            inside = sum(count for length, count in self.counts.items() if low <= length <= part.up_to)
-            outcome = part.applied.outcome
+    def rows(self, ranges: Sequence[_Range]) -> Iterator[RangeRow]:
+        """Yield a row of the report for each of ``ranges``."""
+        low, total_count = self.varied.low, sum(self.counts.values())
+        for length_range in ranges:
+            count_inside = sum(count for length, count in self.counts.items() if low <= length <= length_range.up_to)
+            outcome = length_range.applied.outcome
             assert isinstance(outcome, Measurement | None), "it was proven"
             assert outcome is not None or self.request.card is not None, "it was measured"
             yield RangeRow(
                 low=low,
-                up_to=part.up_to,
-                share=inside / steps,
-                plan=part.plan,
-                original=part.original.outcome,
+                up_to=length_range.up_to,
+                share=count_inside / total_count,
+                plan=length_range.plan,
+                original=length_range.original.outcome,
                 outcome=outcome,
-                predicted_allocated_peak_bytes=part.applied.predicted_allocated_peak_bytes,
-                predicted_slowdown=part.applied.predicted_slowdown,
-                verification=part.verification,
+                predicted_allocated_peak_bytes=length_range.applied.predicted_allocated_peak_bytes,
+                predicted_slowdown=length_range.applied.predicted_slowdown,
+                verification=length_range.verification,
             )
-            low = part.up_to + 1
+            low = length_range.up_to + 1
 
 
 def _allocated_share(original: LevelRow) -> float:
@@ -371,7 +392,7 @@ def _allocated_share(original: LevelRow) -> float:
     return allocated / tensors if tensors and allocated else 1.0
 
 
-def _largest(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
+def _largest_within(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
     """Return the largest of the ascending ``lengths`` whose peak is at most ``most_bytes``; ``None`` if none is."""
     fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
     return lengths[fitting - 1] if fitting else None

@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.pipeline.plans.worth import judged, unworthy
+from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_prediction
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.search.plan.policy import skipped_step
 
-_MISPREDICTED = 1.05
+_MISPREDICTED_RATIO = 1.05
 """Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
-_MARGIN = 0.9
+_PREDICTED_SHARE = 0.9
 """Share of the allowed extra time that a plan may be predicted to take.
 
 Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
 two runs of the same command would often end with different plans."""
-_SHARES = (0.8, 0.5, 0.5)
+_NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
@@ -42,54 +42,54 @@ class Climb:
     measurements: PlanMeasurements
     measure_all: bool
     applied: LevelRow | None = None
-    """The row of the highest level whose plan is worth its time as measured; `None` until there are rows."""
-    _most_predicted: float = math.inf
-    """The highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
+    """Row of the highest level whose plan is worth its time as measured; ``None`` until there are rows."""
+    _max_predicted_slowdown: float = math.inf
+    """Highest predicted slowdown that is still accepted; lowered whenever a plan is measured to be too slow."""
 
     def rows(self) -> list[LevelRow]:
-        """Search every level from 1 on and return their rows, of which the highest is measured.
+        """Search every level from 1 on and return their rows; the highest row is measured.
 
         Where its plan does not run, saves too little, or peaks well above the prediction, the level below is measured
         too.
         """
-        rows = [self.search.original, *self._predicted()]
-        for at in range(len(rows) - 1, 0, -1):
-            rows[at] = self._applicable(rows[at])
-            if isinstance(rows[at].outcome, Measurement) and self._why_dropped(rows[at]) is None:
-                self.applied = self._lowest(rows, at)
+        rows = [self.search.original, *self._search_levels()]
+        for index in range(len(rows) - 1, 0, -1):
+            rows[index] = self._measure_if_worthwhile(rows[index])
+            if isinstance(rows[index].outcome, Measurement) and self._why_dropped(rows[index]) is None:
+                self.applied = self._take_lowest(rows, index)
                 break
         else:
             rows = self._with_originals(rows)
-        believed = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
+        plausible_rows = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
         if not self.measure_all:
-            return believed
-        return [row if row.outcome is not None else self.measured(row) for row in believed]
+            return plausible_rows
+        return [row if row.outcome is not None else self.measure_row(row) for row in plausible_rows]
 
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most = min(1 + _MARGIN * (self._limit - 1), self._most_predicted)
+        most_slowdown = min(1 + _PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
-        return self.search.planner.may_go_lower(plan, self.search.options.level, most)
+        return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
 
-    def _lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
+    def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
 
         Lower levels are tried only while the measured peak misses its prediction.  A plan that takes over is copied
         into all rows up to ``highest``, so that no level needs more memory than a level below it.
         """
-        at = highest
-        while _misses(rows[at]):
-            below = next((n for n in range(at - 1, 0, -1) if rows[n].plan not in (ORIGINAL, rows[at].plan)), None)
+        index = highest
+        while _exceeds_prediction(rows[index]):
+            below = next((i for i in range(index - 1, 0, -1) if rows[i].plan not in (ORIGINAL, rows[index].plan)), None)
             if below is None:
                 break
-            rows[below] = self._fast_enough(rows[below])
-            if self._why_dropped(rows[below]) is not None or _peak(rows[below]) > _peak(rows[at]):
+            rows[below] = self._find_fast_enough(rows[below])
+            if self._why_dropped(rows[below]) is not None or _peak_bytes(rows[below]) > _peak_bytes(rows[index]):
                 break
-            for n in range(below + 1, highest + 1):
-                row = replace(rows[below], repeats=rows[below].level, level=rows[n].level)
-                rows[n] = replace(row, dry_runs=rows[n].dry_runs, search_s=rows[n].search_s)
-            at = below
+            for i in range(below + 1, highest + 1):
+                row = replace(rows[below], repeats=rows[below].level, level=rows[i].level)
+                rows[i] = replace(row, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
+            index = below
         return rows[highest]
 
     def _with_believable_plan(self, row: LevelRow) -> LevelRow:
@@ -98,89 +98,89 @@ class Climb:
         Where the highest level keeps the original, so do the levels below it.
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
-            return self._unchanged(row)
-        if (row.predicted_slowdown or 1.0) <= self._most_predicted:
+            return self._with_original(row)
+        if (row.predicted_slowdown or 1.0) <= self._max_predicted_slowdown:
             return row
-        found = self.search.planner.dry_runs.smallest(row.level, self._most_predicted)
-        return replace(self.search.row(row.level, found, row.dry_runs, time.monotonic()), search_s=row.search_s)
+        priced = self.search.planner.dry_runs.smallest(row.level, self._max_predicted_slowdown)
+        return replace(self.search.row(row.level, priced, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:
         """Return ``rows`` with the original in place of each measured plan, as none of them is worth its time."""
-        unchanged = [self._unchanged(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
+        unchanged = [self._with_original(row) if isinstance(row.outcome, Measurement) else row for row in rows[1:]]
         self.applied = next((row for row in reversed(unchanged) if isinstance(row.outcome, Measurement)), None)
         return [rows[0], *unchanged]
 
-    def _applicable(self, row: LevelRow) -> LevelRow:
+    def _measure_if_worthwhile(self, row: LevelRow) -> LevelRow:
         """Measure ``row`` if its plan is predicted to be worth its time.
 
         Return it measured, with a faster plan where its own is too slow, or with the original where none is left.
         """
-        dropped = self._unworthy(row)
+        dropped = self._drop_by_prediction(row)
         if dropped is None:
-            return self._fast_enough(row)
-        self.search.found.drop(dropped)
-        self._most_predicted = 1.0
-        return self._unchanged(row)
+            return self._find_fast_enough(row)
+        self.search.findings.drop(dropped)
+        self._max_predicted_slowdown = 1.0
+        return self._with_original(row)
 
-    def _unchanged(self, row: LevelRow) -> LevelRow:
+    def _with_original(self, row: LevelRow) -> LevelRow:
         return replace(
             self.search.original, outcome=self._original, level=row.level, dry_runs=row.dry_runs, search_s=row.search_s
         )
 
-    def measured(self, row: LevelRow) -> LevelRow:
+    def measure_row(self, row: LevelRow) -> LevelRow:
         """Return ``row`` with the measurement of its plan."""
         self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
         return replace(row, outcome=self.measurements.measure(row.plan))
 
-    def _predicted(self) -> Iterator[LevelRow]:
+    def _search_levels(self) -> Iterator[LevelRow]:
         """Search the levels in turn, and yield their rows, not measured yet."""
-        planner, options, below = self.search.planner, self.search.options, ORIGINAL
+        planner, options, plan_below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
-            started, tried = time.monotonic(), len(planner.dry_runs)
+            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
-            found = search(level, 1 + _MARGIN * (self._limit - 1))
+            priced = search(level, 1 + _PREDICTED_SHARE * (self._limit - 1))
             # Nothing within the margin: allow the limit itself.  An infinite limit has no margin to give up.
-            if found.plan.is_empty and math.isfinite(self._limit):
-                found = search(level, self._limit)
-            row = self.search.row(level, found, len(planner.dry_runs) - tried, started)
-            if row.plan == below:
+            if priced.plan.is_empty and math.isfinite(self._limit):
+                priced = search(level, self._limit)
+            row = self.search.row(level, priced, len(planner.dry_runs) - dry_runs_before, started)
+            if row.plan == plan_below:
                 row = replace(row, repeats=level - 1)
-                skipped = skipped_step(level, segments=len(below.segments), tried=row.dry_runs, options=options)
-                self.search.found.skipped.append(skipped)
-            below = row.plan
+                skipped = skipped_step(level, segments=len(plan_below.segments), tried=row.dry_runs, options=options)
+                self.search.findings.skipped.append(skipped)
+            plan_below = row.plan
             yield row
 
-    def _search_begins(self, what: str) -> None:
-        """Show the stage ``what``, unless the time of the search is over and it will answer at once."""
-        left = self.search.probes.left()
-        if left is None or left.seconds > 0:
-            self.measurements.prepared.progress.stage(what, left)
+    def _search_begins(self, stage: str) -> None:
+        """Show the stage ``stage``, unless the time of the search is over and it will answer at once."""
+        time_left = self.search.probes.time_left()
+        if time_left is None or time_left.seconds > 0:
+            self.measurements.prepared.progress.stage(stage, time_left)
 
     @property
     def _original(self) -> Measurement | Failure:
-        """The latest measurement of the original; its failure if it does not run."""
+        """Latest measurement of the original; its failure if it does not run."""
         return self.measurements.measure(ORIGINAL)
 
     @property
     def _limit(self) -> float:
-        """The highest slowdown allowed; infinite if the original does not fit: then any plan that runs will do."""
+        """Highest slowdown allowed; infinite if the original does not fit: then any plan that runs will do."""
         if not isinstance(self._original, Measurement):
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
-    def _unworthy(self, row: LevelRow) -> Dropped | None:
+    def _drop_by_prediction(self, row: LevelRow) -> Dropped | None:
         """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
-        known = self.search.planner.dry_runs.get(row.plan)
-        if known is None or not isinstance(self._original, Measurement):
+        priced = self.search.planner.dry_runs.get(row.plan)
+        if priced is None or not isinstance(self._original, Measurement):
             return None
         original_bytes = self.search.first.allocated_peak_bytes
-        return unworthy(row.plan, known.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
+        return drop_by_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
-        return judged(row, self._original, self._limit)
+        return drop_by_measurement(row, self._original, self._limit)
 
-    def _fast_enough(self, row: LevelRow) -> LevelRow:
+    def _find_fast_enough(self, row: LevelRow) -> LevelRow:
         """Measure ``row``; while its step takes too long, replace its plan by one that is predicted to be faster.
 
         Return the first row that is fast enough, or the original's if no plan is.
@@ -190,33 +190,33 @@ class Climb:
         may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_SHARES`).
         """
         planner = self.search.planner
-        for share in (*_SHARES, None):
-            row = self.measurements.confirm(self.measured(row), self._limit)
+        for share in (*_NEXT_SHARES, None):
+            row = self.measurements.confirm(self.measure_row(row), self._limit)
             dropped = self._why_dropped(row)
             if dropped is not None:
-                self.search.found.drop(dropped)
+                self.search.findings.drop(dropped)
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
             if share is None:
                 break
             predicted = row.predicted_slowdown or self._limit
             # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
-            asked = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
-            started, tried = time.monotonic(), len(planner.dry_runs)
+            most_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
+            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
-            found = planner.best(row.level, asked)
-            if found.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
-                asked = math.nextafter(predicted, 0)
-                found = planner.best(row.level, asked)
-            self._most_predicted = asked
-            if found.slowdown >= predicted:
+            priced = planner.best(row.level, most_predicted)
+            if priced.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
+                most_predicted = math.nextafter(predicted, 0)
+                priced = planner.best(row.level, most_predicted)
+            self._max_predicted_slowdown = most_predicted
+            if priced.slowdown >= predicted:
                 break
-            tried = row.dry_runs + len(planner.dry_runs) - tried
-            faster = self.search.row(row.level, found, tried, started)
+            dry_runs_before = row.dry_runs + len(planner.dry_runs) - dry_runs_before
+            faster = self.search.row(row.level, priced, dry_runs_before, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
-        self._most_predicted = 1.0
-        return self._unchanged(row)
+        self._max_predicted_slowdown = 1.0
+        return self._with_original(row)
 
     def _expected(self, row: LevelRow) -> Span | None:
         """Return the time that measuring ``row`` should take; ``None`` if unknown, or if its plan is empty."""
@@ -226,11 +226,11 @@ class Climb:
         return Span(original.spent_s * row.predicted_slowdown)
 
 
-def _misses(row: LevelRow) -> bool:
+def _exceeds_prediction(row: LevelRow) -> bool:
     """Return whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
     predicted_bytes = row.predicted_allocated_peak_bytes
-    return predicted_bytes is not None and _peak(row) > _MISPREDICTED * predicted_bytes
+    return predicted_bytes is not None and _peak_bytes(row) > _MISPREDICTED_RATIO * predicted_bytes
 
 
-def _peak(row: LevelRow) -> float:
+def _peak_bytes(row: LevelRow) -> float:
     return row.outcome.allocated_peak_bytes if isinstance(row.outcome, Measurement) else math.inf

@@ -21,16 +21,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeVar
 
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
-from memopt_cli.pipeline.equivalence import Known
+from memopt_cli.pipeline.equivalence import StepCache
 from memopt_cli.pipeline.memory.profiling import broken_notes
-from memopt_cli.pipeline.plans.goal import spread
+from memopt_cli.pipeline.plans.frontier import spread
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.pipeline.prepare import Prepared, turned_off
-from memopt_cli.pipeline.verification import verified_compiled
+from memopt_cli.pipeline.prepare import Prepared, switches_off
+from memopt_cli.pipeline.verification import verify_compiled
 from memopt_cli.records import (
     BUDGETED,
     CompiledRow,
@@ -47,25 +47,25 @@ from memopt_cli.records import (
 )
 from memopt_cli.text.units import format_apart
 
-_MAX: Final = 6
+_MAX_COMPILED: Final = 6
 """Maximum number of plans that are compiled."""
-_REGIONS: Final = 2
-"""The highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
-_MARGIN: Final = 50
+_MAX_LEVEL: Final = 2
+"""Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
+_MARGIN_DIVISOR: Final = 50
 """Divisor of the budget: where segments did not fit, the next target is lowered by the excess and a fiftieth of it."""
-_SHOWN: Final = 4
-"""The number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
-_BUDGETS: Final = (0.5, 0.2, 0.8)
+_MAX_SHOWN: Final = 4
+"""Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
+_MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
-_CLOSE: Final = 1.1
+_RIVAL_RATIO: Final = 1.1
 """Ratio to the fastest step time up to which other steps are timed again, since a busy machine may decide the order."""
-_RIVALS, _TURNS = 3, 3
+_MAX_RIVALS, _TURNS = 3, 3
 """Maximum number of steps that are timed again, and the number of times that each of them is."""
-_NEARLY: Final = 1.02
+_TIE_RATIO: Final = 1.02
 """Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
-_MAX_LONGER: Final = 4.0
+_MAX_GROWTH: Final = 4.0
 """Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
-_WRONG: Final = "verification failed"
+_FAILED_VERIFICATION: Final = "verification failed"
 """First words of the reason why a plan is dropped that fails verification."""
 
 
@@ -78,29 +78,29 @@ class CompiledSearch(ABC):
 
     backend: str
     most_slowdown: float
-    """The highest step time divided by that of :attr:`_yardstick`; infinite for no limit."""
+    """Longest step time, divided by the step time of :attr:`_yardstick`; infinite for no limit."""
     search: StartedSearch
     measurements: PlanMeasurements
     verify: Callable[[Plan], Verification | Failure]
     """A function that verifies the segments of a plan without a compiler."""
-    verifications: dict[Plan, Verification] = field(default_factory=dict)
-    """The verification of each candidate that may be the answer."""
-    _known: Known = field(default_factory=dict)
+    verifications: dict[Plan, Verification | Failure] = field(default_factory=dict)
+    """Verifications by plan, which the search extends by each candidate that may be the answer."""
+    _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prepared: dict[Plan, Prepared] = field(default_factory=dict)
-    """The model as prepared for each plan that is compiled, with a compiler's folder of its own."""
+    """Model as prepared for each plan that is compiled, with a compiler's folder of its own."""
 
     @property
     def _rows(self) -> list[CompiledRow]:
-        return self.search.found.compiled
+        return self.search.findings.compiled
 
     def answer(self, eager: LevelRow | None) -> LevelRow | None:
-        """Return the row of the best verified step, a compiled one or that of ``eager``; ``None`` if there is none."""
+        """Return the row of the best verified step, compiled or ``eager``; ``None`` if there is none."""
         started = time.monotonic()
         with self._folders:
             self._try_candidates()
             if eager is not None and isinstance(eager.outcome, Measurement):
-                dropped = self._beyond(eager.outcome)
+                dropped = self._excess_reason(eager.outcome)
                 self._rows.insert(0, CompiledRow(plan=eager.plan, outcome=eager.outcome, dropped=dropped))
             best = self._best_in_turns()
         if best is None:
@@ -124,18 +124,18 @@ class CompiledSearch(ABC):
         """Measure each candidate, and add its row before the next one is chosen by it."""
         reference = self._with_cache()
         for plan in self._candidates():
-            self._rows.append(self._tried(plan, reference))
+            self._rows.append(self._try_plan(plan, reference))
 
     # ------------------------------------------------------------------------------------------ the aim
 
     @property
     @abstractmethod
     def _yardstick(self) -> Plan:
-        """The plan whose step time is the base of all slowdowns."""
+        """Plan whose step time is the base of all slowdowns."""
 
     @abstractmethod
-    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
-        """Return the best of ``right``, the rows that are within the limits and verified."""
+    def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        """Return the best of ``verified_rows``, the rows that are within the limits and verified."""
 
     @abstractmethod
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
@@ -146,8 +146,8 @@ class CompiledSearch(ABC):
         """Yield plans of the eager search as checkpoint regions, each chosen by the measurement of the one before."""
 
     @abstractmethod
-    def _may_loosen(self, found: Measurement | None) -> bool:
-        """Return whether the next memory budget may be looser, given ``found``, the measurement with the last one."""
+    def _may_loosen(self, last_measurement: Measurement | None) -> bool:
+        """Return whether the next memory budget may be looser, given the measurement with the last one."""
 
     @abstractmethod
     def _base(self) -> Plan | None:
@@ -159,10 +159,10 @@ class CompiledSearch(ABC):
         The rows were measured at different moments, and other programs may have slowed one of them down.
         """
         timed: set[Plan] = set()
-        while right := self._right():
-            best = self._best(right)
+        while verified_rows := self._verified_rows():
+            best = self._best(verified_rows)
             rivals = [row.plan for row in self._rivals(best)]
-            if self._slowdown(best.outcome) > self.most_slowdown / _CLOSE and self._yardstick not in rivals:
+            if self._slowdown(best.outcome) > self.most_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
                 rivals.append(self._yardstick)
             if best.plan in timed or len(rivals) < 2:
                 return best
@@ -170,7 +170,7 @@ class CompiledSearch(ABC):
             timed.update(rivals)
         return None
 
-    def _right(self) -> list[tuple[CompiledRow, Measurement]]:
+    def _verified_rows(self) -> list[tuple[CompiledRow, Measurement]]:
         """Return the rows that are within the limits and verified, each with its measurement."""
         return [(row, row.outcome) for row in self._rows if not row.dropped and isinstance(row.outcome, Measurement)]
 
@@ -189,13 +189,15 @@ class CompiledSearch(ABC):
                     return
                 times[plan] += (answer.measurement.step_s,)
         for plan in times:
-            self.measurements.retimed(plan, step_times_s=times[plan])
-        again = [(at, row, row.outcome) for at, row in enumerate(self._rows) if row.plan in times]
-        for at, row, outcome in again:
+            self.measurements.update_times(plan, step_times_s=times[plan])
+        retimed_rows = [(index, row, row.outcome) for index, row in enumerate(self._rows) if row.plan in times]
+        for index, row, outcome in retimed_rows:
             if isinstance(outcome, Measurement):
-                self._rows[at] = replace(row, outcome=replace(outcome, step_times_s=times[row.plan]))
-        for at, row, _ in again:
-            self._rows[at] = replace(self._rows[at], dropped=row.dropped or self._beyond(self._rows[at].outcome))
+                self._rows[index] = replace(row, outcome=replace(outcome, step_times_s=times[row.plan]))
+        for index, row, _ in retimed_rows:
+            self._rows[index] = replace(
+                self._rows[index], dropped=row.dropped or self._excess_reason(self._rows[index].outcome)
+            )
 
     def failures(self) -> Iterator[str]:
         """Yield the reason why each candidate is not the answer."""
@@ -208,22 +210,22 @@ class CompiledSearch(ABC):
     # ------------------------------------------------------------------------------------------ candidates
 
     def _candidates(self) -> Iterator[Plan]:
-        """Yield up to :data:`_MAX` plans; the caller measures each before it takes the next."""
+        """Yield up to :data:`_MAX_COMPILED` plans; the caller measures each before it takes the next."""
         yield Plan(compile=CompilePlan(backend=self.backend))
         if self._ends_here(self._rows[0]):
             return
-        regions, budgets, both = self._regions(), self._budgets(), self._both()
+        regions, budgets, regions_in_budget = self._regions(), self._budgets(), self._regions_in_budget()
         if self.backend not in BUDGETED:
-            budgets = both = iter(())
-        for source in (regions, budgets, regions, regions, both, budgets):
-            if len(self._rows) < _MAX:
-                yield from self._untried(source)
+            budgets = regions_in_budget = iter(())
+        for source in (regions, budgets, regions, regions, regions_in_budget, budgets):
+            if len(self._rows) < _MAX_COMPILED:
+                yield from self._next_untried(source)
 
     def _ends_here(self, plain: CompiledRow) -> bool:
         """Return whether ``plain``, the model compiled without a plan, is the only candidate: it cannot be compiled."""
         return isinstance(plain.outcome, StepFailed | TimedOut)
 
-    def _untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
+    def _next_untried(self, source: Iterator[Plan]) -> Iterator[Plan]:
         """Yield the next plan of ``source``, unless it was tried already or uses memory budgets that proved useless."""
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
@@ -232,35 +234,43 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Return whether ``row`` shows memory budgets to be useless: its own changes the results, or not the peak.
+        """Return whether ``row`` shows memory budgets to be useless: its budget changes the results, or not the peak.
 
         With dropout, recomputing under a budget may change the results.
         """
         if row.plan.compile is None or row.plan.compile.activation_memory_budget is None:
             return False
-        found, whole = self._outcome(row.plan), self._outcome(Plan(compile=CompilePlan(backend=self.backend)))
-        if row.dropped.startswith(_WRONG) or row.plan.segments or found is None or whole is None:
-            return row.dropped.startswith(_WRONG)
-        return found.allocated_peak_bytes == whole.allocated_peak_bytes
+        with_budget, without_budget = (
+            self._outcome(row.plan),
+            self._outcome(Plan(compile=CompilePlan(backend=self.backend))),
+        )
+        if (
+            row.dropped.startswith(_FAILED_VERIFICATION)
+            or row.plan.segments
+            or with_budget is None
+            or without_budget is None
+        ):
+            return row.dropped.startswith(_FAILED_VERIFICATION)
+        return with_budget.allocated_peak_bytes == without_budget.allocated_peak_bytes
 
     @property
     def _level(self) -> int:
         """Level of the search for segments."""
-        return min(_REGIONS, self.search.options.level)
+        return min(_MAX_LEVEL, self.search.options.level)
 
-    def _searching(self) -> None:
+    def _show_search(self) -> None:
         self.measurements.prepared.progress.stage("searching for segments")
 
     def _budgets(self) -> Iterator[Plan]:
-        first, tighter, looser = (_within(Plan(), self.backend, budget) for budget in _BUDGETS)
-        yield first
-        yield looser if self._may_loosen(self._outcome(first)) else tighter
+        middle, tighter, looser = (_with_memory_budget(Plan(), self.backend, budget) for budget in _MEMORY_BUDGETS)
+        yield middle
+        yield looser if self._may_loosen(self._outcome(middle)) else tighter
 
-    def _both(self) -> Iterator[Plan]:
+    def _regions_in_budget(self) -> Iterator[Plan]:
         """Yield checkpoint regions with a memory budget for the operators outside of them."""
         base = self._base()
         if base is not None:
-            yield _within(base, self.backend, _BUDGETS[0])
+            yield _with_memory_budget(base, self.backend, _MEMORY_BUDGETS[0])
 
     def _outcome(self, plan: Plan) -> Measurement | None:
         """Return the measurement of ``plan``; ``None`` if it does not run."""
@@ -269,17 +279,17 @@ class CompiledSearch(ABC):
 
     # ------------------------------------------------------------------------------------------ measured, verified
 
-    def _tried(self, plan: Plan, reference: Prepared) -> CompiledRow:
+    def _try_plan(self, plan: Plan, reference: Prepared) -> CompiledRow:
         """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
-        prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MAX}")
+        prepared.progress.stage(f"compiling {len(self._rows) + 1} of at most {_MAX_COMPILED}")
         answer = self.measurements.answer_in(prepared, plan)
         if is_first:
-            self.search.found.notes += self._notes(answer)
+            self.search.findings.notes += self._notes(answer)
         if not isinstance(answer, Measured):
-            return CompiledRow(plan=plan, outcome=answer, dropped=_why(answer))
-        dropped = self._beyond(answer.measurement) or self._fault(plan, prepared, reference)
+            return CompiledRow(plan=plan, outcome=answer, dropped=_why_dropped(answer))
+        dropped = self._excess_reason(answer.measurement) or self._verification_fault(plan, prepared, reference)
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
     def _notes(self, plain: Measured | Failure) -> Iterator[str]:
@@ -288,10 +298,10 @@ class CompiledSearch(ABC):
             yield f"{self.backend} does not compile the model: {plain.message.removesuffix('.')}. {plain.hint}".rstrip()
         if isinstance(plain, Measured):
             yield from broken_notes(plain)
-        if off := turned_off(self.measurements.prepared):
+        if off := switches_off(self.measurements.prepared):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
-    def _beyond(self, outcome: Measurement | Failure) -> str:
+    def _excess_reason(self, outcome: Measurement | Failure) -> str:
         """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
         if slowdown <= self.most_slowdown:
@@ -299,32 +309,36 @@ class CompiledSearch(ABC):
         return f"its step takes {slowdown:.2f} times as long {self._beside}, and {self.most_slowdown:g} is allowed"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
-        """Return the step time of ``outcome`` divided by that of the yardstick; 0 where either does not run."""
-        beside = self._outcome(self._yardstick)
-        return outcome.slowdown(beside) if isinstance(outcome, Measurement) and beside is not None else 0.0
+        """Return the step time of ``outcome``, divided by the yardstick's step time; 0 where either does not run."""
+        yardstick = self._outcome(self._yardstick)
+        return outcome.slowdown(yardstick) if isinstance(outcome, Measurement) and yardstick is not None else 0.0
 
-    def _fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
+    def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
         """Verify ``plan`` and return why it fails; if it passes, keep its verification and return an empty text.
 
         Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.
         """
-        found = self.verify(plan.eager)
-        if isinstance(found, Verification) and found.passed:
+        outcome = self.verify(plan.eager)
+        if isinstance(outcome, Verification) and outcome.passed:
             prepared.progress.stage("comparing compiled steps")
-            found = verified_compiled(prepared, plan, found, reference, self._known)
-        if not isinstance(found, Verification):
-            return f"it cannot be verified: {describe(found)}"
-        if not found.passed:
-            return f"{_WRONG}: {found.difference}"
-        self.verifications[plan] = found
+            outcome = verify_compiled(prepared, plan, outcome, reference, self._reference_steps)
+        if not isinstance(outcome, Verification):
+            return f"it cannot be verified: {describe(outcome)}"
+        if not outcome.passed:
+            return f"{_FAILED_VERIFICATION}: {outcome.difference}"
+        self.verifications[plan] = outcome
         return ""
+
+
+Compiled = TypeVar("Compiled", bound=CompiledSearch)
 
 
 @dataclass(slots=True, kw_only=True)
 class FastestCompiled(CompiledSearch):
-    """The search for the fastest step within a budget.  Step times are compared with that of the original."""
+    """The search for the fastest step within the budget of the findings.
 
-    budget_bytes: int
+    Step times are compared with the step time of the original.
+    """
 
     _beside: ClassVar[str] = "as the original's"
 
@@ -332,52 +346,63 @@ class FastestCompiled(CompiledSearch):
     def _yardstick(self) -> Plan:
         return ORIGINAL
 
-    def _beyond(self, outcome: Measurement | Failure) -> str:
-        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > self.budget_bytes:
-            taken, budget = format_apart(outcome.allocated_peak_bytes, self.budget_bytes)
-            return f"{taken} are above the budget of {budget}"
-        return CompiledSearch._beyond(self, outcome)
+    @property
+    def _budget_bytes(self) -> int:
+        assert self.search.findings.budget_bytes is not None, "it was asked for"
+        return self.search.findings.budget_bytes
 
-    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
-        return min(right, key=lambda pair: pair[1].step_s)[0]
+    def _excess_reason(self, outcome: Measurement | Failure) -> str:
+        if isinstance(outcome, Measurement) and outcome.allocated_peak_bytes > self._budget_bytes:
+            peak, budget = format_apart(outcome.allocated_peak_bytes, self._budget_bytes)
+            return f"its peak of {peak} is above the budget of {budget}"
+        return CompiledSearch._excess_reason(self, outcome)
+
+    def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        return min(verified_rows, key=lambda pair: pair[1].step_s)[0]
 
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
-        right = sorted(self._right(), key=lambda pair: pair[1].step_s)
-        return [row for row, found in right if found.step_s <= _CLOSE * right[0][1].step_s][:_RIVALS]
+        verified_rows = sorted(self._verified_rows(), key=lambda pair: pair[1].step_s)
+        return [
+            row for row, measurement in verified_rows if measurement.step_s <= _RIVAL_RATIO * verified_rows[0][1].step_s
+        ][:_MAX_RIVALS]
 
     def _ends_here(self, plain: CompiledRow) -> bool:
         return not plain.dropped or CompiledSearch._ends_here(self, plain)
 
     def _regions(self) -> Iterator[Plan]:
-        target = self.budget_bytes
+        target = self._budget_bytes
         while True:
-            self._searching()
+            self._show_search()
             planner = self.search.planner
-            found = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
-            plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
+            priced = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
+            plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
-            taken = self._outcome(plan)
+            measurement = self._outcome(plan)
             # A step that failed, as by running out of memory, does not say how much is missing: guess a quarter.
-            over = taken.allocated_peak_bytes - self.budget_bytes if taken is not None else self.budget_bytes // 4
-            if over > 0:
-                target = min(found.peak_bytes, target) - over - self.budget_bytes // _MARGIN
+            excess = (
+                measurement.allocated_peak_bytes - self._budget_bytes
+                if measurement is not None
+                else self._budget_bytes // 4
+            )
+            if excess > 0:
+                target = min(priced.peak_bytes, target) - excess - self._budget_bytes // _MARGIN_DIVISOR
             else:
-                target = max(found.peak_bytes, target) - over
+                target = max(priced.peak_bytes, target) - excess
 
-    def _may_loosen(self, found: Measurement | None) -> bool:
-        return found is not None and found.allocated_peak_bytes <= self.budget_bytes
+    def _may_loosen(self, last_measurement: Measurement | None) -> bool:
+        return last_measurement is not None and last_measurement.allocated_peak_bytes <= self._budget_bytes
 
     def _base(self) -> Plan | None:
         """Return the regions that exceeded the budget by the least; a memory budget may make them fit."""
         regions = [(self._outcome(row.plan), row.plan) for row in self._rows if row.plan.segments]
-        peaks = [(found.allocated_peak_bytes, plan) for found, plan in regions if found is not None]
-        above = [(peak, plan) for peak, plan in peaks if peak > self.budget_bytes]
-        return min(above, key=lambda pair: pair[0])[1] if above else None
+        peaks = [(measurement.allocated_peak_bytes, plan) for measurement, plan in regions if measurement is not None]
+        too_large = [(peak, plan) for peak, plan in peaks if peak > self._budget_bytes]
+        return min(too_large, key=lambda pair: pair[0])[1] if too_large else None
 
 
 @dataclass(slots=True, kw_only=True)
 class SmallestCompiled(CompiledSearch):
-    """The search for the lowest peak.  Step times are compared with that of the model compiled without a plan."""
+    """The search for the lowest peak.  Step times are compared with the model as compiled without a plan."""
 
     _beside: ClassVar[str] = "as compiled without a plan"
 
@@ -385,40 +410,46 @@ class SmallestCompiled(CompiledSearch):
     def _yardstick(self) -> Plan:
         return Plan(compile=CompilePlan(backend=self.backend))
 
-    def _best(self, right: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
-        enough = _NEARLY * min(found.allocated_peak_bytes for _, found in right)
-        near = [(row, found) for row, found in right if found.allocated_peak_bytes <= enough]
-        return min(near, key=lambda pair: pair[1].step_s)[0]
+    def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
+        tie_bytes = _TIE_RATIO * min(measurement.allocated_peak_bytes for _, measurement in verified_rows)
+        smallest = [
+            (row, measurement) for row, measurement in verified_rows if measurement.allocated_peak_bytes <= tie_bytes
+        ]
+        return min(smallest, key=lambda pair: pair[1].step_s)[0]
 
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
         is_limited = math.isfinite(self.most_slowdown) and self._outcome(self._yardstick) is not None
         return [row for row in self._rows if row == best or (is_limited and row.plan == self._yardstick)]
 
     def _regions(self) -> Iterator[Plan]:
-        asked = self.most_slowdown
+        most_predicted = self.most_slowdown
         while True:
-            self._searching()
+            self._show_search()
             self.search.probes.prolong()
-            found = self.search.planner.best(self._level, asked)
-            plan = _as_regions(found.plan, CompilePlan(backend=self.backend))
+            priced = self.search.planner.best(self._level, most_predicted)
+            plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
-            taken, allowed = self._outcome(plan), self.most_slowdown - 1
-            extra = self._slowdown(taken) - 1 if taken is not None else 2 * allowed
-            times = allowed / extra if extra > allowed / _MAX_LONGER else _MAX_LONGER
-            asked = 1 + ((asked if times > 1 else min(found.slowdown, asked)) - 1) * times
+            measurement, allowed = self._outcome(plan), self.most_slowdown - 1
+            extra = self._slowdown(measurement) - 1 if measurement is not None else 2 * allowed
+            growth = allowed / extra if extra > allowed / _MAX_GROWTH else _MAX_GROWTH
+            most_predicted = 1 + ((most_predicted if growth > 1 else min(priced.slowdown, most_predicted)) - 1) * growth
 
-    def _may_loosen(self, found: Measurement | None) -> bool:
-        return found is None or bool(self._beyond(found))
+    def _may_loosen(self, last_measurement: Measurement | None) -> bool:
+        return last_measurement is None or bool(self._excess_reason(last_measurement))
 
     def _base(self) -> Plan | None:
         """Return the verified regions of the lowest peak."""
-        regions = [(found.allocated_peak_bytes, row.plan) for row, found in self._right() if row.plan.segments]
+        regions = [
+            (measurement.allocated_peak_bytes, row.plan)
+            for row, measurement in self._verified_rows()
+            if row.plan.segments
+        ]
         return min(regions, key=lambda pair: pair[0])[1] if regions else None
 
 
 @dataclass(slots=True, kw_only=True)
 class SpreadCompiled(SmallestCompiled):
-    """The search for steps to choose from on the frontier.  Step times are compared with that of the original."""
+    """The search for steps to choose from on the frontier.  Step times are compared with the original's."""
 
     _beside: ClassVar[str] = FastestCompiled._beside
 
@@ -427,23 +458,23 @@ class SpreadCompiled(SmallestCompiled):
         return ORIGINAL
 
     def _regions(self) -> Iterator[Plan]:
-        self._searching()
-        found = spread(self.search.planner.frontier(self._level, self.most_slowdown), _SHOWN)
-        for priced in reversed(found[1:]):
+        self._show_search()
+        priced_plans = spread(self.search.planner.frontier(self._level, self.most_slowdown), _MAX_SHOWN)
+        for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
 
 
-def _why(failure: Failure) -> str:
+def _why_dropped(failure: Failure) -> str:
     if isinstance(failure, TimedOut):
         return f"it takes longer to compile and measure than `--timeout` allows, {failure.limit_s:g} s"
     return describe(failure)
 
 
-def _as_regions(plan: Plan, how: CompilePlan) -> Plan:
+def _as_regions(plan: Plan, compile_plan: CompilePlan) -> Plan:
     """Return the segments of ``plan`` as plain checkpoint regions: no chunks, nothing packed and nothing kept."""
     paths = (segment.path for segment in plan.segments if not segment.through_loss)
-    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths), compile=how)
+    return Plan(segments=tuple(SegmentPlan(path=path) for path in paths), compile=compile_plan)
 
 
-def _within(plan: Plan, backend: str, budget: float) -> Plan:
-    return replace(plan, compile=CompilePlan(backend=backend, activation_memory_budget=budget))
+def _with_memory_budget(plan: Plan, backend: str, memory_budget: float) -> Plan:
+    return replace(plan, compile=CompilePlan(backend=backend, activation_memory_budget=memory_budget))

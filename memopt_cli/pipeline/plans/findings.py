@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import TAKEN_OFF, Prepared, inputs_note, turned_off
+from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, Prepared, inputs_note, switches_off
 from memopt_cli.records import (
     CompiledRow,
     Dropped,
@@ -33,14 +33,14 @@ class Findings:
 
     resolved: ResolvedSearch
     asked_codecs: Sequence[str]
-    """The paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
+    """Paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
     model_format: str
     device: str
     plan: Plan = field(default_factory=Plan)
-    """The plan that is applied; empty: the original stays."""
+    """Plan that is applied; empty: the original stays."""
     applied_level: int = 0
     selection: Selection | None = None
-    """The modules that became segments and those that did not; `None` at level 0."""
+    """Modules that became segments and those that did not; ``None`` at level 0."""
     by_goal: bool = False
     """Whether the plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)
@@ -56,31 +56,31 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     advice: BegunAdvice | None = None
-    """The search for the batch that fits, begun in the sessions of the plan search; `None`: not begun.
+    """Search for the batch that fits, begun in the sessions of the plan search.  ``None``: not begun.
 
     If verification has replaced the plan since, it is for the former plan, and is not used.
     """
     estimates: PlanEstimates | None = None
-    """Estimates for the card of ``--for``, where nothing is measured; `None` without that flag."""
+    """Estimates for the card of ``--for``, where nothing is measured.  ``None``: no such flag."""
     parallel: PlannedRanks | None = None
-    """Predictions for the ranks of ``--ranks``, where nothing is measured; `None` without that flag."""
+    """Predictions for the ranks of ``--ranks``, where nothing is measured.  ``None``: no such flag."""
     ranges: list[RangeRow] = field(default_factory=list)
-    """The ranges of a plan by length; none for other plans."""
+    """Ranges of a plan by length; none for other plans."""
     compiled: list[CompiledRow] = field(default_factory=list)
-    """The plans that were measured for ``--compile``; none without it."""
+    """Plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)
-    """The plans that were found and are not applied, in the order in which they were dropped."""
+    """Plans that were found and are not applied, in the order in which they were dropped."""
 
     def drop(self, dropped: Dropped) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
-        if all(known.plan != dropped.plan for known in self.dropped):
+        if all(earlier.plan != dropped.plan for earlier in self.dropped):
             self.dropped.append(dropped)
 
     turns_off: tuple[str, ...] = ()
     """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
     @classmethod
-    def begun(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
+    def begin(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
         """Return the findings of ``request`` on ``prepared`` before anything is searched."""
         inputs = inputs_note(prepared.subject.spec)
         return cls(
@@ -89,21 +89,21 @@ class Findings:
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),
-            turns_off=turned_off(prepared),
+            turns_off=switches_off(prepared),
             notes=[*request.search.notes, *(note for note in prepared.notes if note != inputs)],
             details=[inputs],
         )
 
     @property
     def decisive(self) -> Dropped | None:
-        """The dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
+        """Dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None
 
     @property
     def is_changed(self) -> bool:
         """Whether the model differs from its file: it has a plan, or the plan that the file carried was taken off."""
-        return not self.plan.is_empty or TAKEN_OFF in self.notes
+        return not self.plan.is_empty or TAKEN_OFF_NOTE in self.notes
 
     @property
     def is_run(self) -> bool:
@@ -116,12 +116,12 @@ class Findings:
         return is_wanted and self.is_run and self.plan.compile is None  # a compiled step is not predicted
 
     @property
-    def measured(self) -> Measurement | None:
-        """The measurement of the plan that is applied; `None` if it was not measured."""
-        return measured_at(self.rows, self.applied_level)
+    def measurement(self) -> Measurement | None:
+        """Measurement of the plan that is applied.  ``None``: it was not measured."""
+        return measurement_at(self.rows, self.applied_level)
 
 
-def measured_at(rows: list[LevelRow], level: int) -> Measurement | None:
+def measurement_at(rows: list[LevelRow], level: int) -> Measurement | None:
     """Return the measurement of ``level`` in ``rows``; ``None`` if there is none."""
     outcomes = (row.outcome for row in rows if row.level == level)
     return next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.pipeline.plans.worth import drop_by_measurement
 from memopt_cli.records import (
     Counted,
     Dropped,
@@ -30,12 +30,12 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.levels import level_of
 from memopt_cli.text.units import format_bytes
 
-_MIN_SAVING = 0.02
+_MIN_SAVED_SHARE = 0.02
 """Share of the peak that the optimizer in backward must save to be worth its restrictions on the training script."""
-_WORTH_SAYING = 0.05
+_MIN_OFFERED_SHARE = 0.05
 """Share of the peak that it must save for a note to propose it to users who have not asked for it."""
 
-IN_BACKWARD = (
+IN_BACKWARD_NOTE = (
     "The optimizer runs in backward if the training script passes it: "
     "memopt_cli.apply_plan(model, PLAN, optimizer=optimizer), and for a saved model, PLAN is "
     "memopt_cli.Plan(in_backward=True)."
@@ -50,79 +50,85 @@ class InBackwardPlans:
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
-    """A function that verifies a plan and returns why it fails; `None` if it passes."""
+    """A function that verifies a plan and returns why it fails.  ``None``: it passes."""
     most_slowdown: float
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
-    def of(self, found: PricedPlan) -> PricedPlan | None:
-        """Return ``found`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
-        if not self.is_allowed or _held_by_gradients(found.counted) < _MIN_SAVING * found.peak_bytes:
+    def of(self, priced: PricedPlan) -> PricedPlan | None:
+        """Return ``priced`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
+        if not self.is_allowed or _gradient_bytes(priced.counted) < _MIN_SAVED_SHARE * priced.peak_bytes:
             return None
-        plan = replace(found.plan, in_backward=True)
-        counted = self.count(plan)
-        if isinstance(counted, Counted):
-            lower = replace(found, plan=plan, counted=counted, level=level_of(plan))
-            return lower if lower.peak_bytes <= (1 - _MIN_SAVING) * found.peak_bytes else None
-        if not isinstance(counted, NotTried):
-            self.refuse(plan, NotRun(failure=counted))
+        plan = replace(priced.plan, in_backward=True)
+        answer = self.count(plan)
+        if isinstance(answer, Counted):
+            lower_priced = replace(priced, plan=plan, counted=answer, level=level_of(plan))
+            return lower_priced if lower_priced.peak_bytes <= (1 - _MIN_SAVED_SHARE) * priced.peak_bytes else None
+        if not isinstance(answer, NotTried):
+            self.refuse(plan, NotRun(failure=answer))
         return None
 
-    def offer(self, found: PricedPlan) -> str:
-        """Return a note on the peak of ``found`` with the optimizer in backward; empty if that is hardly lower."""
-        asked = replace(self, is_allowed=True, drop=lambda dropped: None)
-        lower = asked.of(found)
-        if lower is None or lower.peak_bytes > (1 - _WORTH_SAYING) * found.peak_bytes:
+    def offer(self, priced: PricedPlan) -> str:
+        """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
+        allowed_plans = replace(self, is_allowed=True, drop=lambda dropped: None)
+        lower_priced = allowed_plans.of(priced)
+        if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:
             return ""
         return (
-            f"`--optimizer-in-backward` would lower the peak to about {format_bytes(lower.peak_bytes)}; the script "
-            "must then not clip, accumulate or scale gradients."
+            f"`--optimizer-in-backward` would lower the peak to about {format_bytes(lower_priced.peak_bytes)}; the "
+            "script must then not clip, accumulate or scale gradients."
         )
 
-    def least_of(self, found: PricedPlan) -> int:
-        """Return a lower bound, in bytes, of the allocated peak of ``found`` with the optimizer in backward."""
-        return found.peak_bytes - (_held_by_gradients(found.counted) if self.is_allowed else 0)
+    def least_of(self, priced: PricedPlan) -> int:
+        """Return a lower bound, in bytes, of the allocated peak of ``priced`` with the optimizer in backward."""
+        return priced.peak_bytes - (_gradient_bytes(priced.counted) if self.is_allowed else 0)
 
-    def of_level(self, row: LevelRow, found: PricedPlan) -> LevelRow | None:
+    def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
         """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
-        lower = self.of(found)
-        if lower is None:
+        lower_priced = self.of(priced)
+        if lower_priced is None:
             return None
-        tried = self._tried(row, found, lower)
-        if isinstance(tried, LevelRow):
-            return tried
-        self.refuse(lower.plan, tried)
+        proven_row = self._try_row(row, priced, lower_priced)
+        if isinstance(proven_row, LevelRow):
+            return proven_row
+        self.refuse(lower_priced.plan, proven_row)
         return None
 
-    def _tried(self, row: LevelRow, found: PricedPlan, lower: PricedPlan) -> LevelRow | Reason:
-        before, outcome = self.measurements.measure(found.plan), self.measurements.measure(lower.plan)
+    def _try_row(self, row: LevelRow, priced: PricedPlan, lower_priced: PricedPlan) -> LevelRow | Reason:
+        outcome_before, outcome = self.measurements.measure(priced.plan), self.measurements.measure(lower_priced.plan)
         if not isinstance(outcome, Measurement):
             return NotRun(failure=outcome)
-        tried = replace(row, plan=lower.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
-        saves_nothing = judged(tried, before, math.inf)
-        if saves_nothing is not None:
-            return saves_nothing.why
-        return self.proven(tried.predicted(lower.counted) if row.predicted_allocated_peak_bytes is not None else tried)
+        measured_row = replace(row, plan=lower_priced.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
+        dropped = drop_by_measurement(measured_row, outcome_before, math.inf)
+        if dropped is not None:
+            return dropped.why
+        return self.prove(
+            measured_row.predicted(lower_priced.counted)
+            if row.predicted_allocated_peak_bytes is not None
+            else measured_row
+        )
 
-    def proven(self, row: LevelRow) -> LevelRow | Reason:
+    def prove(self, row: LevelRow) -> LevelRow | Reason:
         """Time the measured ``row`` again if in doubt, and verify it; return the row, or why it is not applied."""
         timed = self.measurements.confirm(row, self.most_slowdown)
-        dropped = judged(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
+        dropped = drop_by_measurement(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
         if dropped is not None and isinstance(dropped.why, TooSlow):
             return dropped.why
         return self.fault(row.plan) or timed
 
-    def refuse(self, plan: Plan, why: Reason) -> None:
+    def refuse(self, plan: Plan, reason: Reason) -> None:
         """Record why ``plan`` is not applied, and try no further plans with the optimizer in backward."""
         self.is_allowed = False
-        peaks = [self.measurements.known(each) for each in (plan, ORIGINAL)]
-        peak_bytes, original_bytes = (found.allocated_peak_bytes if found is not None else None for found in peaks)
-        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why))
+        measurements = [self.measurements.known(each) for each in (plan, ORIGINAL)]
+        peak_bytes, original_bytes = (
+            measurement.allocated_peak_bytes if measurement is not None else None for measurement in measurements
+        )
+        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason))
 
 
-def _held_by_gradients(counted: Counted) -> int:
+def _gradient_bytes(dry_run: Counted) -> int:
     """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
-    at_peak = counted.breakdown
+    at_peak = dry_run.breakdown
     return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0

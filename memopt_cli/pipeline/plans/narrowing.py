@@ -13,7 +13,7 @@ from dataclasses import replace
 from memopt_cli.records import LeftOut, Plan, SegmentPlan, Verification
 
 
-def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple[Plan, tuple[LeftOut, ...]]:
+def agreeing_part(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple[Plan, tuple[LeftOut, ...]]:
     """Return the part of ``plan`` that agrees with the original, and the segments left out, each with its difference.
 
     ``verify``: a function that verifies a plan, and returns ``None`` if its step cannot be run.
@@ -26,31 +26,31 @@ def agreeing(plan: Plan, verify: Callable[[Plan], Verification | None]) -> tuple
     def search(segments: Sequence[SegmentPlan]) -> list[SegmentPlan]:
         if not segments:
             return []
-        found = agrees(segments, packed=False)
-        if found is not None and found.passed:
+        verification = agrees(segments, packed=False)
+        if verification is not None and verification.passed:
             return list(segments)
         if len(segments) == 1:
-            left_out[segments[0].path] = _difference(found)
+            left_out[segments[0].path] = _difference(verification)
             return []
         half = len(segments) // 2
         first, second = search(segments[:half]), search(segments[half:])
         if not (first and second):
             return first or second
-        together = agrees([*first, *second], packed=False)
-        if together is not None and together.passed:
+        joint_verification = agrees([*first, *second], packed=False)
+        if joint_verification is not None and joint_verification.passed:
             return [*first, *second]
         larger, smaller = (first, second) if len(first) >= len(second) else (second, first)
-        left_out.update((segment.path, f"beside others {_difference(together)}") for segment in smaller)
+        left_out.update((segment.path, f"beside others {_difference(joint_verification)}") for segment in smaller)
         return larger
 
-    kept = search(plan.segments)
-    found = [LeftOut(segment=path, difference=difference) for path, difference in sorted(left_out.items())]
-    packs = agrees(kept, packed=True) if plan.packed else None
-    is_packed = packs is not None and packs.passed
+    agreeing_segments = search(plan.segments)
+    leftovers = [LeftOut(segment=path, difference=difference) for path, difference in sorted(left_out.items())]
+    packed_verification = agrees(agreeing_segments, packed=True) if plan.packed else None
+    is_packed = packed_verification is not None and packed_verification.passed
     if plan.packed and not is_packed:
-        found.append(LeftOut(segment=None, difference=_difference(packs)))
-    return replace(plan, segments=tuple(kept), packed=is_packed), tuple(found)
+        leftovers.append(LeftOut(segment=None, difference=_difference(packed_verification)))
+    return replace(plan, segments=tuple(agreeing_segments), packed=is_packed), tuple(leftovers)
 
 
-def _difference(found: Verification | None) -> str:
-    return "its step cannot be run" if found is None else found.difference
+def _difference(verification: Verification | None) -> str:
+    return "its step cannot be run" if verification is None else verification.difference

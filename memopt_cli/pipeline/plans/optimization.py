@@ -10,24 +10,26 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError, Terminated, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, begin_advice, predicted
+from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise_by_dry_runs, begin_advice
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.compiled import FastestCompiled, SmallestCompiled, SpreadCompiled
+from memopt_cli.pipeline.plans.compiled import Compiled, FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes, check_pick, without_beaten
-from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD, InBackwardPlans
-from memopt_cli.pipeline.plans.kept import Kept
+from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
+from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE, InBackwardPlans
+from memopt_cli.pipeline.plans.offload_place import offload_folder_notes, with_place
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.proof import Prover, applied_row
-from memopt_cli.pipeline.plans.sent import how_to_train, with_place
+from memopt_cli.pipeline.plans.proof import Prover, row_to_apply
+from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
+from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
     STEP,
     Dropped,
@@ -43,14 +45,13 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.plan.targets import describe_selection, refusal_notes
-from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
-_FEW = 0.03
-"""Share of the original's step time up to which a plan within a budget counts as fast enough.
+_FAST_ENOUGH_SHARE = 0.03
+"""Share of the original's step time by which a plan within a budget may be slower and still count as fast enough.
 
-For a slower plan, a search whose time was over says that a longer one may find a better plan."""
+For a slower plan, a search that was ended by its time limit says that a longer search may find a better plan."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -71,14 +72,14 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
         prepared = prepare(opening, progress=progress, ask=ask)
         check_shown(request, prepared)
-        found = find(request, prepared)
+        findings = find(request, prepared)
     except KeyboardInterrupt as err:
-        why = f": {err}" if str(err) else ""  # set where an interrupted search had found nothing that fits
-        raise type(err)(f"interrupted before a plan was verified; nothing was written{why}") from err
+        reason = f": {err}" if str(err) else ""  # set where an interrupted search had found nothing that fits
+        raise type(err)(f"interrupted before a plan was verified; nothing was written{reason}") from err
     if prepared.facts.format == STEP:
         paths = replace(paths, plan_only=True)
-    kept = Kept(request=request, prepared=prepared, found=found, paths=paths, started=started)
-    return kept.result()
+    writer = ResultWriter(request=request, prepared=prepared, findings=findings, paths=paths, started=started)
+    return writer.result()
 
 
 def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -102,33 +103,33 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify."""
     options = request.search.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
-    found = Findings.begun(request, prepared)
-    job = _Job(request, measurements, found, Prover(measurements=measurements, found=found))
-    found.rows = job.search()
-    best = found.rows[0]
+    findings = Findings.begin(request, prepared)
+    job = _PlanSearch(request, measurements, findings, Prover(measurements=measurements, findings=findings))
+    findings.rows = job.search()
+    row = findings.rows[0]
     if request.goal.applies:
-        best, found.verification = job.proven()
-    found.plan, found.applied_level = best.plan, best.level
-    found.notes += [IN_BACKWARD] * best.plan.in_backward
-    found.notes += how_to_train(best.plan, prepared.subject.offload_folder)
-    return found
+        row, findings.verification = job.prove()
+    findings.plan, findings.applied_level = row.plan, row.level
+    findings.notes += [IN_BACKWARD_NOTE] * row.plan.in_backward
+    findings.notes += offload_folder_notes(row.plan, prepared.subject.offload_folder)
+    return findings
 
 
 @dataclass(slots=True)
-class _Job:
+class _PlanSearch:
     """One run of :func:`find_here`, with the state that its stages share."""
 
     request: OptimizeRequest
     measurements: PlanMeasurements
-    found: Findings
-    """The findings so far."""
+    findings: Findings
+    """Findings so far."""
     prover: Prover
     applied: LevelRow | None = None
-    """The row of the level whose plan is to be applied; `None`: the original's."""
+    """Row of the level whose plan is to be applied.  ``None``: the original's."""
 
     @property
     def prepared(self) -> Prepared:
-        """The model without a plan."""
+        """Model without a plan."""
         return self.measurements.prepared
 
     def search(self) -> list[LevelRow]:
@@ -137,14 +138,14 @@ class _Job:
         started = time.monotonic()
         search: StartedSearch | None = None
         try:
-            with Sessions(self.prepared, "full size", self.found.notes) as sessions:
+            with Sessions(self.prepared, "full size", self.findings.notes) as sessions:
                 original = self.measurements.original_in(sessions, started)
-                if self.found.resolved.options.level == 0:
+                if self.findings.resolved.options.level == 0:
                     return [original]
                 if self.request.shown is not None:
                     check_original(self.request, original.outcome)
-                    return self._picked(self.request.shown, original)
-                search = start_search(self.request, self.found, sessions, original)
+                    return self._measure_picked(self.request.shown, original)
+                search = start_search(self.request, self.findings, sessions, original)
                 rows = [search.original, *self._search_plans(search)]
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
@@ -153,46 +154,47 @@ class _Job:
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
-        self.found.notes += search.obstacles(self.prepared.facts.sync_norms)
+        self.findings.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
 
-    def proven(self) -> tuple[LevelRow, Verification]:
-        """Return what :meth:`Prover.prove` does; begin that anew after Ctrl-C, so that the plan found is not lost.
+    def prove(self) -> tuple[LevelRow, Verification]:
+        """Return the result of :meth:`Prover.prove`; after Ctrl-C, begin again, so that the plan found is not lost.
 
-        A second Ctrl-C ends it, and so does the first if that plan has failed, since none of its parts is proven yet.
+        A second Ctrl-C ends the command.  So does the first if the plan has failed, since none of its parts is proven
+        yet.
         """
         try:
             return self.prover.prove(self.applied)
         except KeyboardInterrupt as err:
-            has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.found.rows)
+            has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.findings.rows)
             if not has_searched or self.prover.has_failed or self._is_the_end(err):
                 raise
             self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
-            self.found.interrupted = True
+            self.findings.interrupted = True
             return self.prover.prove(self.applied)
 
     def _is_the_end(self, interruption: KeyboardInterrupt) -> bool:
-        """Tell whether ``interruption`` ends the command: the second Ctrl-C, or the first where none is expected."""
-        return self.found.interrupted or not self.request.interruptible or isinstance(interruption, Terminated)
+        """Return whether ``interruption`` ends the command: the second Ctrl-C, or the first where none is expected."""
+        return self.findings.interrupted or not self.request.interruptible or isinstance(interruption, Terminated)
 
-    def _picked(self, shown: ShownFrontier, original: LevelRow) -> list[LevelRow]:
-        """Measure the plan picked from the ``shown`` frontier, and return two rows: the original's and the plan's."""
+    def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
+        """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
         assert self.request.goal.pick is not None, "else nothing is read"
-        point = shown.points[self.request.goal.pick - 1]
+        point = frontier.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
-        row = replace(point, outcome=self.measurements.measure(point.plan)).row(shown.options.level)
+        row = replace(point, outcome=self.measurements.measure(point.plan)).row(frontier.options.level)
         row = self.measurements.confirm(row)
-        self.found.frontier = [self._as_timed(point, row) for point in shown.points]
+        self.findings.frontier = [self._with_latest_times(point, row) for point in frontier.points]
         return [replace(original, outcome=self.measurements.measure(ORIGINAL)), row]
 
     def _begin_advice(self, rows: list[LevelRow], sessions: Sessions) -> None:
         """Begin the search for the batch that fits, where ``request`` asks for it; Ctrl-C ends only this.
 
-        It begins in ``sessions``, those of the plan search, which have recorded the step already: another recording
+        It begins in the ``sessions`` of the plan search, which have recorded the step already: another recording
         would take as long as a few dry runs.
         """
         request, prepared = self.request, self.prepared
-        row = rows[-1] if self.found.by_goal else applied_row(rows, self.applied)
+        row = rows[-1] if self.findings.by_goal else row_to_apply(rows, self.applied)
         is_wanted = request.recommend_batch and request.goal.applies and request.dim_range is None
         is_wanted = is_wanted and row.plan.compile is None
         if not is_wanted or not isinstance(row.outcome, Measurement):
@@ -200,157 +202,145 @@ class _Job:
         try:
             check_varied(prepared)
             prepared.progress.stage("estimating the batch that fits")
-            begun = begin_advice(request, prepared, row.plan, row.outcome, sessions)
+            advice = begin_advice(request, prepared, row.plan, row.outcome, sessions)
             if request.confirm_batch:
-                begun.search.foresee()
+                advice.search.foresee()
             else:
-                predicted(begun.search)
-            self.found.advice = begun
+                advise_by_dry_runs(advice.search)
+            self.findings.advice = advice
         except UsageError:  # the advice says so
             return
         except KeyboardInterrupt as err:
             if self._is_the_end(err):
                 raise
             prepared.progress.interrupted(NO_BATCH)
-            self.found.interrupted = True
+            self.findings.interrupted = True
 
     def _search_plans(self, search: StartedSearch) -> list[LevelRow]:
         """Search level by level, or for a budget or the frontier; if nothing fits, add what would help to the hint."""
-        if not self.found.by_goal:
+        if not self.findings.by_goal:
             return self._search_levels(search)
         try:
             return self._meet_goal(search)
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
-            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explained()]
+            hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explain_commands()]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
             raise type(err)(message, hint="\n".join(filter(None, hints))) from err
 
-    def _explained(self) -> Iterator[str]:
+    def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
-        if self.found.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
-            location, memory = quoted_path(self.request.source.location), exact_bytes(self.found.budget_bytes)
-            command = " ".join((f"memopt explain {location}", *self.request.flags, f"--memory {memory}"))
-            yield f"Who holds what when, and which other changes fit: {command}"
+        if self.findings.budget_bytes is not None and self.request.flags is not None and self.request.dim_range is None:
+            flags = (*self.request.flags, f"--memory {exact_bytes(self.findings.budget_bytes)}")
+            command = command_line("explain", self.request.source.location, flags)
+            yield f"To see which modules hold the memory, and which other changes fit: {command}"
 
     def _rows_so_far(self, search: StartedSearch) -> list[LevelRow]:
         """Answer an interrupted ``search`` from what it has tried so far, without trying anything more.
 
         Raises :class:`KeyboardInterrupt` if it had found no plan.
         """
-        if not search.probes.improved(search.first):
+        if not search.probes.has_improved(search.first):
             raise KeyboardInterrupt
         self.prepared.progress.interrupted(
             "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
         )
         search.probes.end("the search was interrupted")
-        self.found.interrupted = True
-        self.found.skipped.clear()
-        self.found.dropped.clear()
-        self.found.compiled.clear()
-        del self.found.notes[search.notes :]
-        del self.found.details[search.details :]
+        self.findings.interrupted = True
+        self.findings.skipped.clear()
+        self.findings.dropped.clear()
+        self.findings.compiled.clear()
+        del self.findings.notes[search.notes :]
+        del self.findings.details[search.details :]
         try:
             rows = self._search_plans(search)
         except NothingFitsError as err:
             raise KeyboardInterrupt(err.message) from err
-        if not self.found.by_goal and applied_row([search.original, *rows], self.applied).plan.is_empty:
+        if not self.findings.by_goal and row_to_apply([search.original, *rows], self.applied).plan.is_empty:
             raise KeyboardInterrupt
         return rows
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
         """Return one row, of the fastest plan within the budget or the one picked; none for ``--frontier`` alone."""
         goal, most_slowdown, started = self.request.goal, self.request.search.asked_slowdown, time.monotonic()
-        planned = GoalSearch(
+        goal_search = GoalSearch(
             search=search,
             measurements=self.measurements,
             in_backward=self._plans_in_backward(search, most_slowdown or math.inf),
             most_slowdown=most_slowdown,
         )
         rows: list[LevelRow] = []
-        shows = goal.needs_frontier
+        has_frontier = goal.needs_frontier
         if goal.pick is not None and not goal.frontier:
-            self.found.notes.append(
-                f"No plans of `--frontier` are kept beside the model: `--pick {goal.pick}` searched."
+            self.findings.notes.append(
+                f"There is no file of a frontier beside the model, so `--pick {goal.pick}` has searched it anew."
             )
-        self.prepared.progress.stage("searching the frontier" if shows else "searching within the budget")
-        found = planned.worth_showing() if shows else []
+        self.prepared.progress.stage("searching the frontier" if has_frontier else "searching within the budget")
+        priced_plans = goal_search.worth_showing() if has_frontier else []
         if goal.pick is not None and self.request.backend is None:  # compiled steps are added later
-            check_pick(goal.pick, len(found))
+            check_pick(goal.pick, len(priced_plans))
         if goal.budget is not None:
-            measured = search.original.outcome
-            whole = measured if isinstance(measured, Measurement) else search.first
-            self.found.budget_bytes = budget_bytes(goal.budget, whole.allocated_peak_bytes)
-            rows.append(self._within(planned, self.found.budget_bytes))
-        if shows:
-            self.found.frontier, beaten = without_beaten(self._with_compiled(planned, planned.frontier(found)))
-            self.found.details += filter(None, [beaten])
+            original_outcome = search.original.outcome
+            original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.first
+            self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
+            rows.append(self._find_within(goal_search, self.findings.budget_bytes))
+        if has_frontier:
+            self.findings.frontier, beaten_sentence = without_beaten(
+                self._add_compiled_points(goal_search, goal_search.frontier(priced_plans))
+            )
+            self.findings.details += filter(None, [beaten_sentence])
         if goal.pick is not None:
-            check_pick(goal.pick, len(self.found.frontier))
-            rows.append(planned.row_of(self.found.frontier[goal.pick - 1], started))
+            check_pick(goal.pick, len(self.findings.frontier))
+            rows.append(goal_search.row_of(self.findings.frontier[goal.pick - 1], started))
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
-        self.found.frontier = [self._as_timed(point, *rows[-1:]) for point in self.found.frontier]
+        self.findings.frontier = [self._with_latest_times(point, *rows[-1:]) for point in self.findings.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
-        self._say_time_is_over(search, lambda: shows or (rows[-1].predicted_slowdown or math.inf) > 1 + _FEW)
+        self._say_time_is_over(
+            search, lambda: has_frontier or (rows[-1].predicted_slowdown or math.inf) > 1 + _FAST_ENOUGH_SHARE
+        )
         return rows
 
     def _say_time_is_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
-        """Say that the time of ``search`` was over: in a note if a longer search ``may_improve`` the answer.
+        """Say that the time limit has ended ``search``, in a note if a longer search ``may_improve`` the answer.
 
-        Otherwise it is a mere detail, since users took the note for a failure.
+        Otherwise say so in a detail, since users took the note for a failure.
         """
-        over = search.probes.over
+        over = search.probes.over[:1].upper() + search.probes.over[1:]
         if over and may_improve():
-            self.found.notes.append(f"{over}: a longer one may find a better plan")
+            self.findings.notes.append(f"{over}: a longer search may find a better plan.")
         elif over:
-            self.found.details.append(f"{over}: a longer one would hardly find a better plan")
+            self.findings.details.append(f"{over}: a longer search would hardly find a better plan.")
 
-    def _within(self, planned: GoalSearch, budget_bytes: int) -> LevelRow:
+    def _find_within(self, goal_search: GoalSearch, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan within ``budget_bytes``; with ``--compile`` among compiled ones too."""
-        if self.request.backend is None or self.found.interrupted:
-            return planned.within(budget_bytes)
+        if self.request.backend is None or self.findings.interrupted:
+            return goal_search.within(budget_bytes)
         eager: LevelRow | None = None
-        nothing: NothingFitsError | None = None
+        error: NothingFitsError | None = None
         try:
-            eager = self.measurements.confirm(planned.within(budget_bytes))
-        except NothingFitsError as error:
-            nothing = error
-        compiled = FastestCompiled(
-            backend=self.request.backend,
-            budget_bytes=budget_bytes,
-            most_slowdown=planned.most_slowdown or math.inf,
-            search=planned.search,
-            measurements=self.measurements,
-            verify=self.prover.verify,
-        )
+            eager = self.measurements.confirm(goal_search.within(budget_bytes))
+        except NothingFitsError as err:
+            error = err
+        compiled = self._compiled_search(FastestCompiled, goal_search.search, goal_search.most_slowdown or math.inf)
         best = compiled.answer(eager)
-        self.prover.known |= compiled.verifications
-        if nothing is not None and best is None:
-            nothing.hint = "\n".join([nothing.hint, *compiled.failures()])
-            raise nothing
-        found = best or eager
-        assert found is not None, "else nothing fits"
-        return found
+        if error is not None and best is None:
+            error.hint = "\n".join([error.hint, *compiled.failures()])
+            raise error
+        row = best or eager
+        assert row is not None, "else nothing fits"
+        return row
 
-    def _with_compiled(self, planned: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Return the ``eager`` points, with ``--compile`` also those of verified compiled steps, fastest first."""
-        if self.request.backend is None or self.found.interrupted:
+    def _add_compiled_points(self, goal_search: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
+        """Return the ``eager`` points, and with ``--compile`` points of verified compiled steps, fastest first."""
+        if self.request.backend is None or self.findings.interrupted:
             return eager
-        if not self.found.compiled:  # with ``--budget``, they were measured already
-            compiled = SpreadCompiled(
-                backend=self.request.backend,
-                most_slowdown=planned.most_shown,
-                search=planned.search,
-                measurements=self.measurements,
-                verify=self.prover.verify,
-            )
-            compiled.measure()
-            self.prover.known |= compiled.verifications
+        if not self.findings.compiled:  # with ``--budget``, they were measured already
+            self._compiled_search(SpreadCompiled, goal_search.search, goal_search.most_shown).measure()
         original = self.measurements.known(ORIGINAL)
         original_s = None if original is None else original.step_s
         points = eager + [
             ParetoPoint(plan=row.plan, outcome=row.outcome, original_step_s=original_s)
-            for row in self.found.compiled
+            for row in self.findings.compiled
             if row.plan.compile is not None and not row.dropped
         ]
         return sorted(points, key=_by_time)
@@ -363,81 +353,88 @@ class _Job:
             measure_all=self.request.measure_levels or not search.traced.has_dry_runs,
         )
         rows = climb.rows()
-        self.applied = self._compiled(search, rows, self._in_backward(search, rows, climb.applied))
-        self._choose(search, applied_row([search.original, *rows], self.applied).plan)
+        self.applied = self._add_compiled(search, rows, self._add_in_backward(search, rows, climb.applied))
+        self._choose(search, row_to_apply([search.original, *rows], self.applied).plan)
         self._say_time_is_over(search, climb.may_go_lower)
         return rows
 
-    def _in_backward(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+    def _add_in_backward(
+        self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None
+    ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
         Where that was not asked for, a note says what it would save.
         """
         if applied is None:
             return applied
-        row = replace(applied, plan=applied_row([search.original, *rows], applied).plan)
-        known, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
-        assert known is not None, "the planner has found it"
+        row = replace(applied, plan=row_to_apply([search.original, *rows], applied).plan)
+        priced, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
+        assert priced is not None, "the planner has found it"
         plans = self._plans_in_backward(search, most_slowdown)
-        found = plans.of_level(row, known)
+        timed_row = plans.of_level(row, priced)
         if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
-            self.found.notes += filter(None, [plans.offer(known)])
-        if found is None:  # time the row again: the attempt above may have timed the original anew
-            timed = replace(applied, outcome=self.measurements.measure(applied.plan))
-            found = self.measurements.confirm(timed, most_slowdown)
-        rows[rows.index(applied)] = found
-        return found
+            self.findings.notes += filter(None, [plans.offer(priced)])
+        if timed_row is None:  # time the row again: the attempt above may have timed the original anew
+            retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
+            timed_row = self.measurements.confirm(retimed, most_slowdown)
+        rows[rows.index(applied)] = timed_row
+        return timed_row
 
-    def _compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
+    def _add_compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
         """Return the ``applied`` row, or with ``--compile`` a compiled step that peaks lower; update ``rows`` too."""
-        if self.request.backend is None or self.found.interrupted:
+        if self.request.backend is None or self.findings.interrupted:
             return applied
-        compiled = SmallestCompiled(
-            backend=self.request.backend,
-            most_slowdown=search.options.max_slowdown or math.inf,
-            search=search,
-            measurements=self.measurements,
-            verify=self.prover.verify,
-        )
+        compiled = self._compiled_search(SmallestCompiled, search, search.options.max_slowdown or math.inf)
         best = compiled.answer(applied or search.original)
-        self.prover.known |= compiled.verifications
         if best is None or (best.plan.compile is None and applied is None):
             return applied
         rows[rows.index(applied) if applied in rows and best.plan.compile is None else -1] = best
         return best
 
+    def _compiled_search(self, kind: type[Compiled], search: StartedSearch, most_slowdown: float) -> Compiled:
+        """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
+        assert self.request.backend is not None, "else nothing is compiled"
+        return kind(
+            backend=self.request.backend,
+            most_slowdown=most_slowdown,
+            search=search,
+            measurements=self.measurements,
+            verify=self.prover.verify,
+            verifications=self.prover.known,
+        )
+
     def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
-            count=search.counted_late,
+            count=search.count_late,
             measurements=self.measurements,
             fault=self.prover.fault,
             most_slowdown=most_slowdown,
-            drop=self.found.drop,
+            drop=self.findings.drop,
             is_allowed=search.options.optimizer_in_backward,
         )
 
-    def _as_timed(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
+    def _with_latest_times(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
 
         Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
         """
-        original, timed = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
-        if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, timed):
+        original, applied_plan = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
+        if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, applied_plan):
             return point
         outcome = self.measurements.measure(point.plan)
         return replace(point, outcome=outcome, original_step_s=original.step_s)
 
     def _choose(self, search: StartedSearch, plan: Plan) -> None:
         """Record which modules are segments of ``plan``, why requested ones are not, and the neighbouring plans."""
-        modules, by_goal = search.traced.trace.modules, self.found.by_goal
-        self.found.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
-        self.found.notes += refusal_notes(self.found.selection.refusals)
+        modules, by_goal = search.traced.trace.modules, self.findings.by_goal
+        self.findings.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
+        self.findings.notes += refusal_notes(self.findings.selection.refusals)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
-            self.found.dropped.insert(0, dropped)
-        refused = [dropped.plan for dropped in self.found.dropped]
-        self.found.faster, self.found.smaller = search.planner.neighbours(plan, refused)
+            self.findings.dropped.insert(0, dropped)
+        refused = [dropped.plan for dropped in self.findings.dropped]
+        self.findings.faster, self.findings.smaller = search.planner.neighbours(plan, refused)
 
 
 def _by_time(point: ParetoPoint) -> tuple[bool, float]:

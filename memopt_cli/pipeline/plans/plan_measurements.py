@@ -15,11 +15,11 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
-_DOUBT, _DOUBT_AT_ANY_PRICE = 0.1, 0.2
+_DOUBT_SHARE, _DOUBT_SHARE_WITHOUT_LIMIT = 0.1, 0.2
 """Share by which a measured slowdown may differ from the predicted one before the plan is timed again.
 
 The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
-_FAR = 10.0
+_UNUSABLE_SLOWDOWN = 10.0
 """Slowdown from which on a plan is not timed again if any slowdown is allowed: nobody needs the exact number."""
 
 
@@ -32,7 +32,7 @@ class PlanMeasurements:
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
     _in_turns: tuple[Plan, ...] = ()
-    """The plans that were last timed in turns with the original; the step times of their measurements are these."""
+    """Plans that were last timed in turns with the original; the step times of their measurements are these."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure ``plan`` in a fresh subprocess, unless it was measured before; return its latest measurement."""
@@ -57,8 +57,8 @@ class PlanMeasurements:
 
     def known(self, plan: Plan) -> Measurement | None:
         """Return the measurement of ``plan``; ``None`` if it was not measured, or does not run."""
-        found = self._found.get(plan)
-        return found.measurement if isinstance(found, Measured) else None
+        answer = self._found.get(plan)
+        return answer.measurement if isinstance(answer, Measured) else None
 
     def _prepared_for(self, plan: Plan) -> Prepared:
         """Return the model to measure ``plan`` on.
@@ -76,8 +76,8 @@ class PlanMeasurements:
 
     def answer_in(self, session: Session | Prepared, plan: Plan) -> Measured | Failure:
         """Measure ``plan`` in ``session``, and keep the answer."""
-        found = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
-        return found
+        answer = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
+        return answer
 
     def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
         """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
@@ -100,21 +100,21 @@ class PlanMeasurements:
         All keep these step times.  If a run fails, return the failure and change nothing.
         """
         limit = None if math.isinf(most_slowdown) else most_slowdown
-        found = self.prepared.ask(TimeInTurnsJob(plans=plans, most_slowdown=limit))
-        if not isinstance(found, TimedInTurns):
-            return found
+        answer = self.prepared.ask(TimeInTurnsJob(plans=plans, most_slowdown=limit))
+        if not isinstance(answer, TimedInTurns):
+            return answer
         self._in_turns = plans
-        self.retimed(ORIGINAL, step_times_s=found.original_times_s, waited=found.waited)
-        for plan, times_s in zip(plans, found.planned_times_s, strict=True):
-            _, error = slowdown_in(tuple(zip(found.original_times_s, times_s, strict=False)))
-            self.retimed(plan, step_times_s=times_s, waited=found.waited, slowdown_error=error)
+        self.update_times(ORIGINAL, step_times_s=answer.original_times_s, waited=answer.waited)
+        for plan, times_s in zip(plans, answer.planned_times_s, strict=True):
+            _, error = slowdown_in(tuple(zip(answer.original_times_s, times_s, strict=False)))
+            self.update_times(plan, step_times_s=times_s, waited=answer.waited, slowdown_error=error)
         return None
 
-    def retimed(self, plan: Plan, **changes: Any) -> None:
+    def update_times(self, plan: Plan, **changes: Any) -> None:
         """Update the measurement of ``plan`` with ``changes``: field -> value from a later timing."""
-        measured = self._found[plan]
-        if isinstance(measured, Measured):
-            self._found[plan] = replace(measured, measurement=replace(measured.measurement, **changes))
+        answer = self._found[plan]
+        if isinstance(answer, Measured):
+            self._found[plan] = replace(answer, measurement=replace(answer.measurement, **changes))
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
@@ -136,13 +136,13 @@ def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> 
     if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
         return False
     slowdown = row.outcome.slowdown(original)
-    if math.isinf(most_slowdown) and slowdown >= _FAR:
+    if math.isinf(most_slowdown) and slowdown >= _UNUSABLE_SLOWDOWN:
         return False
     predicted = row.predicted_slowdown or slowdown
-    slower = _DOUBT_AT_ANY_PRICE if math.isinf(most_slowdown) else _DOUBT
-    return slowdown > most_slowdown or not 1 - _DOUBT <= slowdown / predicted <= 1 + slower
+    slower_share = _DOUBT_SHARE_WITHOUT_LIMIT if math.isinf(most_slowdown) else _DOUBT_SHARE
+    return slowdown > most_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
 
 
-def measurement_in(found: Measured | Failure) -> Measurement | Failure:
-    """Return the measurement in ``found``, the answer to a :class:`MeasureJob`, or the failure that it is."""
-    return found.measurement if isinstance(found, Measured) else found
+def measurement_in(answer: Measured | Failure) -> Measurement | Failure:
+    """Return the measurement in ``answer`` to a :class:`MeasureJob`; a failure is returned unchanged."""
+    return answer.measurement if isinstance(answer, Measured) else answer

@@ -14,11 +14,11 @@ from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
 from memopt_cli.pipeline.failures import raise_failure, required
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.narrowing import agreeing
+from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.pipeline.plans.worth import drop_by_measurement
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verified, verified_by_fingerprints
+from memopt_cli.pipeline.verification import fault_in, verify, verify_by_fingerprints
 from memopt_cli.records import (
     Differs,
     Dropped,
@@ -35,13 +35,13 @@ from memopt_cli.records import (
 )
 
 
-def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
+def row_to_apply(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
     """Return ``chosen`` if its plan was measured, else the original's row, which is the first of ``rows``.
 
     Raises :class:`MeasurementError` if no level could be run.
     """
-    applied = next((row for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)), None)
-    if applied is None:
+    measured_row = next((row for row in (chosen, rows[0]) if row and isinstance(row.outcome, Measurement)), None)
+    if measured_row is None:
         failure = rows[-1].outcome
         assert failure is not None
         assert not isinstance(failure, Measurement)
@@ -49,7 +49,7 @@ def applied_row(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
             hint="Try a smaller batch (`--dim B=1` where the shape says B), or a machine with more memory.",
         )
-    return applied
+    return measured_row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +57,12 @@ class Prover:
     """A verifier of the row to apply, which puts another row in its place if verification fails."""
 
     measurements: PlanMeasurements
-    found: Findings
-    """The findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
+    findings: Findings
+    """Findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
     takes_chosen: bool = False
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """The outcome of each verification so far."""
+    """Outcome of each verification so far."""
     has_failed: bool = False
     """Whether the plan that was found has failed its verification, so that parts of it are tried."""
 
@@ -71,49 +71,49 @@ class Prover:
 
         Chunks are verified in float64.  Where the model cannot run in it, the best row without chunks is applied.
         """
-        rows, is_asked_for = self.found.rows, self.found.by_goal
-        best = rows[-1] if is_asked_for else applied_row(rows, chosen)
+        rows, is_asked_for = self.findings.rows, self.findings.by_goal
+        best = rows[-1] if is_asked_for else row_to_apply(rows, chosen)
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
             raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
-        found = self.verify(best.plan)
-        if isinstance(found, StepFailed) and best.plan.has_chunks and not is_asked_for:
-            self._drop(best, NotRun(failure=found, in_verification=True))
+        verification = self.verify(best.plan)
+        if isinstance(verification, StepFailed) and best.plan.has_chunks and not is_asked_for:
+            self._drop(best, NotRun(failure=verification, in_verification=True))
             best = self._without_chunks()
-            found = self.verify(best.plan)
-        found = required(found, "verification could not be run: ")
-        if found.passed:
-            return best, found
+            verification = self.verify(best.plan)
+        verification = required(verification, "verification could not be run: ")
+        if verification.passed:
+            return best, verification
         self.has_failed = True
         if not is_asked_for:
-            return self._narrowed(best, found)
-        self._drop(best, Differs(verification=found))
-        return best, found
+            return self._narrow(best, verification)
+        self._drop(best, Differs(verification=verification))
+        return best, verification
 
     def fault(self, plan: Plan) -> Reason | None:
         """Verify ``plan``, remember the outcome, and return why it fails; ``None`` if it passes."""
-        found = self.known[plan] = self.verify(plan)
-        return fault_in(found)
+        outcome = self.known[plan] = self.verify(plan)
+        return fault_in(outcome)
 
     def _without_chunks(self) -> LevelRow:
         """Measure the row of the highest level without chunks, and return it if it is worth its time."""
-        rows = self.found.rows
-        at = max(at for at, row in enumerate(rows) if not row.plan.has_chunks)
-        rows[at] = replace(rows[at], outcome=self.measurements.measure(rows[at].plan))
-        self.found.faster = self.found.smaller = None
-        return self._worth_its_time(at)
+        rows = self.findings.rows
+        index = max(index for index, row in enumerate(rows) if not row.plan.has_chunks)
+        rows[index] = replace(rows[index], outcome=self.measurements.measure(rows[index].plan))
+        self.findings.faster = self.findings.smaller = None
+        return self._row_if_worthwhile(index)
 
-    def _narrowed(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
+    def _narrow(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """Return ``best`` without the segments that differ, verified again; if that fails, ``best`` and ``failed``."""
         self.measurements.prepared.progress.stage("finding what differs")
-        plan, left_out = self._agreeing(best.plan, failed)
+        plan, left_out = self._split(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
-        self.found.faster = self.found.smaller = None
-        rows = self.found.rows
+        self.findings.faster = self.findings.smaller = None
+        rows = self.findings.rows
         row = rows[0]
         if plan.segments or plan.packed:
-            at = rows.index(best)
-            rows[at] = replace(
+            index = rows.index(best)
+            rows[index] = replace(
                 best,
                 plan=plan,
                 outcome=self.measurements.measure(plan),
@@ -122,46 +122,46 @@ class Prover:
                 predicted_slowdown=None,
                 repeats=None,
             )
-            row = self._worth_its_time(at)
-        found = self.verify(row.plan)
-        if not isinstance(found, Verification) or not found.passed:
+            row = self._row_if_worthwhile(index)
+        verification = self.verify(row.plan)
+        if not isinstance(verification, Verification) or not verification.passed:
             return best, failed
-        return row, found
+        return row, verification
 
-    def _worth_its_time(self, at: int) -> LevelRow:
-        """Return the row at index ``at`` if its plan is worth its time as measured, else the original's row."""
-        rows, most = self.found.rows, self.found.resolved.options.max_slowdown or math.inf
+    def _row_if_worthwhile(self, index: int) -> LevelRow:
+        """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
+        rows, most_slowdown = self.findings.rows, self.findings.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
-            return applied_row(rows, rows[at])
-        rows[at] = self.measurements.confirm(rows[at], most)
+            return row_to_apply(rows, rows[index])
+        rows[index] = self.measurements.confirm(rows[index], most_slowdown)
         original = self.measurements.measure(ORIGINAL)
         rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
-        dropped = judged(rows[at], original, most)
+        dropped = drop_by_measurement(rows[index], original, most_slowdown)
         if dropped is not None:
-            self.found.drop(dropped)
-        return applied_row(rows, rows[at] if dropped is None else None)
+            self.findings.drop(dropped)
+        return row_to_apply(rows, rows[index] if dropped is None else None)
 
-    def _drop(self, row: LevelRow, why: Reason) -> None:
+    def _drop(self, row: LevelRow, reason: Reason) -> None:
         peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
         original = self.measurements.known(ORIGINAL)
-        self.found.drop(
+        self.findings.drop(
             Dropped(
                 plan=row.plan,
                 peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
                 original_bytes=None if original is None else original.allocated_peak_bytes,
-                why=why,
+                why=reason,
             )
         )
 
-    def _agreeing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
+    def _split(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
         """Split ``plan`` by :func:`agreeing`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
-                found = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
-                return found if isinstance(found, Verification) else None
+                answer = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                return answer if isinstance(answer, Verification) else None
 
-            return agreeing(plan, verify)
+            return agreeing_part(plan, verify)
 
     def verify(self, plan: Plan) -> Verification | Failure:
         """Verify ``plan`` by the fingerprints of its measured steps, or by new runs if either step was not measured."""
@@ -170,5 +170,5 @@ class Prover:
         prepared = self.measurements.prepared
         steps = self.measurements.steps_of(plan)
         if steps is not None:
-            return verified_by_fingerprints(prepared, plan, steps)
-        return verified(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))
+            return verify_by_fingerprints(prepared, plan, steps)
+        return verify(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))

@@ -15,9 +15,18 @@ from memopt_cli.errors import UsageError, WriteError
 from memopt_cli.files.contents import frontier_json, read_frontier
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN, check_pick
+from memopt_cli.pipeline.plans.frontier import check_pick
+from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN
 from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
-from memopt_cli.pipeline.terms import differences, filled_in, inputs_term, left_out, naming_code, step_terms, typed
+from memopt_cli.pipeline.terms import (
+    differences,
+    fill_in,
+    flags_in_words,
+    inputs_term,
+    missing_settings,
+    settings_naming_code,
+    step_terms,
+)
 from memopt_cli.records import (
     Measurement,
     ModelSource,
@@ -31,9 +40,9 @@ from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import check_targets, content, write_all
 
-_AGAIN = "Run `--frontier` for this step, and pick one of its plans."
-_SHOWN_DIGITS = 12
-"""The number of digits of a hash that a message shows."""
+_SHOW_AGAIN_HINT = "Run `--frontier` for this step, and pick one of its plans."
+_MAX_HASH_DIGITS = 12
+"""Number of digits of a hash that a message shows."""
 
 
 def frontier_path(source: ModelSource) -> Path:
@@ -65,50 +74,53 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     if number is None or request.goal.frontier:
         return request
     try:
-        shown = read_frontier(frontier_path(request.source))
+        frontier = read_frontier(frontier_path(request.source))
     except FileNotFoundError:
         return request
-    check_pick(number, len(shown.points))
-    _check_options(request.search.options, shown.options)
-    compilers = {point.plan.compile.backend for point in shown.points if point.plan.compile is not None}
+    check_pick(number, len(frontier.points))
+    _check_options(request.search.options, frontier.options)
+    compilers = {point.plan.compile.backend for point in frontier.points if point.plan.compile is not None}
     if request.backend not in (None, *compilers):
         raise UsageError(
             f"`--pick` takes a plan that was shown, and {request.backend} compiles none of them",
             hint="Leave `--compile` out, or add `--frontier` to search again.",
         )
-    is_exact = not any(segment.inexact for segment in shown.points[number - 1].plan.everywhere)
+    is_exact = not any(segment.inexact for segment in frontier.points[number - 1].plan.everywhere)
     if not is_exact and not request.search.options.allow_inexact:
         raise UsageError(
             f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
         )
-    asked, then = request.settings, shown.settings
-    _check_code(asked, then)
-    _check_inputs(request, shown)
-    options = replace(request.search.options, level=shown.options.level)
-    taken = left_out(asked, then)
-    notes = (*request.search.notes, *[f"As when the plans were shown: {typed(then, taken)}."] * bool(taken))
+    settings, shown_settings = request.settings, frontier.settings
+    _check_code(settings, shown_settings)
+    _check_inputs(request, frontier)
+    options = replace(request.search.options, level=frontier.options.level)
+    filled_names = missing_settings(settings, shown_settings)
+    notes = (
+        *request.search.notes,
+        *[f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}."] * bool(filled_names),
+    )
     return replace(
         request,
-        spec=request.spec or typed_inputs(shown.header, frontier_path(request.source)),
-        settings=filled_in(asked, then),
+        spec=request.spec or typed_inputs(frontier.header, frontier_path(request.source)),
+        settings=fill_in(settings, shown_settings),
         search=replace(request.search, options=options, requested_level=options.level, notes=notes),
-        shown=shown,
+        shown=frontier,
     )
 
 
-def _check_code(asked: StepSettings, then: StepSettings) -> None:
-    """Raise :class:`UsageError` if ``asked`` leaves out code that the step of the shown plans, ``then``, names."""
-    if code := naming_code(asked, then):
-        flags = typed(then, code)
+def _check_code(settings: StepSettings, shown_settings: StepSettings) -> None:
+    """Raise :class:`UsageError` if ``settings`` leaves out code that the step of the shown plans names."""
+    if code := settings_naming_code(settings, shown_settings):
+        flags = flags_in_words(shown_settings, code)
         raise UsageError(
-            f"the plans were shown for a step with {flags}, and a file beside the model names no code that is run",
+            f"the plans were shown for a step with {flags}, and memopt runs no code that only a file names",
             hint=f"If that is your code, add {flags}.",
         )
 
 
-def _check_inputs(request: OptimizeRequest, shown: ShownFrontier) -> None:
-    """Raise :class:`UsageError` if ``request`` leaves out the file or the script that made the inputs of ``shown``."""
-    spec = shown.header.spec
+def _check_inputs(request: OptimizeRequest, frontier: ShownFrontier) -> None:
+    """Raise :class:`UsageError` if ``request`` leaves out the file or script with the inputs of ``frontier``."""
+    spec = frontier.header.spec
     files = {"--input-data": spec.data_file, "--input-script": spec.script}
     flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
     if flag and not (request.spec is not None and request.spec.has_inputs):
@@ -118,20 +130,20 @@ def _check_inputs(request: OptimizeRequest, shown: ShownFrontier) -> None:
         )
 
 
-def _check_options(asked: SearchOptions, then: SearchOptions) -> None:
-    """Raise :class:`UsageError` where ``asked`` sets an option to another value than ``then``, the search shown."""
-    plain = resolve({}).options
+def _check_options(options: SearchOptions, shown_options: SearchOptions) -> None:
+    """Raise :class:`UsageError` where ``options`` sets an option to another value than the shown plans have."""
+    defaults = resolve({}).options
     for name in (f.name for f in fields(SearchOptions)):
-        value, before = getattr(asked, name), getattr(then, name)
-        if value not in (getattr(plain, name), before):
+        value, shown_value = getattr(options, name), getattr(shown_options, name)
+        if value not in (getattr(defaults, name), shown_value):
             raise UsageError(
-                f"`--pick` takes a plan that was shown, and its {name.removesuffix('s').replace('_', ' ')} was "
-                f"{_text(before)}, not {_text(value)}",
-                hint=f"Leave the option out. {_AGAIN}",
+                f"`--pick` takes a plan that was shown; its {name.removesuffix('s').replace('_', ' ')} was "
+                f"{_option_text(shown_value)}, not {_option_text(value)}",
+                hint=f"Leave the option out. {_SHOW_AGAIN_HINT}",
             )
 
 
-def _text(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return the ``value`` of an option about as it is typed."""
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
@@ -139,70 +151,70 @@ def _text(value: Any) -> str:
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` where the plans to pick from were shown for another step than that of ``prepared``."""
+    """Raise :class:`UsageError` if the plans to pick from were shown for another step than the step of ``prepared``."""
     if request.shown is None:
         return
-    found = differences(_terms(request.shown), _terms(_shown(request, prepared)))
-    if found:
+    changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))
+    if changes:
         raise UsageError(
             f"the plans in {frontier_path(request.source)} were shown for another step: "
-            + "; ".join(f"{d.name} {d.before} → {d.after}" for d in found),
-            hint=_AGAIN,
+            + "; ".join(f"{d.name} {d.before} → {d.after}" for d in changes),
+            hint=_SHOW_AGAIN_HINT,
         )
 
 
-def check_original(request: OptimizeRequest, measured: object) -> None:
-    """Raise :class:`UsageError` if the original's tensor peak, ``measured`` now, differs from when plans were shown.
+def check_original(request: OptimizeRequest, original: object) -> None:
+    """Raise :class:`UsageError` if the original's tensor peak, ``original`` now, differs from when plans were shown.
 
     Hashes do not cover code: a function that builds the model or its inputs may have changed since.
     """
     assert request.shown is not None, "a plan is picked from it"
-    then = [point.outcome for point in request.shown.points if point.plan.is_empty]
-    peaks = [found.tensor_peak_bytes for found in (*then, measured) if isinstance(found, Measurement)]
+    shown_outcomes = [point.outcome for point in request.shown.points if point.plan.is_empty]
+    peaks = [outcome.tensor_peak_bytes for outcome in (*shown_outcomes, original) if isinstance(outcome, Measurement)]
     if len(set(peaks)) > 1:
-        before, now = (format_bytes(peak) for peak in peaks[-2:])
+        shown_peak, current_peak = (format_bytes(peak) for peak in peaks[-2:])
         raise UsageError(
-            f"the plans in {frontier_path(request.source)} were shown for a step with a tensor peak of {before}, and "
-            f"that of the model as it is has {now}",
-            hint=_AGAIN,
+            f"the plans in {frontier_path(request.source)} were shown for a step with a tensor peak of {shown_peak}; "
+            f"the step now has a tensor peak of {current_peak}",
+            hint=_SHOW_AGAIN_HINT,
         )
 
 
-def _terms(shown: ShownFrontier) -> dict[str, str]:
-    header = shown.header
+def _terms(frontier: ShownFrontier) -> dict[str, str]:
+    header = frontier.header
     return {
-        "model": _short(header.sha256) or header.model,
-        "weights": _short(shown.weights_sha256) or "none",
-        "entry": shown.key or "none",
+        "model": _short_hash(header.sha256) or header.model,
+        "weights": _short_hash(frontier.weights_sha256) or "none",
+        "entry": frontier.key or "none",
         "inputs": inputs_term(header.spec),
-        "input data": _short(header.spec.data_sha256) or "none",
+        "input data": _short_hash(header.spec.data_sha256) or "none",
         "device": header.device,
         "seed": str(header.seed),
-        **step_terms(shown.settings),
+        **step_terms(frontier.settings),
     }
 
 
-def _short(sha256: str | None) -> str:
-    return "" if sha256 is None else f"with hash {sha256[:_SHOWN_DIGITS]}"
+def _short_hash(sha256: str | None) -> str:
+    return "" if sha256 is None else f"with hash {sha256[:_MAX_HASH_DIGITS]}"
 
 
-def keep_shown(request: OptimizeRequest, prepared: Prepared, found: Findings) -> list[Path]:
-    """Write the frontier in ``found`` beside the model and return its path; if that fails, add a note instead.
+def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> list[Path]:
+    """Write the frontier in ``findings`` beside the model and return its path; if that fails, add a note instead.
 
     A read-only disk, say, is no reason to fail: without the file, ``--pick`` only has to search again.
     """
     path = frontier_path(request.source)
-    text = frontier_json(replace(_shown(request, prepared), points=tuple(found.frontier)))
+    text = frontier_json(replace(_empty_frontier(request, prepared), points=tuple(findings.frontier)))
     try:
         check_frontier_target(request)
         write_all({path: content(text)}, force=True)
     except (UsageError, WriteError) as err:
-        found.notes.append(f"The plans are not kept, so `--pick` will search again: {err.message}.")
+        findings.notes.append(f"The plans are not kept, so `--pick` will search again: {err.message}.")
         return []
     return [path]
 
 
-def _shown(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+def _empty_frontier(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
     options = request.search.options
     if request.search.asked_slowdown is None:
         options = replace(options, max_slowdown=FRONTIER_SLOWDOWN)

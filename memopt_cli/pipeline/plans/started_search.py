@@ -10,7 +10,7 @@ from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
 from memopt_cli.pipeline.failures import required
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.sent import room_note
+from memopt_cli.pipeline.plans.offload_place import room_notes
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
@@ -21,8 +21,8 @@ from memopt_cli.text.units import format_bytes
 
 _SEARCH_S, _SEARCH_STEPS = 10, 10
 """A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
-_AT_ANY_PRICE = 3
-"""The factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
+_ANY_SLOWDOWN_FACTOR = 3
+"""Factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +33,34 @@ class StartedSearch:
     first: Counted
     """A dry run of the original."""
     original: LevelRow
-    """The row of the original as first measured; without an outcome where it is not run here."""
+    """Row of the original as first measured; without an outcome where it is not run here."""
     probes: SearchProbes
     planner: Planner
-    found: Findings
-    """The findings so far."""
+    findings: Findings
+    """Findings so far."""
     notes: int
-    """The number of notes among the findings when the search began."""
+    """Number of notes among the findings when the search began."""
     details: int
-    """The number of details among the findings when the search began."""
+    """Number of details among the findings when the search began."""
 
     @property
     def options(self) -> SearchOptions:
-        """The limits of the search, as the user's options resolve."""
-        return self.found.resolved.options
+        """Limits of the search, as the user's options resolve."""
+        return self.findings.resolved.options
 
-    def row(self, level: int, found: PricedPlan, tried: int, started: float) -> LevelRow:
-        """Return the unmeasured row of a plan that the planner ``found``, with its predicted peaks if dry runs work."""
+    def row(self, level: int, priced: PricedPlan, dry_runs: int, started: float) -> LevelRow:
+        """Return the unmeasured row of the plan ``priced``, with its predicted peaks if dry runs work."""
         row = LevelRow(
             level=level,
-            plan=found.plan,
+            plan=priced.plan,
             outcome=None,
-            predicted_slowdown=found.slowdown,
-            dry_runs=tried,
+            predicted_slowdown=priced.slowdown,
+            dry_runs=dry_runs,
             search_s=time.monotonic() - started,
         )
-        return row.predicted(found.counted) if self.traced.has_dry_runs else row
+        return row.predicted(priced.counted) if self.traced.has_dry_runs else row
 
-    def counted_late(self, plan: Plan) -> Counted | Failure | NotTried:
+    def count_late(self, plan: Plan) -> Counted | Failure | NotTried:
         """Count ``plan`` by a dry run, even if the time of the search is over."""
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 
@@ -71,50 +71,50 @@ class StartedSearch:
                 yield f"'{path or '(root)'}' does not run in chunks: {reason}."
 
 
-def start_search(request: OptimizeRequest, found: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
+def start_search(request: OptimizeRequest, findings: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
     """Record and count a step of the ``original`` row, and make a planner for it.
 
     Raises :class:`MemoptError` where that does not run.
     """
-    started, options, outcome = time.monotonic(), found.resolved.options, original.outcome
+    started, options, outcome = time.monotonic(), findings.resolved.options, original.outcome
     traced = record_step(
         sessions(),
         ORIGINAL,
         outcome,
-        found.notes,
+        findings.notes,
         sessions=sessions,
         consequence="every plan is run to be counted",
     )
-    fake = traced.has_dry_runs
-    answer = sessions().ask(CountJob(plan=ORIGINAL, fake=fake))
-    counted = required(answer, "a step of the model could not be counted: ")
+    is_fake = traced.has_dry_runs
+    answer = sessions().ask(CountJob(plan=ORIGINAL, fake=is_fake))
+    original_count = required(answer, "a step of the model could not be counted: ")
     if isinstance(outcome, Failure):
-        found.notes.append(
+        findings.notes.append(
             f"The original does not fit here; its peak of "
-            f"{format_bytes(counted.allocated_peak_bytes)} is predicted on tensors without data."
+            f"{format_bytes(original_count.allocated_peak_bytes)} is predicted on tensors without data."
         )
     place = sessions.prepared.subject.place
-    found.notes += room_note(options, traced.trace, place)
-    probes = SearchProbes(sessions, limit_s=_limit_s(request, found, outcome))
+    findings.notes += room_notes(options, traced.trace, place)
+    probes = SearchProbes(sessions, limit_s=_limit_s(request, findings, outcome))
     progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
-    asked = planner_probes(probes, counted, progress, fake=fake, allow_inexact=allow_inexact)
+    probes_of_planner = planner_probes(probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact)
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
-        first=counted,
-        original=original.predicted(counted) if fake else original,
+        first=original_count,
+        original=original.predicted(original_count) if is_fake else original,
         probes=probes,
-        planner=Planner(traced.trace, counted, asked, options, place=place),
-        found=found,
-        notes=len(found.notes),
-        details=len(found.details),
+        planner=Planner(traced.trace, original_count, probes_of_planner, options, place=place),
+        findings=findings,
+        notes=len(findings.notes),
+        details=len(findings.details),
     )
 
 
-def _limit_s(request: OptimizeRequest, found: Findings, original: Measurement | Failure | None) -> float | None:
+def _limit_s(request: OptimizeRequest, findings: Findings, original: Measurement | Failure | None) -> float | None:
     """Return the time limit in seconds; ``None`` for no limit, as for ``--budget`` without ``--search-time``."""
-    said = request.search_limit_s is not None or request.goal != SearchGoal()
-    if said or not isinstance(original, Measurement):
+    is_set = request.search_limit_s is not None or request.goal != SearchGoal()
+    if is_set or not isinstance(original, Measurement):
         return request.search_limit_s
-    times = 1 if found.resolved.options.max_slowdown is not None else _AT_ANY_PRICE
-    return times * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))
+    factor = 1 if findings.resolved.options.max_slowdown is not None else _ANY_SLOWDOWN_FACTOR
+    return factor * (_SEARCH_S + _SEARCH_STEPS * min(original.step_times_s))

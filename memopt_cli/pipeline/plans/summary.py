@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt_cli.pipeline.plans.findings import Findings, measured_at
+from memopt_cli.pipeline.plans.findings import Findings, measurement_at
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
@@ -16,35 +16,37 @@ from memopt_cli.search.plan.policy import STEP_NAMES, Selection, recommend
 from memopt_cli.search.plan.schedules import count_segments
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
-_SLOW = 2.0
+_SLOW_STEP_RATIO = 2.0
 """A slowdown from which on the summary points to faster plans."""
 
 
-def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None) -> MemOptSummary:
-    """Return the summary of what an optimization ``found``; its counters are those of the plan that is applied.
+def summarize(
+    findings: Findings, *, spent_s: float, advice: BatchAdvice | BatchEstimate | None = None
+) -> MemOptSummary:
+    """Return the summary of ``findings``; its counters describe the plan that is applied.
 
     ``spent_s``: wall time of the whole command.  ``advice``: the batch that fits, if that was asked for.
     """
-    rows, options, selection = found.rows, found.resolved.options, found.selection
-    plan = found.plan.longest
+    rows, options, selection = findings.rows, findings.resolved.options, findings.selection
+    plan = findings.plan.longest
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
-    manual = [s for s in packed if s.path in found.asked_codecs]
+    manual = [s for s in packed if s.path in findings.asked_codecs]
     outer, splits, _ = count_segments(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
-    measured = found.measured
+    measurement = findings.measurement
     summary = MemOptSummary(
         profile=options.profile,
         checkpoint_budget=options.checkpoint_budget,
         prefer=options.prefer,
-        device=found.device,
-        requested_level=found.resolved.requested_level,
-        applied_level=found.applied_level,
+        device=findings.device,
+        requested_level=findings.resolved.requested_level,
+        applied_level=findings.applied_level,
         compress_x=options.compress_x,
         allow_expensive_profiling=options.allow_expensive_profiling,
         applied_steps=_steps_of(plan, splits),
-        skipped_steps=sorted((*found.skipped, *_not_applied(found))),
-        notes=[*found.notes, *_codecs_left_out(found)],
+        skipped_steps=sorted((*findings.skipped, *_not_applied(findings))),
+        notes=[*findings.notes, *_codecs_left_out(findings)],
         gc_wrap_count=outer,
         manual_compressor_count=len(manual),
         bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
@@ -60,29 +62,31 @@ def summarize(found: Findings, *, spent_s: float, advice: BatchAdvice | BatchEst
         gc_selection_policy=selection.policy if selection else "no_candidates",
         gc_selected_modules=[m.path for m in selection.selected] if selection else [],
         gc_selection_explanation=selection.explanation if selection else "Nothing was searched.",
-        recommendation=recommend(options, selection, measured=_measured_sentence(found), generic=_generic(found)),
-        peak_memory_mb=measured.allocated_peak_bytes / 2**20 if measured else None,
+        recommendation=recommend(
+            options, selection, measured=_measured_sentence(findings), generic=_further_plans_sentence(findings)
+        ),
+        peak_memory_mb=measurement.allocated_peak_bytes / 2**20 if measurement else None,
         total_gc_count=len(plan.segments),
         total_sliding_count=len(chunked),
         compressed_layers=len(packed),
         skipped_errors=sum(not isinstance(row.outcome, Measurement | None) for row in rows),
         levels=rows,
-        plan=found.plan,
-        verification=found.verification,
+        plan=findings.plan,
+        verification=findings.verification,
         advice=advice,
-        model_format=found.model_format,
+        model_format=findings.model_format,
         spent_s=spent_s,
-        budget_bytes=found.budget_bytes,
-        frontier=found.frontier,
-        interrupted=found.interrupted,
-        faster=found.faster,
-        smaller=found.smaller,
-        estimates=found.estimates,
-        parallel=found.parallel,
-        ranges=found.ranges,
-        dropped=found.dropped,
-        details=found.details,
-        compiled=found.compiled,
+        budget_bytes=findings.budget_bytes,
+        frontier=findings.frontier,
+        interrupted=findings.interrupted,
+        faster=findings.faster,
+        smaller=findings.smaller,
+        estimates=findings.estimates,
+        parallel=findings.parallel,
+        ranges=findings.ranges,
+        dropped=findings.dropped,
+        details=findings.details,
+        compiled=findings.compiled,
     )
     summary.recommendation = summary.recommendation or summary.unchanged
     return summary
@@ -95,23 +99,32 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
 
 
-def _codecs_left_out(found: Findings) -> list[str]:
+def _codecs_left_out(findings: Findings) -> list[str]:
     """Return notes on modules that do not use the codec they ask for, and why.
 
     Modules that were no candidates for a segment are named only if the user listed the candidates.
     """
-    segments, selected = found.plan.longest.segments, found.selection.considered if found.selection is not None else ()
-    codecs = {m.path: m.compressor for m in selected} | {s.path: s.compressor for s in segments}
-    options = found.resolved.options
-    if not options.compress_x or found.selection is None:
+    segments, considered = (
+        findings.plan.longest.segments,
+        findings.selection.considered if findings.selection is not None else (),
+    )
+    codecs = {m.path: m.compressor for m in considered} | {s.path: s.compressor for s in segments}
+    options = findings.resolved.options
+    if not options.compress_x or findings.selection is None:
         return []
-    plain = [path for path, codec in codecs.items() if codec == "null" and path in found.asked_codecs]
-    misfits = {m.path: m.codec_misfit for m in selected}
+    plain = [path for path, codec in codecs.items() if codec == "null" and path in findings.asked_codecs]
+    misfits = {m.path: m.codec_misfit for m in considered}
     by_reason: dict[str, list[str]] = {}
     for path in plain:
         by_reason.setdefault(misfits.get(path) or "", []).append(path)
-    others = [path for path in found.asked_codecs if path not in codecs] if options.modules is not None else []
-    no_segments = [f"x_compressor is not used by {_named(others)}, which is not a segment."] if others else []
+    paths_without_segment = (
+        [path for path in findings.asked_codecs if path not in codecs] if options.modules is not None else []
+    )
+    no_segments = (
+        [f"x_compressor is not used by {_named(paths_without_segment)}, which is not a segment."]
+        if paths_without_segment
+        else []
+    )
     return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
 
 
@@ -142,31 +155,31 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
     return [STEP_NAMES[level] for level, is_used in used.items() if is_used]
 
 
-def _not_applied(found: Findings) -> list[str]:
+def _not_applied(findings: Findings) -> list[str]:
     """Name the levels above the applied one whose plan was measured and is no improvement."""
-    above = (row for row in found.rows if row.level > found.applied_level)
-    worse = (row for row in above if row.repeats is None and row.outcome is not None)
-    return [f"level{row.level}:no_improving_candidate" for row in worse]
+    higher_rows = (row for row in findings.rows if row.level > findings.applied_level)
+    worse_rows = (row for row in higher_rows if row.repeats is None and row.outcome is not None)
+    return [f"level{row.level}:no_improving_candidate" for row in worse_rows]
 
 
-def _generic(found: Findings) -> str:
-    rows = found.rows
-    if found.by_goal or not found.is_run:
+def _further_plans_sentence(findings: Findings) -> str:
+    rows = findings.rows
+    if findings.by_goal or not findings.is_run:
         return ""
     if not rows:
         return "Nothing was measured; with inputs (dummy_input) level 2 and above may save more."
     if len(rows) == 1:
         return "Nothing was searched; level 1 and above may save memory."
-    before, after = measured_at(rows, 0), found.measured
-    if before is not None and after is not None and after.step_s >= _SLOW * before.step_s:
+    original, measurement = measurement_at(rows, 0), findings.measurement
+    if original is not None and measurement is not None and measurement.step_s >= _SLOW_STEP_RATIO * original.step_s:
         return "Other plans, from the fastest to the smallest: `--frontier`; the fastest within a limit: `--budget`."
     return ""
 
 
-def _measured_sentence(found: Findings) -> str:
+def _measured_sentence(findings: Findings) -> str:
     """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
-    before, after = measured_at(found.rows, 0), found.measured
-    if before is None or after is None or found.plan.is_empty:
+    original, measurement = measurement_at(findings.rows, 0), findings.measurement
+    if original is None or measurement is None or findings.plan.is_empty:
         return ""
-    peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
-    return f"Measured: {peaks}, step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}."
+    peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measurement.allocated_peak_bytes)}"
+    return f"Measured: {peaks}, step {format_seconds(original.step_s)} → {format_seconds(measurement.step_s)}."

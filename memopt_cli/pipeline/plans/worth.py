@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, NotRun, Plan, Reason, SavesTooLittle, TooSlow
 
-_MIN_SAVING = 0.02
-"""The share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
-_HARDLY_SLOWER = 1.02
+_MIN_SAVED_SHARE = 0.02
+"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
+_FREE_SLOWDOWN = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
 
 
-def unworthy(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
+def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
     """Return why ``plan`` is not worth measuring, by its predicted peak and slowdown; ``None`` if it is."""
     if plan.is_empty:
         return None
-    why = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
-    return _dropped(plan, why, peak_bytes, original_bytes)
+    reason = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
+    return _dropped(plan, reason, peak_bytes, original_bytes)
 
 
-def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
+def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
     """Return why the measured ``row`` is not applied; ``None`` if its plan runs and is worth its time.
 
     If the original does not run, any plan that runs is worth its time.
@@ -28,28 +28,28 @@ def judged(row: LevelRow, original: Measurement | Failure, most_slowdown: float)
         return None
     original_bytes = original.allocated_peak_bytes if isinstance(original, Measurement) else None
     if not isinstance(outcome, Measurement):
-        why, predicted_bytes = NotRun(failure=outcome), row.predicted_allocated_peak_bytes
-        return Dropped(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=why)
+        reason, predicted_bytes = NotRun(failure=outcome), row.predicted_allocated_peak_bytes
+        return Dropped(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=reason)
     if not isinstance(original, Measurement):
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error)
-    if slow.upper > most_slowdown:
-        return _dropped(row.plan, slow, *peaks)
+    too_slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
+    if too_slow.upper > most_slowdown:
+        return _dropped(row.plan, too_slow, *peaks)
     return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
 
-def _dropped(plan: Plan, why: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
-    if why is None:
+def _dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
+    if reason is None:
         return None
-    return Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=why)
+    return Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason)
 
 
 def _saves_too_little(
     peak_bytes: int, original_bytes: int, slowdown: float, *, is_predicted: bool = False
 ) -> SavesTooLittle | None:
-    saved = 1 - peak_bytes / original_bytes
-    if saved >= _MIN_SAVING or (saved > 0 and slowdown <= _HARDLY_SLOWER):
+    saved_share = 1 - peak_bytes / original_bytes
+    if saved_share >= _MIN_SAVED_SHARE or (saved_share > 0 and slowdown <= _FREE_SLOWDOWN):
         return None
-    return SavesTooLittle(saved=saved, slowdown=slowdown, is_predicted=is_predicted)
+    return SavesTooLittle(saved=saved_share, slowdown=slowdown, is_predicted=is_predicted)

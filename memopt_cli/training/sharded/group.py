@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memopt_cli.errors import StepError, UsageError
-from memopt_cli.records import Layout
+from memopt_cli.records import RankLayout
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.training.sharded.agreement import reporting_lost_ranks
 
 
 @contextlib.contextmanager
-def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
+def fake_group(layout: RankLayout, rank: int) -> Iterator[DeviceMesh]:
     """Make this process ``rank`` of a fake group for the block, and yield the mesh of all ranks.
 
     The mesh is on the CPU, since a machine without a GPU cannot train on tensors of a GPU, even without data.  Raises
@@ -41,7 +41,7 @@ def fake_group(layout: Layout, rank: int) -> Iterator[DeviceMesh]:
 
 
 @contextlib.contextmanager
-def real_group(layout: Layout, device: str, timeout_s: float) -> Iterator[DeviceMesh]:
+def real_group(layout: RankLayout, device: str, timeout_s: float) -> Iterator[DeviceMesh]:
     """Join the group that the environment describes (``RANK``, ``MASTER_ADDR`` …), and yield the mesh of all ranks.
 
     The backend is gloo on the CPU and NCCL on CUDA.  Raises :class:`RankLostError` if the ranks do not meet.
@@ -57,7 +57,7 @@ def real_group(layout: Layout, device: str, timeout_s: float) -> Iterator[Device
     dist.destroy_process_group()  # not after a failure: it would wait for a rank that is gone
 
 
-def _mesh(device_type: str, layout: Layout) -> DeviceMesh:
+def _mesh(device_type: str, layout: RankLayout) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
-from memopt_cli.records import Layout
+from memopt_cli.records import RankLayout
 from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced, sharded_without_the_others
 from memopt_cli.training.sharded.replicated import without_reducer
 
@@ -36,7 +36,7 @@ class Spread:
     """Buckets of ``DistributedDataParallel``; the list changes after the first step."""
 
 
-def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> Spread:
+def spread(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> Spread:
     """Spread ``model`` over ``mesh`` to predict a rank: by ``function``, or for ``None`` by FSDP2 or DDP (``layout``).
 
     Most functions change ``model`` in place.  Raises :class:`UsageError` for a function that fails, returns no module
@@ -47,13 +47,17 @@ def spread(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard |
         return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 
-def spread_really(model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None) -> nn.Module:
+def spread_really(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> nn.Module:
     """Spread ``model`` like :func:`spread`, on a real rank.  Raises :class:`StepError` if it cannot be measured."""
     return _spread(model, mesh, layout, function, "measured")
 
 
 def _spread(
-    model: nn.Module, mesh: DeviceMesh, layout: Layout, function: Shard | None, what: Literal["predicted", "measured"]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    layout: RankLayout,
+    function: Shard | None,
+    what: Literal["predicted", "measured"],
 ) -> nn.Module:
     parts = set(model.modules())
     with _without_older(what):
@@ -90,7 +94,7 @@ def data_ranks(model: nn.Module) -> int:
     return max((*sharded, *replicas), default=1)
 
 
-def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: Layout) -> Any:
+def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
     group = dist.group.WORLD
     try:
         made = function(model, mesh)

@@ -10,7 +10,7 @@ import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, looped_over
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, loop_warning
 from memopt_cli.records import BatchProbe, Counted, Plan, SegmentPlan
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.runs import Limits
@@ -43,7 +43,7 @@ def test_a_step_that_loops_over_its_batch_is_dry_run_while_that_is_quick() -> No
     assert [probes.predict(batch) for batch in (16, 32, 1_000_000, 2000)] == [2600, 4200, 100_001_000, 201_000]
     assert session.asked == [16, 32, 2000]
     assert probes.predict(1_000_000) == 100_001_000
-    assert "runs 370 operators at batch 16 and 40050 at batch 2000" in looped_over(probes)
+    assert "runs 370 operators at batch 16 and 40050 at batch 2000" in loop_warning(probes)
 
 
 @pytest.mark.parametrize("batches", [(16,), (16, 32, 1_000_000)])
@@ -51,7 +51,7 @@ def test_any_other_step_is_dry_run_at_any_batch(batches: tuple[int, ...]) -> Non
     probes = probes_of(session := Session(operators_per_sample=0))
     assert [probes.predict(batch) for batch in batches] == [1000 + 100 * batch for batch in batches]
     assert session.asked == [*batches]
-    assert not looped_over(probes)
+    assert not loop_warning(probes)
 
 
 def test_a_single_sample_may_take_an_operator_less() -> None:
@@ -64,7 +64,7 @@ def test_a_single_sample_may_take_an_operator_less() -> None:
     probes = probes_of(session := Expanding(operators_per_sample=0))
     assert [probes.predict(batch) for batch in (2, 1, 100_000)] == [1200, 1100, 10_001_000]
     assert session.asked == [2, 1, 100_000]
-    assert not looped_over(probes)
+    assert not loop_warning(probes)
 
 
 def test_what_was_told_by_others_may_be_counted() -> None:
@@ -85,7 +85,7 @@ def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:
     assert probes.predict(8) == 1800
     assert probes.predict(1000) == 101_000
     assert session.asked == [1, 8, 1000]
-    assert not looped_over(probes)
+    assert not loop_warning(probes)
 
 
 @pytest.mark.parametrize(("operators", "most"), [(0, 3000), (20, 60)])

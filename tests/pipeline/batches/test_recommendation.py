@@ -133,7 +133,10 @@ def test_the_largest_batch_of_a_compiled_step_is_found_by_runs_alone(tmp_path: P
     ("asked", "refusal"),
     [
         ({"backend": "nope"}, "torch.compile has no backend 'nope' here"),
-        ({"backend": "eager", "plan": "compiled"}, "the plan compiles the model .*, and `--compile` compiles it, too"),
+        (
+            {"backend": "eager", "plan": "compiled"},
+            "the plan compiles the model .*, and `--compile` compiles it as well",
+        ),
         ({"fake": True, "plan": "compiled"}, "the plan compiles the model .*, and `--fake` measures or predicts"),
     ],
 )
@@ -174,11 +177,11 @@ class TestInProcess:
         location = saved(tmp_path / "net.memopt.pt", net)
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
         assert [row.planned for row in found.rows] == [False, True]
-        assert "The file carries a plan: the rows are without it and with it." in found.notes
+        assert "The model carries a plan: there are rows without the plan and with it." in found.notes
         path = plan_file(tmp_path, plan)
         named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=path)
         assert [row.planned for row in named.rows] == [False, True]
-        assert "The file carries a plan already; it was taken off first." in named.notes
+        assert "The model carries a plan already; it is left out here." in named.notes
         assert named.plan == path
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ class TestInProcess:
         assert found.accumulation.batch <= found.batch
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
         (note,) = (note for note in found.notes if "batch normalization" in note)
-        assert f"those of {found.accumulation.batch} samples" in note
+        assert f"statistics are of {found.accumulation.batch} samples" in note
 
     def test_the_passes_that_were_asked_for_make_up_a_step(self, tmp_path: Path) -> None:
         """They were measured, and one pass was said to be a step."""
@@ -265,7 +268,7 @@ class TestInProcess:
         found = recommended(location, "4x1x16x16", memory=4 * MIB, settings=settings)
         assert found.accumulation == Accumulation(global_batch=4 * found.batch, batch=found.batch, steps=4)
         assert found.step == settings
-        assert any(f"those of {found.batch} samples" in note for note in found.notes)
+        assert any(f"statistics are of {found.batch} samples" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])
@@ -276,7 +279,7 @@ class TestInProcess:
         assert 0 < found.accumulation.batch <= found.batch < alone.batch
         assert peak_of(location, "16x64", found.batch, optimizer=optimizer, micro_batches=2) <= MIB
         assert peak_of(location, "16x64", alone.batch, optimizer=optimizer, micro_batches=2) > MIB
-        assert any("gradients of earlier ones" in note for note in found.notes)
+        assert any("gradients of earlier passes" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("optimizer", "said"), [("", ["130.0 KiB"]), ("none", []), ("adamw", [])])
@@ -421,7 +424,7 @@ def test_a_run_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
     advice = only(found)
     assert 64 <= advice.recommended_batch <= 100
     assert advice.limited_by.endswith("out of memory (killed)")
-    assert any("restarted" in note for note in found.notes)
+    assert any("another was started" in note for note in found.notes)
     assert issubclass(Dying, Session)
 
 

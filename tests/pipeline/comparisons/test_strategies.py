@@ -164,7 +164,7 @@ class TestInProcess:
         found_plan = SimpleNamespace(applied_level=1, plan=Plan(), decisive=None)
         monkeypatch.setattr(strategies, "find", lambda *_: found_plan)
         found = compared(tmp_path, spiking(), "plan", steps=DimRange(symbol="T", low=2, high=4))
-        assert "The plan is that of level 1 at T=2." in found.notes
+        assert "The plan was found by level 1 at T=2." in found.notes
 
     def test_a_model_that_runs_its_own_steps(self, tmp_path: Path) -> None:
         steps = DimRange(symbol="T", low=2, high=4)

@@ -21,8 +21,8 @@ from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
-from memopt_cli.pipeline.out_of_memory import explanation
-from memopt_cli.pipeline.out_of_memory.explanation import _in_words, _Trial
+from memopt_cli.pipeline.out_of_memory import change_trials, explanation
+from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials, plan_in_words
 from memopt_cli.records import (
     ExplainRequest,
     Explanation,
@@ -204,7 +204,9 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(ON_A_GPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
-    assert text.startswith("tensors held 512.0 MiB of 528.0 MiB (what tensors held and what was free, by the error)\n")
+    assert text.startswith(
+        "tensors held 512.0 MiB of 528.0 MiB (the bytes that tensors held and the free bytes, by the error)\n"
+    )
     assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
     assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
     assert "Name the model as well, with the inputs of a step (memopt explain model.pt `-i " in text
@@ -312,9 +314,9 @@ def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch
     row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
     found = SimpleNamespace(plan=plan, rows=[row], verification=SimpleNamespace(is_to_the_bit=exact))
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
-    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", lambda *_, **__: found)
-    (said,) = trial._plan()
+    (said,) = trial._try_plan()
     assert said.text == "a plan of 1 segment" + ", equal within rounding" * (not exact)
 
 
@@ -329,9 +331,9 @@ def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: p
         return SimpleNamespace(plan=plan, rows=[row], verification=None)
 
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
-    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", search)
-    found = list(trial._plan(sends=True))
+    found = list(trial._try_plan(sends=True))
     assert asked == ["disk"]
     assert [said.change for said in found] == ["offload"] * plan.sends
     for said in found:
@@ -345,9 +347,9 @@ def test_the_command_lets_the_optimizer_run_in_backward_where_the_plan_does(
 ) -> None:
     row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
-    trial = _Trial(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
+    trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", lambda *_, **__: SimpleNamespace(plan=plan, rows=[row], verification=None))
-    (said,) = trial._plan()
+    (said,) = trial._try_plan()
     assert said.command.endswith(" --level 4 --budget 1MiB" + " --optimizer-in-backward" * plan.in_backward)
 
 
@@ -364,11 +366,11 @@ def test_an_optimizer_runs_in_backward_only_where_that_is_asked_for(
         searched.append(request.search.options.optimizer_in_backward)
         return SimpleNamespace(verification=None, plan=Plan())
 
-    monkeypatch.setattr(explanation, "find", find)
-    monkeypatch.setattr(explanation, "without_own_checkpoints", lambda prepared, **_: prepared)
+    monkeypatch.setattr(change_trials, "find", find)
+    monkeypatch.setattr(change_trials, "without_own_checkpoints", lambda prepared, **_: prepared)
     subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
     prepared = SimpleNamespace(subject=subject, notes=())
-    trial = _Trial(ExplainRequest(source=None, settings=settings, **asked), prepared, 1 << 20)  # type: ignore[arg-type]
+    trial = ChangeTrials(ExplainRequest(source=None, settings=settings, **asked), prepared, 1 << 20)  # type: ignore[arg-type]
     trial._search(prepared, SearchGoal())  # type: ignore[arg-type]
     accumulating = SimpleNamespace(subject=replace(subject, settings=replace(settings, micro_batches=2)), notes=())
     trial._search(accumulating, SearchGoal())  # type: ignore[arg-type]
@@ -388,7 +390,7 @@ def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
 @pytest.mark.slow
 def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(rows=[None], chosen=0, interrupted=True)
-    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: found)
+    monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: found)
     with pytest.raises(KeyboardInterrupt):
         explain(wide(tmp_path), progress=Progress())
 
@@ -397,9 +399,9 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
     settings = StepSettings(optimizer="adamw")
     subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
     prepared = SimpleNamespace(subject=subject, notes=(), batch=1, facts=SimpleNamespace(format="pickle"))
-    trial = _Trial(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
-    monkeypatch.setattr(explanation, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
-    for name in ("_plan", "_autocast"):
+    trial = ChangeTrials(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
+    monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
+    for name in ("_try_plan", "_try_autocast"):
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
     assert trial.suggestions(0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
@@ -416,7 +418,7 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
-    assert f"are those of {run.batch} samples, not of 256" in note
+    assert f"statistics are of {run.batch} samples, not of 256" in note
 
 
 STEP = """
@@ -459,7 +461,7 @@ def test_a_step_of_ones_own_gets_suggestions_that_it_can_follow(tmp_path: Path) 
     ],
 )
 def test_a_plan_is_called_by_what_it_does(plan: Plan, text: str) -> None:
-    assert _in_words(plan) == text
+    assert plan_in_words(plan) == text
 
 
 def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., Explanation]) -> None:

@@ -216,7 +216,7 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
     assert done.code == 2
-    assert "memopt must know which dimension of which input S is, but no shape names it" in done.err
+    assert "no shape of the inputs names the dimension S, by whose size a plan chooses its range" in done.err
 
 
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
@@ -243,7 +243,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     given: Any = None
     search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
-    monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
-    parts = search.all_ranges(by_length._part(100, found(search, 100)), 100)
+    monkeypatch.setattr(by_length._ByLength, "_range_without_plan", lambda *given: iter(()))
+    parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
     assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
     assert [len(part.plan.segments) for part in parts] == [1, 2]

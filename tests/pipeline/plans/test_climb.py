@@ -116,7 +116,7 @@ def test_the_last_level_is_measured_and_those_below_are_predicted() -> None:
     assert [row.predicted_slowdown for row in rows] == [1.1, 1.1, 1.2]
     assert [row.outcome for row in rows] == [None, None, measured(600)]
     assert [row.repeats for row in rows] == [None, 1, None]
-    assert found.search.found.skipped == ["level2:no_spatial_candidates"]
+    assert found.search.findings.skipped == ["level2:no_spatial_candidates"]
     assert found.applied == rows[-1]
     assert asked == [600]
 
@@ -192,7 +192,7 @@ def test_what_is_confirmed_is_believed() -> None:
     (row,) = found.rows()
     assert found.applied == row
     assert row.outcome == measured(600, 1.25)
-    assert (asked, found.search.found.dropped) == ([600], [])
+    assert (asked, found.search.findings.dropped) == ([600], [])
 
 
 def test_where_the_original_does_not_fit_any_plan_that_runs_is_welcome() -> None:
@@ -211,7 +211,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     (row,) = found.rows()
     assert (row.predicted_allocated_peak_bytes, row.outcome) == (800, measured(800, 1.1))
     assert asked == [600, 800]
-    (dropped,) = found.search.found.dropped
+    (dropped,) = found.search.findings.dropped
     assert dropped.plan == priced(600, 1.29).plan
     assert dropped.why == TooSlow(slowdown=1.7, most=1.33)
     assert dropped.found == "600 B of 1000 B"
@@ -279,7 +279,7 @@ def test_where_every_plan_takes_too_long_the_original_stays() -> None:
     assert row.plan == Plan()
     assert row.outcome == measured(ORIGINAL)
     assert 1 <= len(asked) <= 3
-    assert len(found.search.found.dropped) == len(asked)
+    assert len(found.search.findings.dropped) == len(asked)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[flo
     assert measured(600, *step_times_s).slowdown(measured(ORIGINAL)) == shown
     assert is_applied is (shown <= 1.33)
     refused = [TooSlow(slowdown=shown, most=1.33)]
-    assert [dropped.why for dropped in found.search.found.dropped] == ([] if is_applied else refused)
+    assert [dropped.why for dropped in found.search.findings.dropped] == ([] if is_applied else refused)
 
 
 def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> None:
@@ -305,7 +305,7 @@ def test_where_no_plan_is_as_fast_as_asked_the_next_faster_one_is_measured() -> 
 def test_without_a_limit_no_step_is_too_long() -> None:
     found, asked = climb({1: {600: 3.0}}, lambda peak: measured(peak, 5.0), max_slowdown=None)
     assert found.rows()[-1].predicted_allocated_peak_bytes == 600
-    assert (asked, found.search.found.dropped) == ([600], [])
+    assert (asked, found.search.findings.dropped) == ([600], [])
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_saves_next_to_nothing_for_its_time_is_not_applied(peak: int, slowd
     assert asked == [peak] * applied
     refused = [SavesTooLittle(saved=1 - peak / ORIGINAL, slowdown=slowdown, is_predicted=True)]
     is_refused = not applied and peak < ORIGINAL
-    assert [dropped.why for dropped in found.search.found.dropped] == (refused if is_refused else [])
+    assert [dropped.why for dropped in found.search.findings.dropped] == (refused if is_refused else [])
     assert row.predicted_allocated_peak_bytes == (peak if applied else ORIGINAL)
 
 
@@ -333,7 +333,7 @@ def test_the_measured_peak_decides_and_not_the_predicted_one(peak: int, slowdown
     assert bool(row.plan.segments) is applied
     assert found.applied == row
     refused = [SavesTooLittle(saved=1 - peak / ORIGINAL, slowdown=slowdown)]
-    assert [dropped.why for dropped in found.search.found.dropped] == ([] if applied else refused)
+    assert [dropped.why for dropped in found.search.findings.dropped] == ([] if applied else refused)
 
 
 def test_where_the_last_saves_too_little_as_measured_the_one_below_is_measured() -> None:
@@ -344,7 +344,7 @@ def test_where_the_last_saves_too_little_as_measured_the_one_below_is_measured()
     assert asked == [600, 800]
     assert found.applied == rows[0]
     assert [row.outcome for row in rows] == [measured(800, 1.1), measured(995, 1.1), measured(995, 1.1)]
-    assert len(found.search.found.dropped) == 1
+    assert len(found.search.findings.dropped) == 1
 
 
 def test_where_all_save_too_little_as_measured_the_model_stays_as_it_is() -> None:
@@ -353,7 +353,7 @@ def test_where_all_save_too_little_as_measured_the_model_stays_as_it_is() -> Non
     assert asked == [600, 800]
     assert [row.plan for row in rows] == [Plan(), Plan()]
     assert found.applied == rows[-1]
-    assert len(found.search.found.dropped) == 2
+    assert len(found.search.findings.dropped) == 2
 
 
 def test_a_plan_that_does_not_run_is_dropped_with_its_failure() -> None:
@@ -361,5 +361,5 @@ def test_a_plan_that_does_not_run_is_dropped_with_its_failure() -> None:
     found, _ = climb({1: {800: 1.1}}, lambda peak: gone)
     (row,) = found.rows()
     assert (found.applied, row.outcome) == (None, gone)
-    (dropped,) = found.search.found.dropped
+    (dropped,) = found.search.findings.dropped
     assert (dropped.why, dropped.found) == (NotRun(failure=gone), "800 B of 1000 B")

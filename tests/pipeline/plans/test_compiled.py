@@ -57,16 +57,17 @@ Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
 
 
 def a_search(
-    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, **aim: Any
+    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, budget_bytes: int | None = None
 ) -> CompiledSearch:
-    return kind(
+    search = kind(
         backend=backend,
         most_slowdown=most_slowdown,
         search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
         measurements=measurements_by(lambda plan: measured(1000) if plan.is_empty else None),
         verify=lambda plan: pytest.fail("it is made by hand"),
-        **aim,
     )
+    search.search.findings.budget_bytes = budget_bytes
+    return search
 
 
 def answer(
@@ -83,7 +84,7 @@ def answer(
         outcome = outcome_of(plan)
         if not isinstance(outcome, Measurement):
             return CompiledRow(plan=plan, outcome=outcome, dropped="it fails")
-        dropped = self._beyond(outcome) or ("verification failed: so" if wrong(plan) else "")
+        dropped = self._excess_reason(outcome) or ("verification failed: so" if wrong(plan) else "")
         return CompiledRow(plan=plan, outcome=outcome, dropped=dropped)
 
     def ask(job: Any) -> Any:
@@ -92,9 +93,9 @@ def answer(
         return answered(measured(1, again(job.plan)))
 
     search.measurements.prepared.ask = ask
-    search.measurements.retimed = lambda plan, **changes: None
+    search.measurements.update_times = lambda plan, **changes: None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledSearch, "_tried", try_)
+        patch.setattr(CompiledSearch, "_try_plan", try_)
         patch.setattr(CompiledSearch, "_with_cache", lambda self: None)
         found = search.answer(eager)
     planner: Any = search.search.planner
@@ -103,7 +104,7 @@ def answer(
 
 
 def in_order(search: CompiledSearch) -> list[str]:
-    return [in_short(row.plan) for row in search.search.found.compiled]
+    return [in_short(row.plan) for row in search.search.findings.compiled]
 
 
 def tried(
@@ -356,7 +357,7 @@ def test_where_nothing_else_fits_a_compiled_model_is_written(tmp_path: Path, mon
 @pytest.mark.usefixtures("in_process")
 def test_wrong_gradients_are_dropped_by_their_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytorch#190758: under a memory budget, dropout has another mask in backward."""
-    monkeypatch.setattr(compiled, "_BUDGETS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(compiled, "_MEMORY_BUDGETS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(FastestCompiled, "_regions", lambda self: iter(()))
     monkeypatch.setattr(FastestCompiled, "_ends_here", lambda self, plain: False)
     summary = optimized(requested(tmp_path, 1.5, p=0.5))
@@ -383,7 +384,7 @@ def test_without_the_backend_the_eager_plan_is_the_answer(tmp_path: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX", 2)  # as it is, and with segments
+    monkeypatch.setattr(compiled, "_MAX_COMPILED", 2)  # as it is, and with segments
     asked = requested(tmp_path, 1.0, p=0.1)
     summary = optimized(replace(asked, goal=SearchGoal(), search=resolve({"level": 2, "max_slowdown": math.inf})))
     right = [row for row in summary.compiled if not row.dropped and isinstance(row.outcome, Measurement)]
@@ -399,7 +400,7 @@ def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX", 1)
+    monkeypatch.setattr(compiled, "_MAX_COMPILED", 1)
     monkeypatch.setattr(optimization, "without_beaten", lambda points: (points, ""))  # of steps so short, any may be
     asked = requested(tmp_path, 1.0, backend="eager")
     asked = replace(asked, goal=SearchGoal(frontier=True), search=resolve({"level": 1}))
@@ -423,4 +424,4 @@ def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, mo
 def test_where_nothing_fits_every_reason_is_given(tmp_path: Path) -> None:
     with pytest.raises(NothingFitsError) as said:
         optimized(requested(tmp_path, 0.01))
-    assert said.value.hint.count("are above the budget of") > 1
+    assert said.value.hint.count("is above the budget of") > 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import UsageError
 from memopt_cli.files.contents import read_plan, read_prediction
 from memopt_cli.measure.jobs import Measured, Subject
-from memopt_cli.pipeline.plans.confirmation import as_predicted, confirmed, unlike
+from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
 from memopt_cli.records import (
     ApplyResult,
     Confirmation,
@@ -88,8 +88,8 @@ def test_a_prediction_that_is_none(at: str, value: Any, why: str, tmp_path: Path
 
 def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
     asked = StepSettings(device="cuda:0", precision="bf16", micro_batches=4)
-    assert as_predicted(asked, None) == asked
-    assert as_predicted(asked, STEP) == StepSettings(
+    assert with_predicted_settings(asked, None) == asked
+    assert with_predicted_settings(asked, STEP) == StepSettings(
         device="cuda:0", precision="bf16", micro_batches=4, optimizer="adamw", clip_norm=1.0
     )
 
@@ -103,19 +103,19 @@ def test_the_step_is_that_of_the_prediction_unless_it_is_said() -> None:
 )
 def test_a_plan_names_no_code(field: str, code: str) -> None:
     step = replace(STEP, settings=replace(StepSettings(), **{field: code}))
-    with pytest.raises(UsageError, match=rf"`--{field} .*, which is code and must be named here"):
-        as_predicted(StepSettings(), step)
+    with pytest.raises(UsageError, match=rf"`--{field} .*, but memopt runs no code that only a plan names"):
+        with_predicted_settings(StepSettings(), step)
     mine = replace(StepSettings(), **{field: "mine.py:f"})
-    assert as_predicted(mine, step) == mine
+    assert with_predicted_settings(mine, step) == mine
 
 
 def test_what_is_not_as_it_was() -> None:
     subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
-    assert unlike(subject, STEP, HEADER) == ()
-    assert unlike(replace(subject, settings=replace(STEP.settings, device="cuda:0")), STEP, HEADER) == ()
+    assert differing_settings(subject, STEP, HEADER) == ()
+    assert differing_settings(replace(subject, settings=replace(STEP.settings, device="cuda:0")), STEP, HEADER) == ()
     other = replace(subject, settings=StepSettings(clip_norm=1.0), spec=replace(HEADER.spec, dims={"B": 9}))
-    assert unlike(other, STEP, HEADER) == ("optimizer", "accumulate", "inputs")
-    assert unlike(other, None, HEADER) == ()
+    assert differing_settings(other, STEP, HEADER) == ("optimizer", "accumulate", "inputs")
+    assert differing_settings(other, None, HEADER) == ()
 
 
 def shown(**fields: Any) -> list[str]:
@@ -192,11 +192,11 @@ def test_a_plan_that_names_no_optimizer_is_confirmed_without_one_and_says_so(
 def test_what_a_gpu_measures_of_that_step_confirms_the_estimate() -> None:
     subject = Subject(source=ModelSource(location="net.pt"), spec=HEADER.spec, settings=STEP.settings)
     asked: Any = Asked(replace(subject, settings=replace(STEP.settings, device="cuda:0")))
-    assert confirmed(asked, PLAN, STEP, ()).confirms
-    assert not confirmed(asked, PLAN, STEP, ("inputs",)).confirms
-    assert not confirmed(asked, PLAN, None, ()).confirms
+    assert confirm(asked, PLAN, STEP, ()).confirms
+    assert not confirm(asked, PLAN, STEP, ("inputs",)).confirms
+    assert not confirm(asked, PLAN, None, ()).confirms
     on_cpu: Any = Asked(subject)
-    assert not confirmed(on_cpu, PLAN, STEP, ()).confirms
+    assert not confirm(on_cpu, PLAN, STEP, ()).confirms
 
 
 class Asked:

@@ -166,7 +166,7 @@ def test_the_largest_batch_on_a_card_under_a_plan(memopt: Memopt, net: nn.Module
     assert done.code == 0, done.err
     assert "under the plan should fit on slow: an estimate" in done.out
     assert "memory limit: 18.0 MiB (90 % of the memory of slow)" in done.out
-    assert "The peaks are those of a step with the gradients of earlier ones in memory" in done.out
+    assert "The peaks are of a step with the gradients of earlier passes in memory" in done.out
     assert "batch run" not in done.out
     in_python = memopt_cli.recommend_batch(net, "Bx32", dims={"B": 512}, for_device="slow.yaml", global_batch=9000)
     assert in_python.result.card == "slow"

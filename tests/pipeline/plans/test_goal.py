@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
-from memopt_cli.pipeline.plans.goal import (
-    GoalSearch,
-    budget_bytes,
-    check_pick,
-    nothing_fits,
-    what_stays,
-    without_beaten,
-)
+from memopt_cli.pipeline.plans.budget_errors import nothing_fits, unavoidable_parts
+from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.records import (
     Budget,
@@ -180,7 +175,10 @@ def test_where_measurements_pass_the_budget_the_least_plan_is_tried_in_the_end()
 
 def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     search, asked = goal(lambda peak: OutOfMemory(detail=""))
-    with pytest.raises(NothingFitsError, match="within 750 B were found, but memory runs out here, with 300 B too"):
+    with pytest.raises(
+        NothingFitsError,
+        match="within 750 B were found, but this machine runs out of memory, even with a plan of 300 B",
+    ):
         search.within(750)
     assert asked == [700, 500, 300]
 
@@ -188,13 +186,13 @@ def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
     with pytest.raises(
-        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest that was found takes about 300 B"
+        NothingFitsError, match=r"no plan found takes 200 B or less; the smallest plan found takes about 300 B"
     ) as error:
         search.within(200)
     assert error.value.exit_code == 6
     assert error.value.hint == "Raise `--budget` or `--level`."  # there is one sample
     search, asked = goal(lambda peak: measured(peak + 1000))
-    with pytest.raises(NothingFitsError, match="the smallest that was found"):
+    with pytest.raises(NothingFitsError, match="the smallest plan found"):
         search.within(750)
     assert len(asked) <= 6
 
@@ -210,35 +208,37 @@ def test_what_would_not_help_is_not_proposed(can_rise: bool, can_shrink: bool, s
     assert nothing_fits(200, 300, can_rise=can_rise, can_shrink=can_shrink).hint == said
 
 
-def test_what_stays_is_named() -> None:
+def test_unavoidable_parts_is_named() -> None:
     least = counted(1000, gradients=300)
-    assert list(what_stays(least, (), frees_gradients=False)) == [
-        "It holds what no plan can make smaller: 300 B of gradients."
+    assert list(unavoidable_parts(least, (), frees_gradients=False)) == [
+        "No plan can make these parts of its peak smaller: 300 B of gradients."
     ]
     operators = [
         OpTrace(name=name, module=module, phase="forward", workspace_bytes=size)
         for name, module, size in (("aten::mm", "fc", 10), ("aten::convolution", "features.0", 400))
     ]
-    _, kernels = what_stays(replace(least, allocated_peak_bytes=1400), operators, frees_gradients=False)
-    assert kernels.startswith("Kernels hold 400 B of it for themselves, most of all aten::convolution in 'features.0'.")
+    _, kernels = unavoidable_parts(replace(least, allocated_peak_bytes=1400), operators, frees_gradients=False)
+    assert kernels.startswith(
+        "Kernels hold 400 B of its peak as workspace, most of all aten::convolution in 'features.0'."
+    )
     less = replace(least, allocated_peak_bytes=1100)
-    assert len(list(what_stays(less, operators, frees_gradients=False))) == 1  # too little to matter
+    assert len(list(unavoidable_parts(less, operators, frees_gradients=False))) == 1  # too little to matter
 
 
 def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> None:
     sizes = {"blocks.0.mlp": 100, "blocks.1.mlp": 100, "head": 150, "": 90, "norm": 60, "other": 50, "last": 20}
     holders = tuple(ModuleShare(path=path, held_bytes=size) for path, size in sizes.items())
     least = counted(1000, gradients=300, holders=holders)
-    _, held = what_stays(least, (), frees_gradients=False)
+    _, held = unavoidable_parts(least, (), frees_gradients=False)
     assert held == (
-        "Beside that it holds activations and what backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
+        "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
         "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last'."
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
-    _, held = what_stays(larger, (), frees_gradients=False)
-    assert held.endswith("what backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
+    _, held = unavoidable_parts(larger, (), frees_gradients=False)
+    assert held.endswith("tensors that backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
     many = tuple(ModuleShare(path=f"{'abcdefghij'[n]}", held_bytes=1) for n in range(10))
-    _, held = what_stays(replace(least, holders=many), (), frees_gradients=False)
+    _, held = unavoidable_parts(replace(least, holders=many), (), frees_gradients=False)
     assert held.count(" of '") == 8
 
 
@@ -247,8 +247,8 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
     [(True, ""), (False, " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used.")],
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
-    _, weights = what_stays(counted(1000, gradients=501), (), frees_gradients=frees)
-    assert weights == f"Parameters and gradients are most of it: model.bfloat16() halves both.{more}"
+    _, weights = unavoidable_parts(counted(1000, gradients=501), (), frees_gradients=frees)
+    assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
 
 
 def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
@@ -256,7 +256,7 @@ def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
     row = search.within(296)
     assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
     search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the smallest that was found takes about 300 B"):
+    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 300 B"):
         search.within(296)
     assert asked == [300]
     search, asked = goal(lambda peak: measured(peak - 50))
@@ -332,7 +332,7 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
     search.search.planner.plans = tuple(priced(peak) for peak in times)
     points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
     assert [point.predicted_allocated_peak_bytes for point in points] == shown
-    [note] = search.search.found.notes
+    [note] = search.search.findings.notes
     assert f"more than {limit} times as long" in note
     assert "600 B (18.00×), 500 B (12.00×)" in note
 
@@ -359,7 +359,7 @@ def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_
     first, second = replace(search, measurements=measurements).frontier(search.search.planner.plans)
     assert (first.slowdown, second.slowdown) == (1.0, 2.0)
     assert (first.original_step_s, second.original_step_s) == (2.0, 2.0)
-    assert search.search.found.notes == []
+    assert search.search.findings.notes == []
 
 
 def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
@@ -368,7 +368,7 @@ def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
     measurements = measurements_by(search.measurements.measure, time_in_turns=lambda *_: TimedOut(limit_s=600.0))
     points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
     assert len(points) == 2
-    (note,) = search.search.found.notes
+    (note,) = search.search.findings.notes
     assert note.endswith("in turns with the original: the step ran past its time limit of 600 s.")
 
 
@@ -381,13 +381,17 @@ def test_plans_that_another_beats_are_not_shown_but_the_original_is() -> None:
     fast, slow, small = (a_point(measured(*costs)) for costs in ((500, 0.9), (450, 2.0), (400, 1.8)))
     shown, said = without_beaten([original, failed, fast, slow, small])
     assert shown == [original, failed, fast, small]
-    assert said == "not shown, as another plan is no slower and no larger: 450 B (2.00×)"
+    assert said == "Some plans are not shown, as another plan is no slower and no larger: 450 B (2.00×)."
     assert without_beaten(shown) == (shown, "")
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0, False), (1, True), (7, True), (8, False)])
 def test_what_is_picked_is_on_the_frontier(number: int, is_there: bool) -> None:
-    expected = contextlib.nullcontext() if is_there else pytest.raises(UsageError, match="plans on the frontier: 7")
+    expected = (
+        contextlib.nullcontext()
+        if is_there
+        else pytest.raises(UsageError, match="the frontier does not have: it has 7 plans")
+    )
     with expected:
         check_pick(number, 7)
 

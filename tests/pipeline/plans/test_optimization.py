@@ -39,7 +39,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.plans import optimization, started_search
 from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.goal import GoalSearch
-from memopt_cli.pipeline.plans.proof import applied_row
+from memopt_cli.pipeline.plans.proof import row_to_apply
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchEstimate,
@@ -574,7 +574,7 @@ def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
 
     def timed_again(search: GoalSearch, *args: Any) -> Any:
         points = frontier(search, *args)
-        search.measurements.retimed(Plan(), step_times_s=(123.0,))
+        search.measurements.update_times(Plan(), step_times_s=(123.0,))
         return points
 
     monkeypatch.setattr(GoalSearch, "frontier", timed_again)
@@ -601,7 +601,7 @@ def test_a_pick_beyond_the_frontier_is_refused_before_it_is_measured(
     monkeypatch.setattr(GoalSearch, "frontier", lambda *_: pytest.fail("it was"))
     done = optimize("net.pt", *SMALL_BATCH, "--pick", "99")
     assert done.code == 2
-    assert re.search(r"--pick 99: plans on the frontier: [2-7]\n", done.err)
+    assert re.search(r"--pick 99 asks for a plan that the frontier does not have: it has [2-7] plans\n", done.err)
 
 
 @pytest.mark.parametrize("may_improve", [True, False])
@@ -613,9 +613,9 @@ def test_the_end_of_the_search_is_a_note_only_where_more_time_may_help(
     done = optimize("net.pt", *SPEC, "--level", "1", "--search-time", "0", "--no-recommend-batch", "--json")
     assert done.code == 0, done.err
     summary = summary_of(done)
-    over = "the search was ended after 0 s (--search-time): a longer one"
+    over = "The search was ended after 0 s (--search-time): a longer search"
     (said,) = summary.notes if may_improve else summary.details[1:]
-    assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan"
+    assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan."
 
 
 @pytest.mark.slow
@@ -972,9 +972,7 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     unasked = optimize("net.pt", *goal, "--force", "--optimizer", "adamw")
     assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
     explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
-    assert (
-        f"Who holds what when, and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
-    )
+    assert f"and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
 
 
 LOOKING_AT_ALL = """
@@ -1041,7 +1039,7 @@ def test_a_plan_that_changes_the_result_is_applied_without_what_changes_it(
     assert ", same bits in " in done.out
     assert "the plan of level 1" not in done.out
     (line,) = (
-        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: with it gradient of 2.")
+        line for line in done.out.splitlines() if line.startswith("'2' is not a segment: as a segment, gradient of 2.")
     )
     assert line.endswith(where)
     _, plan = read_plan("faulty.memopt.plan.yaml")
@@ -1109,10 +1107,10 @@ def row(level: int, peak: int | None) -> LevelRow:
 @pytest.mark.parametrize(("original", "chosen", "applied"), [(100, 80, 3), (None, 120, 3), (100, None, 0)])
 def test_the_chosen_row_is_applied_if_it_runs(original: int | None, chosen: int | None, applied: int) -> None:
     rows = [row(level, peak) for level, peak in ((0, original), (1, 10), (3, chosen))]
-    assert applied_row(rows, rows[-1]).level == applied
+    assert row_to_apply(rows, rows[-1]).level == applied
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(MeasurementError, match="no plan up to level 1 could be run: out of memory") as error:
-        applied_row([row(0, None), row(1, None)], None)
+        row_to_apply([row(0, None), row(1, None)], None)
     assert "--dim B=1" in error.value.hint

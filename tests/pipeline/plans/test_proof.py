@@ -48,14 +48,14 @@ def prover(
 ) -> Prover:
     """What verification finds of plans, and what was measured of them, in rows from level 0 on."""
     monkeypatch.setattr(Prover, "verify", lambda self, plan: found[plan])
-    monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (LESS, LEFT_OUT))
-    findings = started(None, peaks[ORIGINAL], SearchOptions(level=3, max_slowdown=1.33)).found
+    monkeypatch.setattr(Prover, "_split", lambda self, plan, failed: (LESS, LEFT_OUT))
+    findings = started(None, peaks[ORIGINAL], SearchOptions(level=3, max_slowdown=1.33)).findings
     plans = [plan for plan in peaks if plan != LESS or BOTH not in peaks]
     findings.rows = [
         LevelRow(level=level, plan=plan, outcome=peaks[plan], dry_runs=0, search_s=0.0)
         for level, plan in enumerate(plans)
     ]
-    return Prover(measurements=measurements_by(peaks.__getitem__), found=findings)
+    return Prover(measurements=measurements_by(peaks.__getitem__), findings=findings)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_what_is_left_of_a_plan_is_judged_as_any_plan_is(
     found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, LESS, BOTH)}
     peaks = {ORIGINAL: measured(1000), BOTH: measured(600, 1.2), LESS: less}
     made = prover(monkeypatch, found, peaks)
-    made.found.faster = Outlook(peak_bytes=900, slowdown=1.1)
-    row, _ = made.prove(made.found.rows[1])
-    assert made.found.faster is None
+    made.findings.faster = Outlook(peak_bytes=900, slowdown=1.1)
+    row, _ = made.prove(made.findings.rows[1])
+    assert made.findings.faster is None
     assert row.plan == (LESS if applied else ORIGINAL)
-    first, *others = made.found.dropped
+    first, *others = made.findings.dropped
     assert first.why == Differs(verification=found[BOTH], left_out=LEFT_OUT)
     assert (first.peak_bytes, first.original_bytes) == (600, 1000)
     assert [dropped.plan for dropped in others] == ([] if applied else [LESS])
-    made.found.plan = row.plan
-    assert made.found.decisive == (None if applied else first)
+    made.findings.plan = row.plan
+    assert made.findings.decisive == (None if applied else first)
 
 
 def test_so_is_the_row_without_chunks_that_cannot_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,19 +84,19 @@ def test_so_is_the_row_without_chunks_that_cannot_be_verified(monkeypatch: pytes
     found: dict[Any, Any] = {IN_CHUNKS: failure, LESS: verification(passed=True), ORIGINAL: verification(passed=True)}
     peaks = {ORIGINAL: measured(1000), LESS: measured(999, 1.2), IN_CHUNKS: measured(600, 1.2)}
     made = prover(monkeypatch, found, peaks)
-    row, _ = made.prove(made.found.rows[-1])
+    row, _ = made.prove(made.findings.rows[-1])
     assert row.plan == ORIGINAL
-    reasons = [dropped.why for dropped in made.found.dropped]
+    reasons = [dropped.why for dropped in made.findings.dropped]
     assert reasons[0] == NotRun(failure=failure, in_verification=True)
     assert isinstance(reasons[1], SavesTooLittle)
-    assert made.found.decisive == made.found.dropped[0]
+    assert made.findings.decisive == made.findings.dropped[0]
 
 
 def test_where_nothing_is_left_of_a_plan_its_neighbours_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, BOTH)}
     made = prover(monkeypatch, found, {ORIGINAL: measured(1000), BOTH: measured(600, 1.2)})
-    monkeypatch.setattr(Prover, "_agreeing", lambda self, plan, failed: (Plan(), LEFT_OUT))
-    made.found.faster = made.found.smaller = Outlook(peak_bytes=900, slowdown=1.1)
-    row, _ = made.prove(made.found.rows[1])
+    monkeypatch.setattr(Prover, "_split", lambda self, plan, failed: (Plan(), LEFT_OUT))
+    made.findings.faster = made.findings.smaller = Outlook(peak_bytes=900, slowdown=1.1)
+    row, _ = made.prove(made.findings.rows[1])
     assert row.plan == ORIGINAL
-    assert (made.found.faster, made.found.smaller) == (None, None)
+    assert (made.findings.faster, made.findings.smaller) == (None, None)

@@ -57,7 +57,7 @@ def test_a_plan_that_was_shown_is_applied_without_a_search(optimize: Memopt, mon
 def test_without_a_frontier_a_pick_searches_and_keeps_what_it_found(optimize: Memopt) -> None:
     done = optimize(*SPEC, "--level", "1", "--pick", "2")
     assert done.code == 0, done.err
-    assert "No plans of --frontier are kept beside the model: --pick 2 searched." in done.out
+    assert "There is no file of a frontier beside the model, so --pick 2 has searched it anew." in done.out
     assert SHOWN in done.changed
     done = optimize(*SPEC, "--level", "1", "--pick", "2", "--force")
     assert "searched" not in done.out
@@ -121,7 +121,7 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({"options": {"max_slowdown": -1}}, (), "max_slowdown is -1.0"),
         ({"extra": 1}, (), "has an unknown key 'extra'"),
         ({"plan": BY_LENGTH}, (), "holds a plan by length, which no frontier has"),
-        ({}, ("--pick", "2"), "--pick 2: plans on the frontier: 1"),
+        ({}, ("--pick", "2"), "--pick 2 asks for a plan that the frontier does not have: it has 1 plan"),
         ({"segment": {"chunks": 2, "inexact": True}}, (), "the plan of --pick 1 is not exact"),
         ({}, ("--level", "2"), "its level was 3, not 2"),
         ({}, ("--target", "Linear"), "its target was none, not Linear"),
@@ -201,7 +201,10 @@ def test_code_that_plans_were_shown_for_is_not_taken_from_a_file(
     done = optimize("-i", "64x64", "--pick", "1", *flags)
     assert (done.code, done.changed) == (2, set())
     said = said.replace("`", "")
-    assert f"error: the plans were shown for a step with {said}, and a file beside the model names no code" in done.err
+    assert (
+        f"error: the plans were shown for a step with {said}, and memopt runs no code that only a file names"
+        in done.err
+    )
     assert f"hint: If that is your code, add {said}." in done.err
 
 

@@ -20,8 +20,8 @@ from tests.zoo.watching import silent
 
 WHY = (
     r"found [\d.]+ [KM]iB of [\d.]+ [KM]iB, but verification failed: gradient of 0\.weight differs by 0\.53 with "
-    r"frozen parameters, at batch \d+\. The model stays as it is\. If '[\d.-]+' reads or changes something that is "
-    "not an attribute"
+    r"frozen parameters, at batch \d+\. The model stays as it is\. If '[\d.-]+' reads or changes state outside "
+    "of modules"
 )
 
 
@@ -78,7 +78,7 @@ def test_the_headline_says_what_was_found_why_it_failed_and_what_to_do(optimize:
     assert done.code == 0, done.err
     assert re.match(WHY, headline(done)), headline(done)
     assert len(done.out.splitlines()) < 10
-    assert re.search(r"'[\d.-]+' is not a segment: with it gradient of 0.weight differs by 0.53", done.out)
+    assert re.search(r"'[\d.-]+' is not a segment: as a segment, gradient of 0.weight differs by 0.53", done.out)
     assert "lowers the peak" not in done.out
     assert "worth its time" not in done.out
     assert not Path("net.memopt.plan.yaml").exists()

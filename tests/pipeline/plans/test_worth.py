@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.pipeline.plans.worth import judged
+from memopt_cli.pipeline.plans.worth import drop_by_measurement
 from memopt_cli.records import Plan, SegmentPlan, TooSlow, slowdown_in
 from tests.zoo.records import a_row, measured
 
@@ -16,7 +16,7 @@ PLAN = Plan(segments=(SegmentPlan(path="0"),))
 @pytest.mark.parametrize(("error", "is_dropped"), [(0.0, False), (0.02, False), (0.04, True)])
 def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, is_dropped: bool) -> None:
     row = a_row(1, replace(measured(4, 1.3), slowdown_error=error), PLAN)
-    dropped = judged(row, measured(8, 1.0), 1.33)
+    dropped = drop_by_measurement(row, measured(8, 1.0), 1.33)
     assert (dropped is not None) == is_dropped
     if dropped is not None:
         assert dropped.why == TooSlow(slowdown=1.3, most=1.33, error=error)

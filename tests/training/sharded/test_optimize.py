@@ -12,7 +12,7 @@ from memopt_cli.cli.app import main
 from memopt_cli.files.contents import read_plan
 from memopt_cli.pipeline.plans import elsewhere
 from memopt_cli.ranks import plan_rank, predict_rank
-from memopt_cli.records import Layout
+from memopt_cli.records import RankLayout
 from tests.training.sharded import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("here")]
@@ -29,7 +29,7 @@ def test_a_plan_of_one_rank_is_one_of_the_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     assert optimized(f"{MODELS}:shard", "--budget", "700KiB", "-o", "net.pt") == 0
     summary = json.loads(Path("net.summary.json").read_text())["summary"]
-    layout = Layout(ranks=4, parallel=f"{MODELS}:shard", mesh={"dp": 4})
+    layout = RankLayout(ranks=4, parallel=f"{MODELS}:shard", mesh={"dp": 4})
     (first, last), original = summary["parallel"]["planned"], summary["parallel"]["original"]
     assert (first["rank"], last["rank"]) == (0, 3)
     assert first["layout"] == {"ranks": 4, "parallel": layout.parallel, "mesh": layout.mesh}
@@ -64,7 +64,7 @@ def test_a_model_that_this_machine_does_not_hold_is_planned_without_proof(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(elsewhere, "runnable_bytes", lambda device: 1000)
-    monkeypatch.setattr(elsewhere, "verified_small", lambda *_: pytest.fail("it would fill the memory"))
+    monkeypatch.setattr(elsewhere, "verify_on_few_samples", lambda *_: pytest.fail("it would fill the memory"))
     assert optimized(f"{MODELS}:shard", "--budget", "700KiB", "-o", "net.pt") == 3
     said = capsys.readouterr().err
     assert "no plan could be verified here: the model and the gradients of 2 steps take " in said

@@ -18,7 +18,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.ranks import predict_rank
-from memopt_cli.records import Counted, InputSpec, Layout, ModelSource, Plan, RankPrediction, StepSettings
+from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, RankPrediction, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.training.sharded.spread import repeated_blocks
 from tests.rows import quick
@@ -172,7 +172,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
             spec=InputSpec(tensors=(parse_tensor(case.inputs),), source="a test"),
             settings=StepSettings(device="cpu", optimizer=case.optimizer, clip_norm=case.clip_norm),
             data="none",
-            layout=Layout(ranks=case.ranks, parallel="test.py:shard", mesh=case.mesh),
+            layout=RankLayout(ranks=case.ranks, parallel="test.py:shard", mesh=case.mesh),
         )
         return LocalSession(subject, 60, case.build, {"test.py:shard": case.shard})
 

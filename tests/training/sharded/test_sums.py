@@ -7,7 +7,7 @@ import pytest
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject, TraceJob
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.records import Counted, InputSpec, Layout, ModelSource, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, SegmentPlan, StepSettings
 from memopt_cli.search.plan.cost_model import CostModel
 from tests.training.sharded.cases import BOTH, FULLY_SHARDED, REPLICATED, SEGMENTS, Case
 
@@ -31,7 +31,7 @@ def test_sums_are_what_dry_runs_count(case: Case, apart: float) -> None:
         spec=InputSpec(tensors=(parse_tensor(case.inputs),), source="a test"),
         settings=StepSettings(device="cpu"),
         data="none",
-        layout=Layout(ranks=case.ranks, parallel="test.py:shard", mesh=case.mesh),
+        layout=RankLayout(ranks=case.ranks, parallel="test.py:shard", mesh=case.mesh),
     )
     with LocalSession(subject, 60, case.build, {"test.py:shard": case.shard}) as session:
         traced = session.ask(TraceJob(plan=Plan(), fake=True))

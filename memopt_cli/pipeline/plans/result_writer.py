@@ -16,11 +16,11 @@ from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data
 from memopt_cli.pipeline.batches.batch_advice import advise
 from memopt_cli.pipeline.batches.recommendation import batch_file
-from memopt_cli.pipeline.memory.profiling import no_longer_than, record_step
+from memopt_cli.pipeline.memory.profiling import record_step, scaled_to_measurement
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.shown import frontier_path, keep_shown
+from memopt_cli.pipeline.plans.shown import frontier_path, write_shown
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared, file_header, reader_notes, saved_model
+from memopt_cli.pipeline.prepare import Prepared, file_header, model_writer, reader_notes
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
@@ -38,17 +38,17 @@ from memopt_cli.text.writing import Fill, content, left_alone, write_all
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class ResultWriter:
     """The files of one optimization, and the stages that follow the plan: the batch that fits, and recorded steps."""
 
     request: OptimizeRequest
     prepared: Prepared
-    found: Findings
+    findings: Findings
     paths: OutputPaths
     started: float
-    """The start of the command by the monotonic clock, in seconds."""
+    """Start of the command by the monotonic clock, in seconds."""
     files: list[Path] = field(default_factory=list)
-    """The files written so far."""
+    """Files written so far."""
     advice: BatchAdvice | BatchEstimate | None = None
     steps: RecordedSteps | None = None
 
@@ -77,62 +77,68 @@ class Kept:
             return self._with_hint(Interrupted("interrupted; what had been found is kept"))
         except MemoptError as err:
             return self._with_hint(err)
-        if self.found.interrupted:
-            found = "the plan is the best" if self.request.goal.applies else "the frontier is made"
-            return Interrupted(f"interrupted; {found} of what had been tried")
+        if self.findings.interrupted:
+            what_is_written = "the plan is the best" if self.request.goal.applies else "the frontier is made"
+            return Interrupted(f"interrupted; {what_is_written} of what had been tried")
         return None
 
     def _run_stages(self) -> None:
         """Run the stages, the most valuable first."""
-        request, found = self.request, self.found
-        if found.frontier and request.shown is None and not request.dry_run:
-            self.files += keep_shown(request, self.prepared, found)
-        passed = request.unverified if found.verification is None else found.verification.passed
-        writes = passed and not request.dry_run
+        request, findings = self.request, self.findings
+        if findings.frontier and request.shown is None and not request.dry_run:
+            self.files += write_shown(request, self.prepared, findings)
+        is_verified = request.unverified if findings.verification is None else findings.verification.passed
+        writes = is_verified and not request.dry_run
         if writes:
-            self._keep_plan()
-            self._keep_model()
-        if passed and found.is_to_advise(request):
+            self._write_plan()
+            self._write_model()
+        if is_verified and findings.is_to_advise(request):
             self.advice = advise(
-                request, self.prepared, found.plan, found.measured, found.advice, found.notes, found.details
+                request,
+                self.prepared,
+                findings.plan,
+                findings.measurement,
+                findings.advice,
+                findings.notes,
+                findings.details,
             )
         if writes:
-            if found.is_run:
+            if findings.is_run:
                 recommended = recommended_data(self.advice, self.prepared.batch)
-                self._keep(self.paths.batch, batch_file(file_header(self.prepared), recommended))
-            self._keep_summary()
+                self._write(self.paths.batch, batch_file(file_header(self.prepared), recommended))
+            self._write_summary()
         if request.record_steps:
             self.steps = self._recorded_steps()
             if writes:
-                self._keep_summary()
+                self._write_summary()
 
     def _summary(self) -> MemOptSummary:
-        return summarize(self.found, spent_s=time.monotonic() - self.started, advice=self.advice)
+        return summarize(self.findings, spent_s=time.monotonic() - self.started, advice=self.advice)
 
     # ------------------------------------------------------------------------------------------ to the disk
 
-    def _keep_plan(self) -> None:
+    def _write_plan(self) -> None:
         """Write the plan and the summary; if the plan is empty, write the summary alone and leave an earlier plan."""
         self.prepared.progress.stage("writing the plan")
         if not self.request.force:
             self._choose_free_names()
-        header, found = file_header(self.prepared), self.found
-        if found.plan.is_empty:
-            found.notes += left_alone(self.paths.plan)
-            self._keep_summary()
+        header, findings = file_header(self.prepared), self.findings
+        if findings.plan.is_empty:
+            findings.notes += left_alone(self.paths.plan)
+            self._write_summary()
             return
         predicted: PredictedStep | None = None  # only for a card of --for
-        if found.estimates is not None:
-            predicted = PredictedStep(estimate=found.estimates.planned, settings=self.prepared.subject.settings)
-        layout, turns_off = self.request.layout, found.turns_off
-        plan = content(plan_yaml(header, found.plan, found.applied_level, predicted, layout, turns_off))
+        if findings.estimates is not None:
+            predicted = PredictedStep(estimate=findings.estimates.planned, settings=self.prepared.subject.settings)
+        layout, turns_off = self.request.layout, findings.turns_off
+        plan = content(plan_yaml(header, findings.plan, findings.applied_level, predicted, layout, turns_off))
         try:
-            self._keep(self.paths.plan, plan)
+            self._write(self.paths.plan, plan)
         except KeyboardInterrupt:  # the search took long: finish writing its plan before the run ends
             self.files.append(self.paths.plan)  # the file may exist already, and may then be replaced
-            self._keep(self.paths.plan, plan)
+            self._write(self.paths.plan, plan)
             raise
-        self._keep_summary()
+        self._write_summary()
 
     def _use(self) -> str:
         """Return the line of Python that puts the written plan into use; empty if no plan was written.
@@ -141,11 +147,11 @@ class Kept:
         """
         if self.paths.plan not in self.files:
             return ""
-        plan, kind = repr(str(self.paths.plan)), self.found.model_format
+        plan, kind = repr(str(self.paths.plan)), self.findings.model_format
         if kind == STEP:
             _, make = parse_factory(self.request.source.location) or ("", "make_step")
             return f"step = {make}(); memopt_cli.apply_plan(step, {plan})"
-        if self.found.plan.in_backward:
+        if self.findings.plan.in_backward:
             return f"memopt_cli.apply_plan(model, {plan}, optimizer=optimizer)"
         if self.paths.model not in self.files or kind in ("factory", "pretrained"):
             return f"memopt_cli.apply_plan(model, {plan})"
@@ -158,35 +164,35 @@ class Kept:
         paths = self.paths.free()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} appeared meanwhile, so these are named {paths.model.stem}."
-            self.found.notes.append(note)
+            self.findings.notes.append(note)
             self.prepared.progress.note(note)
             self.paths = paths
 
-    def _keep_model(self) -> None:
+    def _write_model(self) -> None:
         """Write the model with its plan; an unchanged model only if ``--output`` is given or its file exists.
 
         An existing file may hold a plan of an earlier run, which this run found to be of no use.
         """
         is_named = self.request.output is not None or self.paths.model.exists()
-        if self.paths.plan_only or not (is_named or self.found.is_changed):
+        if self.paths.plan_only or not (is_named or self.findings.is_changed):
             return
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
-        self._keep(self.paths.model, saved_model(source, self.found.plan, timeout_s))
-        self.found.details += reader_notes(self.found.model_format, self.paths.model)
+        self._write(self.paths.model, model_writer(source, self.findings.plan, timeout_s))
+        self.findings.details += reader_notes(self.findings.model_format, self.paths.model)
 
-    def _keep_summary(self) -> None:
-        self._keep(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
+    def _write_summary(self) -> None:
+        self._write(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
 
-    def _keep(self, path: Path, fill: Fill) -> None:
+    def _write(self, path: Path, fill: Fill) -> None:
         """Write a file at ``path``, or update it if it was written before."""
         write_all({path: fill}, force=self.request.force or path in self.files)
         if path not in self.files:
             self.files.append(path)
 
     def _with_hint(self, error: MemoptError) -> MemoptError:
-        kept = [f"The verified plan is in {self.paths.plan}."] if self.paths.plan in self.files else []
-        error.hint = "\n".join(filter(None, [error.hint, *kept]))
+        hints = [f"The verified plan is in {self.paths.plan}."] if self.paths.plan in self.files else []
+        error.hint = "\n".join(filter(None, [error.hint, *hints]))
         return error
 
     # ------------------------------------------------------------------------------------------ recorded steps
@@ -194,13 +200,13 @@ class Kept:
     def _recorded_steps(self) -> RecordedSteps:
         """Return a record of the original's step and one of the step under the plan that is applied."""
         self.prepared.progress.stage("recording the step before and after")
-        found, traces = self.found, {}
+        findings, traces = self.findings, {}
         # Recording takes a full step of the original, which may run only if it fits.
-        data: Data = "full size" if isinstance(found.rows[0].outcome, Measurement) else "small batch"
-        for row in found.rows:
-            if row.level in (0, found.applied_level):
+        data: Data = "full size" if isinstance(findings.rows[0].outcome, Measurement) else "small batch"
+        for row in findings.rows:
+            if row.level in (0, findings.applied_level):
                 outcome = row.outcome if row.plan.compile is None else None  # steps are recorded uncompiled
                 with self.prepared.session(data) as session:
-                    trace = record_step(session, row.plan, outcome, found.notes).trace
-                traces[row.level] = no_longer_than(outcome, trace)
-        return RecordedSteps(original=traces[0], optimized=traces[found.applied_level])
+                    trace = record_step(session, row.plan, outcome, findings.notes).trace
+                traces[row.level] = scaled_to_measurement(outcome, trace)
+        return RecordedSteps(original=traces[0], optimized=traces[findings.applied_level])

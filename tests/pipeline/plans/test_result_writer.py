@@ -19,7 +19,7 @@ from memopt_cli.measure import model_file
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.plans import kept
+from memopt_cli.pipeline.plans import result_writer
 from memopt_cli.records import Crashed, ModelSource, Plan, Trust
 from memopt_cli.text.writing import write_all
 
@@ -61,9 +61,9 @@ def test_the_plan_is_there_before_anything_follows(
     memopt: Memopt, net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[set[str]] = []
-    save, advise = kept.saved_model, kept.advise
-    monkeypatch.setattr(kept, "saved_model", lambda *given: found.append({*os.listdir()}) or save(*given))
-    monkeypatch.setattr(kept, "advise", lambda *given: found.append({*os.listdir()}) or advise(*given))
+    save, advise = result_writer.model_writer, result_writer.advise
+    monkeypatch.setattr(result_writer, "model_writer", lambda *given: found.append({*os.listdir()}) or save(*given))
+    monkeypatch.setattr(result_writer, "advise", lambda *given: found.append({*os.listdir()}) or advise(*given))
     done = memopt("optimize", "net.pt", *STEP)
     assert done.code == 0, done.err
     assert found == [{"net.pt", *PLAN}, {"net.pt", *PLAN, "net.memopt.pt"}]
@@ -178,7 +178,7 @@ def test_what_fails_in_the_advice_costs_the_advice_alone(
     def fail(*_: Any) -> None:
         raise memopt_cli.errors.MeasurementError("no more", hint="Less.")
 
-    monkeypatch.setattr(kept, "advise", fail)
+    monkeypatch.setattr(result_writer, "advise", fail)
     done = memopt("optimize", "net.pt", *STEP, *flags)
     assert (done.code, ", same bits in " in done.out) == (3, True)
     assert done.changed == (set() if flags else PLAN | names("pt"))
@@ -206,7 +206,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
     source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
     with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
-        write_all({Path("out.pt"): kept.saved_model(source, Plan(), 60.0)}, force=False)
+        write_all({Path("out.pt"): result_writer.model_writer(source, Plan(), 60.0)}, force=False)
     assert {path.name for path in Path().iterdir()} == {"net.pt", *(() if sandbox else ("out.pt",))}
 
 

@@ -19,53 +19,53 @@ from memopt_cli.search.plan.targets import find_refusals, named_modules, refusal
 from memopt_cli.text.units import format_bytes
 
 
-def find_as_named(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Make a segment of each module that ``request`` names, as far as its limits allow; measure and verify the plan.
 
     Segments whose results differ from the original's are left out and reported.  Raises :class:`MemoptError`.
     """
     prepared = without_own_checkpoints(prepared)
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False))
-    found = Findings.begun(request, prepared)
-    options = found.resolved.options
+    findings = Findings.begin(request, prepared)
+    options = findings.resolved.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
     started = time.monotonic()
     prepared.progress.stage("level 0: measuring the original")
-    with Sessions(prepared, "full size", found.notes) as sessions:
+    with Sessions(prepared, "full size", findings.notes) as sessions:
         original = measurements.original_in(sessions, started)
-        traced = record_step(sessions(), ORIGINAL, original.outcome, found.notes, sessions=sessions)
+        traced = record_step(sessions(), ORIGINAL, original.outcome, findings.notes, sessions=sessions)
     modules = traced.trace.modules
-    found.selection = replace(
+    findings.selection = replace(
         select(named_modules(modules, options) or (), options), refusals=find_refusals(modules, options)
     )
-    found.notes += refusal_notes(found.selection.refusals)
-    found.rows, found.applied_level = [original], 1
-    plan = segments_plan(found.selection, options)
+    findings.notes += refusal_notes(findings.selection.refusals)
+    findings.rows, findings.applied_level = [original], 1
+    plan = segments_plan(findings.selection, options)
     if plan.is_empty:
-        found.skipped.append(skipped_step(1, segments=0, tried=0, options=options))
-        return found
+        findings.skipped.append(skipped_step(1, segments=0, tried=0, options=options))
+        return findings
     prepared.progress.stage("level 1: measuring its plan")
     started = time.monotonic()
     outcome = measurements.measure(plan)
     row = LevelRow(level=1, plan=plan, outcome=outcome, dry_runs=0, search_s=time.monotonic() - started)
-    found.rows.append(row)
+    findings.rows.append(row)
     if not isinstance(outcome, Measurement):
-        found.drop(Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
-    row, found.verification = Prover(measurements=measurements, found=found, takes_chosen=True).prove(row)
-    found.plan, found.applied_level = row.plan, row.level
-    found.notes += _worth(row, original)
-    return found
+        findings.drop(Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
+    row, findings.verification = Prover(measurements=measurements, findings=findings, takes_chosen=True).prove(row)
+    findings.plan, findings.applied_level = row.plan, row.level
+    findings.notes += _peak_notes(row, original)
+    return findings
 
 
-def _worth(row: LevelRow, original: LevelRow) -> list[str]:
+def _peak_notes(row: LevelRow, original: LevelRow) -> list[str]:
     """Warn where the segments do not lower the peak: a search would have left them out."""
-    before, after = original.outcome, row.outcome
-    if not isinstance(before, Measurement) or not isinstance(after, Measurement) or row.plan.is_empty:
+    original_outcome, outcome = original.outcome, row.outcome
+    if not isinstance(original_outcome, Measurement) or not isinstance(outcome, Measurement) or row.plan.is_empty:
         return []
-    if after.allocated_peak_bytes < before.allocated_peak_bytes:
+    if outcome.allocated_peak_bytes < original_outcome.allocated_peak_bytes:
         return []
-    peaks = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+    peaks = f"{format_bytes(original_outcome.allocated_peak_bytes)} → {format_bytes(outcome.allocated_peak_bytes)}"
     return [
         f"The segments that were asked for do not lower the peak ({peaks}), for a step "
-        f"{after.slowdown(before):.2f} times as long: level 2 and above choose among them."
+        f"{outcome.slowdown(original_outcome):.2f} times as long: level 2 and above choose among them."
     ]

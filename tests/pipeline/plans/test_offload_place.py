@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.errors import OptionError, UsageError
-from memopt_cli.pipeline.plans import sent
+from memopt_cli.pipeline.plans import offload_place
 from memopt_cli.records import Plan, SearchOptions, SegmentPlan, StepTrace
 from tests.zoo.models import Parts
 
@@ -86,9 +86,9 @@ def test_a_limit_on_host_memory_that_is_no_size(memory: object) -> None:
 )
 def test_the_limit_on_host_memory_is_named(room_bytes: int | None, asked: int | None, said: str) -> None:
     trace = StepTrace(modules=(), tensor_peak_bytes=0, resident_bytes=0, batch=1, room_bytes=room_bytes)
-    (note,) = sent.room_note(SearchOptions(host_memory=asked), trace, "host")
+    (note,) = offload_place.room_notes(SearchOptions(host_memory=asked), trace, "host")
     assert said in note
-    assert not list(sent.room_note(SearchOptions(), trace, "disk"))
+    assert not list(offload_place.room_notes(SearchOptions(), trace, "disk"))
 
 
 def test_a_folder_that_there_is_not(tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_a_folder_that_takes_no_files() -> None:
 
 
 def test_a_folder_in_memory_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent, "_file_system", lambda path: "tmpfs")
+    monkeypatch.setattr(offload_place, "_file_system", lambda path: "tmpfs")
     with pytest.raises(UsageError, match=r"lies in memory \(tmpfs\)"):
         optimized(offload=f"disk:{tmp_path}")
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no such mount")
 def test_the_mount_that_a_folder_is_in_says_so() -> None:
-    assert sent._file_system("/dev/shm/a/b") == "tmpfs"
-    assert sent._file_system("/dev/shmx") != "tmpfs"
+    assert offload_place._file_system("/dev/shm/a/b") == "tmpfs"
+    assert offload_place._file_system("/dev/shmx") != "tmpfs"
 
 
 def test_a_device_elsewhere_has_no_disk_here() -> None:
@@ -128,5 +128,5 @@ def test_a_device_elsewhere_has_no_disk_here() -> None:
 
 def test_a_script_is_told_the_folder_if_the_plan_sends() -> None:
     plan = Plan(segments=(SegmentPlan(path="a", place="disk"),))
-    assert sent.how_to_train(plan, None) == sent.how_to_train(Plan(), "/fast") == []
-    assert "'/fast'" in sent.how_to_train(plan, "/fast")[0]
+    assert offload_place.offload_folder_notes(plan, None) == offload_place.offload_folder_notes(Plan(), "/fast") == []
+    assert "'/fast'" in offload_place.offload_folder_notes(plan, "/fast")[0]

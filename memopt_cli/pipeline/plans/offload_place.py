@@ -14,9 +14,9 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import OptimizeRequest, PlaceName, Plan, SearchOptions, StepTrace
 from memopt_cli.text.units import exact_bytes, format_bytes
 
-_IN_MEMORY: Final = ("tmpfs", "ramfs")
+_MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
 """File systems that hold their files in memory, where offloading would save nothing."""
-_NAME_ONE: Final = "Name a folder on a disk: `--offload disk:FOLDER`."
+_NAME_FOLDER_HINT: Final = "Name a folder on a disk: `--offload disk:FOLDER`."
 
 
 def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
@@ -41,60 +41,64 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
             hint="Leave it out with `--for` and `--ranks`.",
         )
     elif place == "host" and device == "cpu":
-        said = (
+        note = (
             "`--offload host` sends nothing: the tensors of the CPU are in host memory already. `--offload disk` does."
         )
-        place, notes = "device", (*notes, said)
+        place, notes = "device", (*notes, note)
     elif place == "disk":
         if device != "cpu":
             raise UsageError(
                 f"`--offload disk` sends tensors in host memory, and the step runs on {device}",
                 hint="Use `--offload host`.",
             )
-        _check(folder or tempfile.gettempdir())
+        _check_folder(folder or tempfile.gettempdir())
     subject = replace(prepared.subject, place=place, offload_folder=folder)
     return replace(prepared, subject=subject, notes=notes)
 
 
-def how_to_train(plan: Plan, folder: str | None) -> list[str]:
+def offload_folder_notes(plan: Plan, folder: str | None) -> list[str]:
     """Return a note that tells the training script to set ``folder``, if ``plan`` sends tensors to files there."""
     if folder is None or not plan.sends:
         return []
     return [f"Set memopt_cli.offload_folder = {folder!r} in the training script: tensors wait in a file there."]
 
 
-def room_note(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
+def room_notes(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
     """Yield a note on how many bytes plans may send, and by which limit, if ``place`` is host memory."""
     limits = {"half of what is free": trace.room_bytes, "`--host-memory`": options.host_memory}
-    known = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
-    if place == "host" and known:
-        yield f"Plans may send up to {format_bytes(min(known))} to host memory: {known[min(known)]}."
+    named_limits = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
+    if place == "host" and named_limits:
+        limit_bytes = min(named_limits)
+        yield f"Plans may send up to {format_bytes(limit_bytes)} to host memory: {named_limits[limit_bytes]}."
 
 
-def _check(folder: str) -> None:
+def _check_folder(folder: str) -> None:
     if not os.path.isdir(folder):
-        raise UsageError(f"there is no folder '{folder}' for tensors to wait in", hint=_NAME_ONE)
+        raise UsageError(f"there is no folder '{folder}' for tensors to wait in", hint=_NAME_FOLDER_HINT)
     try:
         tempfile.TemporaryFile(dir=folder).close()  # /proc has all permissions, and takes no files
     except OSError as error:
-        raise UsageError(f"'{folder}' cannot be written to: {error.strerror}", hint=_NAME_ONE) from error
+        raise UsageError(f"'{folder}' cannot be written to: {error.strerror}", hint=_NAME_FOLDER_HINT) from error
     file_system = _file_system(os.path.realpath(folder))
-    if file_system in _IN_MEMORY:
+    if file_system in _MEMORY_FILE_SYSTEMS:
         raise UsageError(
-            f"'{folder}' lies in memory ({file_system}): tensors that wait there would save nothing", hint=_NAME_ONE
+            f"'{folder}' lies in memory ({file_system}): tensors that wait there would save nothing",
+            hint=_NAME_FOLDER_HINT,
         )
 
 
 def _file_system(path: str) -> str:
     """Return the type of the file system of ``path``, by Linux's list of mounts; empty if there is no such list."""
-    found = "", ""
+    longest_mount = "", ""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return ""
     for line in lines:
         _, mounted, kind, *_ = line.split(" ")
-        where = mounted.encode().decode("unicode_escape")  # the list writes a space as \040
-        if (path == where or path.startswith(where.rstrip("/") + "/")) and len(where) >= len(found[0]):
-            found = where, kind
-    return found[1]
+        mount_point = mounted.encode().decode("unicode_escape")  # the list writes a space as \040
+        if (path == mount_point or path.startswith(mount_point.rstrip("/") + "/")) and len(mount_point) >= len(
+            longest_mount[0]
+        ):
+            longest_mount = mount_point, kind
+    return longest_mount[1]

@@ -1,0 +1,265 @@
+"""Try changes that may make a step fit into memory: a plan, micro-batches, autocast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
+from memopt_cli.files.outputs import output_paths
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
+from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared
+from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.terms import command_line
+from memopt_cli.records import (
+    STEP,
+    BatchAdvice,
+    BatchRequest,
+    Budget,
+    Counted,
+    ExplainRequest,
+    Measurement,
+    OptimizeRequest,
+    Plan,
+    SearchGoal,
+    SearchOverrides,
+    StepSettings,
+    Suggestion,
+    describe,
+)
+from memopt_cli.search.plan.policy import resolve
+from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.units import exact_bytes, format_bytes
+
+_LEVEL: Final = 4
+"""Level of the search for a plan: the highest, as the step must fit by any means."""
+_SEARCH_S: Final = 30.0
+"""Time limit of the search for a plan, in seconds."""
+LONGEST_STEP_S: Final = 60.0
+"""Longest step that the search for micro-batches runs, in seconds."""
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Return ``plan`` in words, such as ``a plan of 3 segments, the optimizer in backward``."""
+    in_backward, plan = plan.in_backward, plan.longest
+    count = len(plan.segments)
+    parts = (
+        f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
+        "a plan that packs saved tensors" * (plan.packed and not count),
+        "the optimizer in backward" * in_backward,
+    )
+    return ", ".join(filter(None, parts)) or "the step as it is"
+
+
+class ChangeTrials:
+    """A trial of the changes that may make a step fit, each by a run at full size."""
+
+    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
+        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
+        self.refused: list[str] = []
+        self.notes: list[str] = []
+
+    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
+        """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
+
+        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: see :func:`_stays`.
+        """
+        if stays_bytes >= self._limit_bytes:
+            stays = format_bytes(stays_bytes)
+            may_free_gradients = (
+                not self._request.optimizer_in_backward and self._request.settings.may_update_in_backward
+            )
+            self.refused.append(
+                f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {stays}."
+                + " `--optimizer-in-backward` frees each gradient as soon as it is used." * may_free_gradients
+            )
+            return ()
+        suggestions = [
+            *self._attempt("A plan", self._try_plan),
+            *self._attempt("A plan that sends tensors away", lambda: self._try_plan(sends=True)),
+            *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),
+            *self._attempt("Autocast to bfloat16", self._try_autocast),
+        ]
+        if not suggestions and self._prepared.batch > 1:  # no single change fits
+            suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
+        return tuple(sorted(suggestions, key=lambda suggestion: (suggestion.change == "autocast", suggestion.seconds)))
+
+    def _attempt(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
+        try:
+            yield from attempt()
+        except MemoptError as error:
+            self.refused.append(f"{name}: {error.message}.")
+
+    def _try_plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
+        """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
+
+        ``sends``: whether plans may send tensors to another place.  Then only a plan that sends some is yielded.
+        """
+        place = "disk" if self._prepared.subject.settings.device == "cpu" else "host"
+        goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
+        findings = self._search(self._prepared, goal, offload=place if sends else "none")
+        if sends and not findings.plan.sends:
+            return
+        row = next(row for row in findings.rows if row.plan == findings.plan)
+        measurement = row.outcome
+        assert isinstance(measurement, Measurement), "it is within the budget"
+        is_rounded = findings.verification is not None and not findings.verification.is_to_the_bit
+        text = plan_in_words(findings.plan) + ", equal within rounding" * is_rounded
+        flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
+        if findings.plan.in_backward:
+            flags.append("--optimizer-in-backward")
+        if sends:
+            text += f", sending {format_bytes(measurement.elsewhere_bytes)} to the {place}"
+            text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
+            flags.append(f"--offload {place}")
+        yield Suggestion(
+            change="offload" if sends else "optimizer in backward" if findings.plan.in_backward else "plan",
+            text=text,
+            command=self._command("optimize", *flags),
+            plan=findings.plan,
+            predicted_bytes=row.predicted_allocated_peak_bytes,
+            peak_bytes=measurement.allocated_peak_bytes,
+            seconds=measurement.step_s,
+        )
+
+    def _search(
+        self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
+    ) -> Findings:
+        """Search a plan, which may send tensors to the place ``offload``.
+
+        Raises :class:`NothingFitsError` if its results differ from the original's.
+        """
+        earlier_notes = prepared.notes
+        prepared = without_own_checkpoints(prepared, measures=False)
+        self.notes += [note for note in prepared.notes if note not in (*earlier_notes, *self.notes)]
+        subject = prepared.subject
+        options = SearchOverrides(
+            level=_LEVEL,
+            max_slowdown=max_slowdown,
+            offload=offload,
+            optimizer_in_backward=self._request.optimizer_in_backward and subject.settings.may_update_in_backward,
+        )
+        request = OptimizeRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=subject.settings,
+            search=resolve(options),
+            goal=goal,
+            recommend_batch=False,
+            search_limit_s=_SEARCH_S,
+        )
+        findings = find(request, prepared)
+        if findings.verification is not None and not findings.verification.passed:
+            raise NothingFitsError(f"the plan that was found is not exact: {findings.verification.difference}")
+        return findings
+
+    def _try_plan_and_micro_batches(self) -> Iterator[Suggestion]:
+        """Yield micro-batches under the plan with the lowest peak."""
+        self._require_one_pass()
+        plan = self._search(self._with_accumulation(), SearchGoal(), max_slowdown=math.inf).plan
+        yield from self._try_micro_batches(plan, f"{plan_in_words(plan)} and ")
+
+    def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
+        """Yield micro-batches that fit under ``plan``, and that together take the step of the whole batch.
+
+        ``prefix``: words that name the plan, in front of the micro-batches.
+        """
+        self._require_one_pass()
+        prepared = self._with_accumulation()
+        subject = prepared.subject
+        request = BatchRequest(
+            source=subject.source,
+            spec=subject.spec,
+            settings=self._prepared.subject.settings,
+            memory=self._limit_bytes,
+            global_batch=self._prepared.batch,
+            longest_step_s=LONGEST_STEP_S,
+        )
+        recommendation = recommend_prepared(request, prepared, None if plan == ORIGINAL else plan, ())
+        row = recommendation.rows[recommendation.chosen]
+        if recommendation.interrupted:
+            raise KeyboardInterrupt
+        runs = row.outcome.probes if isinstance(row.outcome, BatchAdvice) else ()
+        accumulation = recommendation.accumulation
+        run = next((run for run in runs if accumulation is not None and run.batch == accumulation.batch), None)
+        if run is None or accumulation is None or run.batch >= self._prepared.batch:  # not split at all
+            return
+        self.notes += norm_notes(accumulation, self._prepared.facts)
+        steps = -(-self._prepared.batch // run.batch)
+        yield Suggestion(
+            change="micro-batches",
+            text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}",
+            command=self._recommend_command(planned=row.planned),
+            plan=plan if row.planned else ORIGINAL,
+            batch=run.batch,
+            predicted_bytes=None,
+            peak_bytes=run.allocated_peak_bytes,
+            seconds=steps * run.step_s,
+        )
+
+    def _try_autocast(self) -> Iterator[Suggestion]:
+        """Yield autocast to bfloat16."""
+        settings = self._prepared.subject.settings
+        self._require_step_of_ours()
+        if settings.precision not in ("stored", "fp32"):
+            raise UsageError(f"the step is run in {settings.precision} already")
+        prepared = self._with(replace(settings, precision="bf16"))
+        self._prepared.progress.stage("trying bfloat16")
+        dry_run = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
+        if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
+        answer = prepared.ask(MeasureJob(plan=ORIGINAL))
+        if not isinstance(answer, Measured):
+            raise NothingFitsError(describe(answer))
+        peak_bytes = answer.measurement.allocated_peak_bytes
+        if peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs {format_bytes(peak_bytes)}")
+        yield Suggestion(
+            change="autocast",
+            text="forward and loss under autocast to bfloat16, which rounds",
+            command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
+            predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
+            peak_bytes=peak_bytes,
+            seconds=answer.measurement.step_s,
+        )
+
+    def _with(self, settings: StepSettings) -> Prepared:
+        """Return the model with a step of other ``settings``."""
+        return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
+
+    def _with_accumulation(self) -> Prepared:
+        """Return the model with a step that is one of several accumulated passes."""
+        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
+
+    def _require_one_pass(self) -> None:
+        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
+        self._require_step_of_ours()
+        if self._prepared.batch == 1:
+            raise UsageError("the batch has one sample, which cannot be split")
+        if self._prepared.subject.settings.micro_batches > 1:
+            raise UsageError("the step accumulates already")
+
+    def _require_step_of_ours(self) -> None:
+        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
+        if self._prepared.facts.format == STEP:
+            raise UsageError("change a step of your own in its code")
+
+    def _recommend_command(self, *, planned: bool) -> str:
+        """Return the command that finds the micro-batches, if ``planned`` after the command that writes the plan."""
+        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
+        if not planned:
+            return self._command("recommend-batch", flags)
+        plan_path = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
+        optimize_command = self._command("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
+        recommend_command = self._command("recommend-batch", f"{flags} --plan {quoted_path(str(plan_path))}")
+        return f"{optimize_command} && {recommend_command}"
+
+    def _command(self, command: str, *flags: str) -> str:
+        """Return the line that runs a ``command`` of memopt on this step; empty ``flags`` are left out."""
+        location = self._prepared.subject.source.location
+        return command_line(command, location, (*self._request.flags, *flags))

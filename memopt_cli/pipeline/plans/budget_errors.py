@@ -1,0 +1,107 @@
+"""Say why no plan fits into a budget: what the smallest plan takes, what no plan makes smaller, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from memopt_cli.errors import NothingFitsError
+from memopt_cli.records import Counted, OpTrace
+from memopt_cli.search.plan.dry_runs import PricedPlan
+from memopt_cli.text.paths import gathered
+from memopt_cli.text.units import format_apart, format_bytes
+
+_WORKSPACE_SHARE: Final = 0.1
+"""Share of a peak from which on kernel workspaces are named as a reason for the peak."""
+_NAMED_SHARE: Final = 0.9
+"""Share of a peak that a message accounts for by name, as far as :data:`_MAX_HOLDERS` modules hold that much."""
+_MAX_HOLDERS: Final = 8
+"""Maximum number of modules, or groups of similar modules, that a message names as holding activations."""
+_WEIGHTS_SHARE: Final = 0.5
+"""Share of a peak above which a message says that parameters and gradients are most of the peak."""
+
+
+def nothing_fits(
+    budget_bytes: int,
+    least_bytes: int,
+    source: str = "",
+    *,
+    stays: Sequence[str] = (),
+    can_rise: bool = True,
+    can_shrink: bool = True,
+) -> NothingFitsError:
+    """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
+
+    ``source``: words on the source of ``least_bytes``, such as ", as estimated".  ``stays``: sentences on the part that
+    no plan makes smaller.  ``can_rise``: there is a higher level.  ``can_shrink``: the batch has several samples.
+    """
+    budget, smallest = format_apart(budget_bytes, least_bytes)
+    flags = "`--budget` or `--level`" if can_rise else "`--budget`"
+    smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
+    return NothingFitsError(
+        f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}",
+        hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
+    )
+
+
+def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
+    """Yield sentences on the parts of the ``smallest`` peak that no plan makes smaller, and on changes that would.
+
+    ``operators``: operators of the original's step, with the measured workspaces of their kernels.
+    ``frees_gradients``: whether plans were tried that run the optimizer in backward.
+    """
+    parts = {
+        "parameters": smallest.breakdown.parameters_bytes,
+        "gradients": smallest.breakdown.gradients_bytes,
+        "the optimizer's state": smallest.breakdown.optimizer_bytes,
+        "buffers": smallest.breakdown.buffers_bytes,
+        "inputs": smallest.breakdown.inputs_bytes,
+    }
+    parts_in_words = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    if parts_in_words:
+        yield f"No plan can make these parts of its peak smaller: {parts_in_words}."
+    workspace_bytes = smallest.allocated_peak_bytes - smallest.tensor_peak_bytes
+    rest_bytes = _NAMED_SHARE * smallest.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
+    if holders_in_words := ", ".join(_largest_holders(smallest, rest_bytes)):
+        yield f"The rest are activations and tensors that backward makes: {holders_in_words}."
+    weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
+    if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
+        advice = (
+            ""
+            if frees_gradients
+            else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
+        )
+        yield f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{advice}"
+    if workspace_bytes < _WORKSPACE_SHARE * smallest.allocated_peak_bytes:
+        return
+    largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
+    place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
+    yield (
+        f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less: "
+        "try another batch, channels_last, another `--precision`, or on the CPU "
+        "torch.backends.mkldnn.flags(enabled=False)."
+    )
+
+
+def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[str]:
+    """Yield the largest holders in the ``smallest`` peak, with their bytes, until they add up to ``missing_bytes``."""
+    bytes_by_path = gathered({holder.path: holder.held_bytes for holder in smallest.holders})
+    for path, nbytes in list(bytes_by_path.items())[:_MAX_HOLDERS]:
+        if missing_bytes <= 0:
+            return
+        missing_bytes -= nbytes
+        name = f"'{path}'" if path else "the step outside of modules"
+        yield f"{format_bytes(nbytes)} of {name}"
+
+
+def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:
+    """Raise :class:`NothingFitsError` if ``priced``, the fastest plan that fits, slows the step down too much.
+
+    ``verb``: the verb of the message, ``is estimated to make`` where the step was not measured.
+    """
+    if priced.slowdown > most_slowdown:
+        raise NothingFitsError(
+            f"the fastest plan found that fits, of {format_bytes(priced.peak_bytes)}, {verb} the step "
+            f"{priced.slowdown:.2f} times as long",
+            hint="Raise `--max-slowdown` or `--budget`.",
+        )

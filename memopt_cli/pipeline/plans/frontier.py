@@ -1,0 +1,77 @@
+"""Choose the plans of a frontier that are worth showing, and describe the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from memopt_cli.errors import UsageError
+from memopt_cli.records import Measurement, ParetoPoint
+from memopt_cli.search.plan.dry_runs import PricedPlan
+from memopt_cli.text.units import counted, format_bytes
+
+_MIN_STEP_SHARE: Final = 0.02
+"""Share by which each plan on the frontier must peak lower than the plan shown before it."""
+
+
+def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
+    """Return ``points`` without the plans that another plan beats, and a sentence that names the plans left out.
+
+    The sentence is empty if none is left out.
+
+    A plan beats another if neither its peak nor its step time is higher, and one of the two is lower.  The original
+    always stays, since the others are compared with it.
+    """
+    measured_points = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
+    beaten = [
+        point
+        for point, (peak, step) in measured_points
+        if not point.plan.is_empty
+        and any(cost != (peak, step) and cost[0] <= peak and cost[1] <= step for _, cost in measured_points)
+    ]
+    sentence = (
+        f"Some plans are not shown, as another plan is no slower and no larger: {format_points(beaten)}."
+        if beaten
+        else ""
+    )
+    return [point for point in points if point not in beaten], sentence
+
+
+def _cost(point: ParetoPoint) -> tuple[int, float]:
+    assert isinstance(point.outcome, Measurement), "it runs"
+    return point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s
+
+
+def format_points(points: Sequence[ParetoPoint]) -> str:
+    """Return the measured peaks of ``points`` with their slowdowns, as in ``5.3 MiB (2.80×), 4.9 MiB (2.90×)``."""
+    texts = []
+    for point in points:
+        assert isinstance(point.outcome, Measurement), "it runs"
+        ratio = f" ({point.slowdown:.2f}×)" if point.slowdown is not None else ""
+        texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
+    return ", ".join(texts)
+
+
+def check_pick(number: int, plans: int) -> None:
+    """Raise :class:`UsageError` if a frontier of ``plans`` plans, counted from 1, has no plan ``number``."""
+    if not 1 <= number <= plans:
+        raise UsageError(
+            f"`--pick {number}` asks for a plan that the frontier does not have: it has {counted(plans, 'plan')}",
+            hint=f"Pick a plan from 1 to {plans}; `--frontier` alone shows them.",
+        )
+
+
+def clearly_smaller(priced_plans: Sequence[PricedPlan]) -> list[PricedPlan]:
+    """Return ``priced_plans``, fastest first, without plans hardly smaller than the plan chosen before them."""
+    chosen: list[PricedPlan] = []
+    for priced in priced_plans:
+        if not chosen or priced.peak_bytes <= (1 - _MIN_STEP_SHARE) * chosen[-1].peak_bytes:
+            chosen.append(priced)
+    return chosen
+
+
+def spread(priced_plans: Sequence[PricedPlan], most_plans: int) -> list[PricedPlan]:
+    """Return at most ``most_plans`` plans, evenly spread over ``priced_plans``, with the first and the last."""
+    if len(priced_plans) <= most_plans:
+        return list(priced_plans)
+    return [priced_plans[round(i * (len(priced_plans) - 1) / (most_plans - 1))] for i in range(most_plans)]
