@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
 from memopt_cli.loading.contents import state_dict_of
 from memopt_cli.loading.exported import Exported
-from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.interface import Format, ModelFile
 from memopt_cli.loading.module_pickle import made_of, refuse_attacks
 from memopt_cli.loading.pickles.entries import listed, modules_in, place_notes, place_of, refuse_other, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
@@ -168,7 +168,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     return weights
 
 
-_WITH_CODE: Final = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
+_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
 """A kind of file that holds a model with its code -> its format."""
 
 

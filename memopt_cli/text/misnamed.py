@@ -94,8 +94,8 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint.replace("FILE", quoted_path(path))
-    if refusal := _OTHER_ENDINGS.get(os.path.splitext(path)[1].lower()):
-        return refusal
+    if ending := _OTHER_ENDINGS.get(os.path.splitext(path)[1].lower()):
+        return ending
     if data.startswith(b"PK"):
         return _archive_refusal(path, data)
     if path.endswith(".py"):
