@@ -194,7 +194,7 @@ def test_files_that_hold_neither_a_model_nor_weights(folder: Path, what: str, as
 
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:
     torch.save({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, folder / "weights.pt")
-    with pytest.raises(FileFormatError, match="2 state dicts, none of which fits: 'a', 'b'"):
+    with pytest.raises(FileFormatError, match="2 state dicts, and none fits: 'a', 'b'"):
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
 
 
@@ -223,7 +223,7 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number", "Name a class or a function"),
         ("user_factory:missing", UsageError, "nothing callable named missing", "Name a class or a function"),
-        ("user_factory:wrong", FileFormatError, "returned an instance of int", ""),
+        ("user_factory:wrong", FileFormatError, "returned an int", ""),
         ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
         ("no_such_module:make", FileFormatError, "no_such_module", "--code-path"),
