@@ -37,6 +37,7 @@ def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.M
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     torch.save(model, "good.pt")
     torch.save(model.state_dict(), "weights.pt")
+    torch.save(nn.Sequential(nn.Linear(3, 4), nn.Tanh()).half(), "half.pt")
     torch.save(Vandal(), "vandal.pt")
     Path("legacy_vandal.pt").write_bytes(pickle.dumps(Vandal()))
     torch.save(importlib.import_module("faulty").Fine(), "fine.pt")
@@ -90,6 +91,10 @@ BEFORE_A_STEP = [
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
     ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
     ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt; build.py is a file"]),
+    ("optimize weights.pt -q", 3, ["In full: memopt optimize build.py:build --weights weights.pt -q"]),
+    ("optimize lost.pt --code-path loss.py", 3, ["--code-path loss.py has no module lostpk", "--weights lost.pt"]),
+    ("optimize https://a.b/model.pt", 2, ["memopt downloads nothing", "curl -LO https://a.b/model.pt"]),
+    ("optimize goood.pt", 2, ["Did you mean good.pt?"]),
     ("optimize graph.onnx", 3, ["graph.onnx is an ONNX graph", "torch.save(model, path)"]),
     ("inspect graph.bin", 3, ["graph.bin is an ONNX graph"]),
     ("optimize pointer.pt", 3, ["pointer.pt is a pointer of Git LFS", "git lfs pull"]),
@@ -103,8 +108,8 @@ BEFORE_A_STEP = [
         2,
         ["of weights without config.json", "build.py:build --weights one_file/model.safetensors;"],
     ),
-    ("optimize net.py:build --weights shards", 2, ["'shards' is a folder with 2 safetensors files: a.safetensors, b."]),
-    ("optimize net.py:build --weights a_folder", 2, ["'a_folder' is a folder with 0 safetensors files\n"]),
+    ("optimize net.py:build --weights shards", 2, ["'shards' is a folder with 2 files of weights: a.safetensors, b."]),
+    ("optimize net.py:build --weights a_folder", 2, ["'a_folder' is a folder with 0 files of weights\n"]),
     ("optimize vandal.pt", 4, ["vandal.pt was not loaded", "posix.system", "attack"]),
     ("optimize legacy_vandal.pt", 4, ["posix.system", "attack"]),
     ("optimize fine.pt", 4, ["faulty.Fine", "--allow-package faulty"]),
@@ -165,6 +170,11 @@ IN_A_STEP = [
         "optimize faulty:ConvNet -i 2x5x8x8",
         3,
         ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 8x3x32x32"],
+    ),
+    (
+        "optimize half.pt -i 2x3",
+        3,
+        ["'0' (Linear) rejected its input 2x3@float32", "float16: give", "-i 2x3@float16, or", "--precision fp32."],
     ),
     ("optimize good.pt -i x:2x3", 3, ["x", "such as -i 8x3x32x32"]),
     (

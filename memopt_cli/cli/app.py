@@ -37,7 +37,7 @@ from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
 from memopt_cli.errors import Interrupted, MemoptError, OutputExistsError, UnsafeFileError, UsageError
 from memopt_cli.report.lines import guarded
-from memopt_cli.text.documents import abridged, printable
+from memopt_cli.text.documents import abridged, printable, quoted_path
 from memopt_cli.text.spelling import on_command_line
 
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            failure.hint = "\n".join(filter(None, [failure.hint, _retyped(failure, shlex.join(["memopt", *given]))]))
+            failure.hint = "\n".join(filter(None, [failure.hint, _retyped(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, NobodyReads) and speaks(failure, err):
@@ -161,13 +161,18 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             )
 
 
-def _retyped(failure: MemoptError, command: str) -> str:
-    """Return a sentence with ``command`` and the flag that avoids ``failure``; empty if no flag does."""
+def _retyped(failure: MemoptError, given: Sequence[str]) -> str:
+    """Return a sentence with the command ``given`` and the flag that avoids ``failure``; empty if no flag does."""
+    command = shlex.join(["memopt", *given])
     match failure:
         case UnsafeFileError(trusted_with=str(flags)) if flags:
             return f"You trusted this file before, and it is unchanged. To do so again: {command} {flags}"
         case OutputExistsError():
             return f"To replace it: {command} `--force`"
+    for place, word in enumerate(given):
+        if f"build.py:build `--weights {quoted_path(word)}`" in failure.hint:
+            filled = ["memopt", *given[:place], "build.py:build", "--weights", *given[place:]]
+            return f"In full: {shlex.join(filled)}"
     return ""
 
 

@@ -18,7 +18,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
-from memopt_cli.text.misnamed import file_refusal, folder_refusal, weights_in
+from memopt_cli.text.misnamed import file_refusal, folder_refusal, missing_refusal, weights_in
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
 from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.values import Kind, Whole
@@ -55,7 +55,8 @@ def check_model(location: str) -> str:
     elif is_function(location):
         check_file(location.rpartition(":")[0])
     elif parse_factory(location) is None:
-        raise typer.BadParameter(f"there is no file '{location}', and it is not of the form package.module:callable")
+        message, hint = missing_refusal(location)
+        raise UsageError(message, hint=hint or "See memopt --help.")
     return location
 
 

@@ -139,12 +139,7 @@ class _Walk:
 
     def _attributes(self, value: Any) -> dict[str, Any]:
         """Return the ``__dict__`` that the file gives the object ``value``; empty if another object already has it."""
-        value = _unwrap_segment(value)
-        if not isinstance(value, Built):
-            return {}
-        state = _arguments_of(value)[1] if _is_lifted(value) else value.state
-        if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
-            state = state.items[0]
+        state = _state_of(value)
         if id(state) in self._seen:
             return {}
         self._seen.add(id(state))
@@ -217,6 +212,46 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
 def _arguments_of(value: Built) -> tuple[Any, ...]:
     """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
+
+
+def _state_of(value: Any) -> Any:
+    """Return the stand-in of the ``__dict__`` that the file gives the object ``value``; ``None`` if there is none."""
+    value = _unwrap_segment(value)
+    if not isinstance(value, Built):
+        return None
+    state = _arguments_of(value)[1] if _is_lifted(value) else value.state
+    if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
+        state = state.items[0]
+    return state
+
+
+def state_dict_of(module: Any) -> dict[str, Any]:
+    """Return the stand-ins of the tensors in the state dict that ``module`` has by default, by their names.
+
+    Raises :class:`ValueError` for modules nested deeper than in any real model, or far too many.
+    """
+    found: dict[str, Any] = {}
+    pending, looked = [("", module, 0)], 0
+    while pending:
+        prefix, value, depth = pending.pop()
+        looked += 1
+        if depth > DEEPEST or looked + len(found) > _MAX_PLACES:
+            raise ValueError(f"its modules are nested deeper than {DEEPEST}, or more than {_MAX_PLACES}")
+        attributes = dict(entries_of(_state_of(value)))
+        kept_out = _items_of(attributes.get("_non_persistent_buffers_set"))
+        for register in ("_parameters", "_buffers"):
+            for name, item in entries_of(attributes.get(register)):
+                if tensor_of(item) is not None and not (register == "_buffers" and name in kept_out):
+                    found[f"{prefix}{name}"] = item
+        children = entries_of(attributes.get("_modules"))
+        pending += [(f"{prefix}{name}.", child, depth + 1) for name, child in reversed(children)]
+    return found
+
+
+def _items_of(value: Any) -> list[Any]:
+    """Return the items of ``value``, the stand-in of a set, which older pickles make of a list."""
+    holders = [value, *_arguments_of(value)] if isinstance(value, Built) else []
+    return [item for part in holders if isinstance(part, Built) for item in part.items]
 
 
 def _is_lifted(value: Built) -> bool:

@@ -5,22 +5,33 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line, type_in_words
-from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.contents import state_dict_of
+from memopt_cli.loading.exported import Exported
+from memopt_cli.loading.interface import Format, ModelFile
 from memopt_cli.loading.module_pickle import build_data, refuse_attacks
-from memopt_cli.loading.pickles.entries import list_paths, place_notes, place_of, state_dicts_in
+from memopt_cli.loading.pickles.entries import (
+    list_paths,
+    modules_in,
+    place_notes,
+    place_of,
+    refuse_other,
+    state_dicts_in,
+)
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
+from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
-from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import is_function
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
@@ -98,7 +109,8 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
 def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
     """Load the state dict in ``file`` into ``model``, strictly, and return notes on where it was found.
 
-    The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).
+    The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
+    module is taken for its state dict: its tensors are made, and its class is not imported.
     Raises :class:`FileFormatError` if no state dict fits.
     """
     notes: list[str] = []
@@ -121,16 +133,26 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
 
 def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
     """Return the only state dict in ``file``, or the first with the names of ``model``, and make nothing else."""
+    if (kind := next((name for name, format_ in _WITH_CODE.items() if format_.recognizes(file)), None)) is not None:
+        raise FileFormatError(
+            f"{file.path} is {kind}: a model with its code, not weights alone",
+            hint=f"Use it as the model: `memopt profile {quoted_path(file.path)} -i …`",
+        )
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
     whole = pickled.pickle.root
     outer, root = ((), whole) if file.key is None else place_of(whole, file.key, file.path)
-    state_dicts = state_dicts_in(root)
+    saved = state_dicts_in(root)
+    try:
+        state_dicts = {where: dict(stored.entries) for where, stored in saved.items()}
+        of_modules = {where: state_dict_of(module) for where, module in modules_in(root).items()}
+        state_dicts |= {where: tensors for where, tensors in of_modules.items() if tensors}
+    except ValueError as err:
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
     own = model.state_dict().keys()
-    fitting = [
-        where for where, stored in state_dicts.items() if _prefix(own, [name for name, _ in stored.entries]) is not None
-    ]
+    fitting = [where for where, tensors in state_dicts.items() if _prefix(own, list(tensors)) is not None]
     if not state_dicts:
+        refuse_other(root, file.path)
         raise FileFormatError(
             f"{file.path} holds no state dict", hint="Save one with torch.save(model.state_dict(), path)."
         )
@@ -145,8 +167,16 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    weights: Mapping[str, Tensor] = build_data(file, pickled, state_dicts[where])
+    chosen = saved.get(where)
+    if chosen is None:  # of a module, whose state dict is not in the file
+        chosen, pickle = pickled.pickle.with_dict(state_dicts[where].items())
+        pickled = replace(pickled, pickle=pickle)
+    weights: Mapping[str, Tensor] = build_data(file, pickled, chosen)
     return weights
+
+
+_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
+"""A kind of file that holds a model with its code -> its format."""
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
@@ -155,7 +185,9 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
     if prefix is None or weights.keys() == own.keys():
         return weights
     notes.append(
-        f"The names of the weights begin with {prefix!r}." if prefix else "The weights are of a compiled model."
+        f"The names of the weights begin with {prefix!r}: they are loaded without it, under the model's own names."
+        if prefix
+        else "The weights are of a compiled model."
     )
     return {_plain(name).removeprefix(prefix): tensor for name, tensor in weights.items()}
 

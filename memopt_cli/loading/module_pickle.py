@@ -40,11 +40,13 @@ from memopt_cli.loading.trust import (
     together,
     unknown,
 )
-from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.user_code import ClassNotFound, UserCode
 from memopt_cli.loading.watch import watched
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.misnamed import moved_hint
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
@@ -68,7 +70,11 @@ class ModulePickle:
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
             located = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+        try:
+            model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+        except ClassNotFound as err:
+            err.hint = f"{err.hint} {moved_hint(file.path)}".strip()
+            raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
         return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
@@ -141,7 +147,8 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
             "Name the script with `--code-path`." if missing else "Save the model again with torch.save(model, path)."
         )
         if isinstance(err, ModuleNotFoundError):
-            hint = f"Add the folder that has {str(err.name).partition('.')[0]}: `--code-path FOLDER`."
+            missing_package = str(err.name).partition(".")[0]
+            hint = f"Add the folder that has {missing_package}: `--code-path FOLDER`. {moved_hint(file.path)}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
@@ -289,9 +296,11 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
         raise _refusal(file, denied, trust)
     for name, verdict in refusals:
         if isinstance(verdict, Missing):
-            raise FileFormatError(
-                f"{file.path} needs {name}, which cannot be imported: {verdict.reason}",
-                hint=how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
+            named = " ".join(quoted_flag("--code-path", path) for path in trust.code_paths)
+            raise ClassNotFound(
+                f"{file.path} needs {name}, which cannot be imported: {verdict.reason}"
+                + (f", and `{named}` has no module {name.module}" if named else ""),
+                hint="" if named else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )
 
 

@@ -14,6 +14,10 @@ from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.text.optimizer_text import notebook_refusal
 
 
+class ClassNotFound(FileFormatError):
+    """A class of the file is not installed, and not in the code that the user named."""
+
+
 class UserCode:
     """Files and folders whose classes are trusted.
 
@@ -54,7 +58,7 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise FileFormatError(f"{names} defines no {wanted.name}, which the file was saved with")
+        raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def run_scripts(self) -> list[ModuleType]:
         """Import each file without its ``if __name__ == "__main__"`` part, and copy its definitions to ``__main__``.

@@ -6,7 +6,11 @@ They are told by their name and first bytes, without PyTorch: the command line r
 from __future__ import annotations
 
 import ast
+import difflib
+import io
 import os
+import re
+import zipfile
 from typing import Final
 
 from memopt_cli.errors import UsageError
@@ -14,9 +18,35 @@ from memopt_cli.text.documents import quoted_path, read_bytes
 from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.text.units import format_some
 
-_LFS: Final = b"version https://git-lfs.github.com/spec/"
-_ONNX: Final = (b"\x08", b"\x12")
-"""First and third byte: ONNX writes its version, a small number, and then the name of what made the graph."""
+_PYTORCH_ONLY: Final = "memopt reads PyTorch only: a file of torch.save(model, path), or build.py:build."
+_ONNX: Final = (
+    "is an ONNX graph: it has no modules of PyTorch, and nothing in it can be trained",
+    "Give the model that it was exported from: a file of torch.save(model, path), or build.py:build.",
+)
+_OTHERS: Final = (
+    (
+        rb"version https://git-lfs\.github\.com/spec/",
+        "is a pointer of Git LFS, not the file itself",
+        "Fetch it in its repository: git lfs pull",
+    ),
+    (rb"\x89HDF", "is HDF5 (Keras)", _PYTORCH_ONLY),
+    (rb".{4}TFL3", "is a model of TensorFlow Lite", _PYTORCH_ONLY),
+    (rb"GGUF", "is GGUF (llama.cpp)", "Give the folder of save_pretrained from which it was converted."),
+    (rb"\x93NUMPY", "is an array of NumPy, not a model", _PYTORCH_ONLY),
+    (rb".{257}ustar", "is a tar archive", "Unpack it first: tar -xf FILE"),
+    (
+        rb"(?i:\s*<(!doctype\s+)?html\b)",
+        "is a web page: the download failed",
+        "Download the file itself; some pages want you to sign in first.",
+    ),
+    # A small number, ONNX's version, and the name of what made the graph; a file of TensorFlow has no text there.
+    (rb"\x08.\x12.[ -~]+[\x1a\x22\x28\x32\x3a\x42]", *_ONNX),
+)
+"""The pattern of a file's first bytes, what the file is, and what to do."""
+_OTHER_ENDINGS: Final = {".onnx": _ONNX, ".pb": ("is a graph of TensorFlow", _PYTORCH_ONLY)}
+_OF_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".safetensors")
+"""Endings of files of PyTorch."""
+_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
@@ -29,21 +59,45 @@ def build_hint(weights: str) -> str:
     folder = os.path.dirname(weights)
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
-    return (
-        "Name the function that builds the model, as build.py:build for build() in build.py: "
-        f"build.py:build `--weights {quoted_path(weights)}`; {_WRITE}"
-    )
+    return f"Name the function that builds the model, as build.py:build for build() in build.py: {_filled(weights)}"
+
+
+def moved_hint(path: str) -> str:
+    """Return what to type for the file at ``path``, whose model has a class that is not found."""
+    return f"If the class was moved or renamed, its weights can be read without it: {_filled(path)}"
+
+
+def _filled(weights: str) -> str:
+    return f"build.py:build `--weights {quoted_path(weights)}`; {_WRITE}"
+
+
+def missing_refusal(location: str) -> tuple[str, str]:
+    """Return why ``location``, at which nothing is, cannot be a model, and what to do."""
+    if re.match(r"\w+://", location):
+        return f"'{location}' is an address, and memopt downloads nothing", f"Fetch it first: curl -LO {location}"
+    folder, name = os.path.split(location)
+    try:
+        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)
+    except OSError:  # there is no such folder, or it cannot be read
+        near = []
+    what = f"there is no file '{location}', and it is not of the form package.module:callable"
+    if near:
+        return what, f"Did you mean {quoted_path(os.path.join(folder, near[0]))}?"
+    if _HUB.fullmatch(location) and not name.lower().endswith((*_OF_TORCH, ".pkl")) and not os.path.isdir(folder):
+        save = f'AutoModel.from_pretrained("{location}").save_pretrained("{name}")'
+        return what, f"memopt downloads nothing. If it is a name on a hub, save it first: {save}"
+    return what, ""
 
 
 def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None``: it may be a model."""
-    if data.startswith(_LFS):
-        return "is a pointer of Git LFS, not the file itself", "Fetch it in its repository: git lfs pull"
-    if path.lower().endswith(".onnx") or (data[:1], data[2:3]) == _ONNX:
-        return (
-            "is an ONNX graph: it has no modules of PyTorch, and nothing in it can be trained",
-            "Give the model that it was exported from: a file of torch.save(model, path), or build.py:build.",
-        )
+    for pattern, what, hint in _OTHERS:
+        if re.match(pattern, data, re.DOTALL):
+            return what, hint.replace("FILE", quoted_path(path))
+    if ending := _OTHER_ENDINGS.get(os.path.splitext(path)[1].lower()):
+        return ending
+    if data.startswith(b"PK"):
+        return _archive_refusal(path, data)
     if path.endswith(".py"):
         return "is Python code, not a saved model", _callable_hint(path)
     if refusal := notebook_refusal(f"{path}:FUNCTION"):
@@ -51,9 +105,31 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     return None
 
 
+def _archive_refusal(path: str, data: bytes) -> tuple[str, str] | None:
+    """Return what the zip archive ``data`` is, and what to do; ``None``: it may be a model, or is damaged."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = archive.namelist()
+    except Exception:  # a damaged or hostile directory may raise anything
+        return None
+    if any(name.endswith("data.pkl") for name in names):
+        return None
+    if "model.weights.h5" in names:
+        return "is a model of Keras", _PYTORCH_ONLY
+    if names and all(name.endswith(".npy") for name in names):
+        return (
+            "holds arrays of NumPy, not a model",
+            "These two lines make weights of PyTorch of them: import numpy, torch; torch.save({name: torch.from_numpy("
+            f"array) for name, array in numpy.load({path!r}).items()}}, 'weights.pth')",
+        )
+    if models := [name for name in names if name.endswith(_OF_TORCH)]:
+        return f"is a zip archive that contains {format_some(models)}", f"Unpack it first: unzip {quoted_path(path)}"
+    return "is a zip archive without a model", f"It contains {format_some(names, _SHOWN)}." if names else ""
+
+
 def folder_refusal(path: str) -> tuple[str, str]:
     """Return why the folder at ``path``, which has no ``config.json``, is no model, and what to do."""
-    found = safetensors_in(path)
+    found = weights_files_in(path)
     if found:
         return "is a folder of weights without config.json, not a model", build_hint(found[0])
     return (
@@ -63,23 +139,25 @@ def folder_refusal(path: str) -> tuple[str, str]:
     )
 
 
-def safetensors_in(folder: str) -> list[str]:
-    """Return the paths of the safetensors files in ``folder``, sorted."""
+def weights_files_in(folder: str) -> list[str]:
+    """Return the paths of the safetensors files in ``folder``, sorted; without any, those of ``pytorch_model*.bin``."""
     try:
-        names = os.listdir(folder)
+        names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read
         return []
-    return sorted(os.path.join(folder, name) for name in names if name.endswith(".safetensors"))
+    found = [name for name in names if name.endswith(".safetensors")]
+    found = found or [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return [os.path.join(folder, name) for name in found]
 
 
 def weights_in(path: str) -> str:
-    """Return ``path``, or the only safetensors file in it if it is a folder.  Raises :class:`UsageError`."""
+    """Return ``path``, or the only file of weights in it if it is a folder.  Raises :class:`UsageError`."""
     if not os.path.isdir(path):
         return path
-    found = safetensors_in(path)
+    found = weights_files_in(path)
     if len(found) != 1:
         names = f": {format_some([os.path.basename(file) for file in found])}" if found else ""
-        raise UsageError(f"'{path}' is a folder with {len(found)} safetensors files{names}", hint="Name one file.")
+        raise UsageError(f"'{path}' is a folder with {len(found)} files of weights{names}", hint="Name one file.")
     return found[0]
 
 

@@ -478,7 +478,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME",
         names="data",
     ),
-    "weights": Option("Load this state dict into the model.", LOADING, "FILE", "weights", python="", names="file"),
+    "weights": Option(
+        "Load the weights in this file into the model.", LOADING, "FILE", "weights", python="", names="file"
+    ),
     "code_path": Option(
         "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
         LOADING,

@@ -108,7 +108,24 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}{raised_at(error)}"
-    return InputsRejected(f"{where} rejected its input {given}", hint=_accepted_hint(stack[0].inputs))
+    hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
+    return InputsRejected(f"{where} rejected its input {given}", hint=hint)
+
+
+def _dtype_hint(call: WatchedCall, given: Any) -> str:
+    """Return the hint for ``call``, of a module whose weights have another floating dtype than its input, or empty.
+
+    ``given``: the inputs of the model.
+    """
+    weight, first = next(call.module.parameters(recurse=False), None), next(iter(tensors_of(call.inputs)), None)
+    model_input = next((tensor for tensor in tensors_of(given) if tensor.is_floating_point()), None)
+    if weight is None or first is None or model_input is None or weight.dtype == first.dtype:
+        return ""
+    if not (weight.is_floating_point() and first.is_floating_point()):
+        return ""
+    dtype = str(weight.dtype)[6:]
+    spec = f"{'x'.join(map(str, model_input.shape))}@{dtype}"
+    return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
 
 def _accepted_hint(given: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import py_compile
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,6 +120,76 @@ def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
     with pytest.raises(FileFormatError, match="no entry 'emma'") as error:
         load_model(replace(source, key="emma"))
     assert "'state_dict', 'ema', 'other'" in error.value.hint
+
+
+NET = """
+import torch
+from torch import nn
+
+class {name}(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = self.again = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("cache", torch.ones(5), persistent=False)
+"""
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("around", ["", "checkpoint", "DataParallel"])
+def test_a_model_whose_class_is_gone_gives_its_weights(folder: Path, around: str, protocol: int) -> None:
+    (folder / "user_factory.py").write_text(NET.format(name="Renamed"))
+    (folder / "user_gone.py").write_text(NET.format(name="Net"))
+    sys.path.insert(0, str(folder))
+    model = importlib.import_module("user_gone").Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.norm(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    saved = {"": model, "checkpoint": {"net": model, "optimizer": optimizer.state_dict()}}
+    torch.save(saved.get(around, nn.DataParallel(model)), "whole.pt", pickle_protocol=protocol)
+    del sys.modules["user_gone"]
+    (folder / "user_gone.py").unlink()
+    with pytest.raises(MemoptError) as error:
+        load_model(ModelSource(location="whole.pt"))
+    assert "build.py:build `--weights whole.pt`" in error.value.hint
+    filled = load_model(ModelSource(location="user_factory:Renamed", weights="whole.pt")).module.state_dict()
+    assert filled.keys() == model.state_dict().keys()
+    assert all(torch.equal(filled[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_modules_of_a_model_that_lead_back_to_it_are_no_endless_list(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    model._modules["0"]._modules["up"] = model
+    torch.save(model, folder / "whole.pt")
+    with pytest.raises(FileFormatError, match="nested deeper than 100"):
+        load_model(ModelSource(location="user_factory:make", weights="whole.pt"))
+
+
+@pytest.mark.parametrize("kind", ["TorchScript", "torch.export"])
+def test_a_model_with_its_code_is_given_as_the_model(folder: Path, kind: str) -> None:
+    if kind == "TorchScript":
+        torch.jit.script(nn.Linear(2, 3)).save("whole.pt")
+    else:
+        torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)), "whole.pt")
+    with pytest.raises(FileFormatError, match=f"{kind}: a model with its code") as error:
+        load_model(ModelSource(location="user_factory:make", weights="whole.pt"))
+    assert "memopt profile whole.pt -i" in error.value.hint
+
+
+@pytest.mark.parametrize("as_weights", [False, True])
+@pytest.mark.parametrize("what", ["the state of an optimizer", "one tensor (3)"])
+def test_files_that_hold_neither_a_model_nor_weights(folder: Path, what: str, as_weights: bool) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(torch.ones(3) if "tensor" in what else optimizer.state_dict(), folder / "other.pt")
+    source = ModelSource(location="other.pt")
+    if as_weights:
+        source = ModelSource(location="user_factory:make", weights="other.pt")
+    with pytest.raises(FileFormatError, match=f"other.pt holds {re.escape(what)}") as error:
+        load_model(source)
+    assert "--weights" not in error.value.hint
 
 
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:

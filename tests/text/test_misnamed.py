@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 
-from memopt_cli.text.misnamed import build_hint
+import pytest
+
+from memopt_cli.text.misnamed import build_hint, file_refusal, missing_refusal, weights_in
+
+
+def zipped(*names: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "what"),
+    [
+        ("model.onnx", b"", "ONNX"),
+        ("graph.bin", b"\x08\x08\x12\x07pytorch\x1a", "ONNX"),
+        ("saved_model.pb", b"\x08\x01\x12\xd8\x9a\x01\x0a\xf0", "TensorFlow"),
+        ("model.h5", b"\x89HDF\r\n\x1a\n", "HDF5 (Keras)"),
+        ("model.tflite", b"\x1c\0\0\0TFL3", "TensorFlow Lite"),
+        ("llama.gguf", b"GGUF\x03", "GGUF"),
+        ("w.npy", b"\x93NUMPY", "array of NumPy"),
+        ("model.tar", b"\0" * 257 + b"ustar", "tar -xf model.tar"),
+        ("page.pt", b"\n<!DOCTYPE html>\n<html>", "a web page: the download failed"),
+        ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("model.keras", zipped("config.json", "model.weights.h5"), "Keras"),
+        ("w.npz", zipped("a.npy", "b.npy"), "numpy.load('w.npz')"),
+        ("all.zip", zipped("runs/whole.pt", "notes.txt"), "contains runs/whole.pt Unpack it first: unzip all.zip"),
+        ("photos.zip", zipped("a.png"), "without a model It contains a.png."),
+    ],
+)
+def test_files_of_another_kind_are_named(path: str, data: bytes, what: str) -> None:
+    assert what in " ".join(file_refusal(path, data) or ())
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x02", b"PK", zipped("whole/data.pkl"), b"\x08\x01\x12\xd8\x9a\x01\x0a"])
+def test_files_that_may_be_models_are_left_to_the_reader(data: bytes) -> None:
+    assert file_refusal("model.pt", data) is None
+
+
+def test_what_is_not_there_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("whole.pt").touch()
+    assert missing_refusal("https://a.b/model.pt")[1].endswith("curl -LO https://a.b/model.pt")
+    assert missing_refusal("whole.ptt")[1] == "Did you mean whole.pt?"
+    assert 'from_pretrained("google/vit-base").save_pretrained("vit-base")' in missing_refusal("google/vit-base")[1]
+    assert missing_refusal("other.pt")[1] == ""
+
+
+def test_the_only_file_of_weights_in_a_folder_is_taken(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin"):
+        (tmp_path / name).touch()
+    assert weights_in(str(tmp_path)) == f"{tmp_path}/pytorch_model.bin"
+    (tmp_path / "model.safetensors").touch()
+    assert weights_in(str(tmp_path)) == f"{tmp_path}/model.safetensors"
 
 
 def test_weights_beside_their_configuration_are_named_by_the_folder(tmp_path: Path) -> None:

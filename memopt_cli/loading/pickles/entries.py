@@ -133,6 +133,30 @@ def state_dicts_in(root: Any) -> dict[Path, Any]:
     return dict(found_in(root, _is_state_dict))
 
 
+def modules_in(root: Any) -> dict[Path, Any]:
+    """Map paths to the stand-ins of modules; modules inside modules are left out."""
+    return dict(found_in(root, is_module))
+
+
+def refuse_other(root: Any, path: str) -> None:
+    """Raise :class:`FileFormatError` if ``root`` is one tensor or the state of an optimizer."""
+    if (tensor := tensor_of(root)) is not None:
+        shape = "x".join(map(str, tensor.shape)) or "no dimensions"
+        raise FileFormatError(
+            f"{path} holds one tensor ({shape}), neither a model nor its weights",
+            hint="Save the model with torch.save(model, path).",
+        )
+    if _is_optimizer_state(root):
+        raise FileFormatError(
+            f"{path} holds the state of an optimizer: the model's weights are in another file",
+            hint="Give the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
+        )
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    return {"state", "param_groups"} <= {name for name, _ in entries_of(value) if isinstance(name, str)}
+
+
 def _is_state_dict(value: Any) -> bool:
     entries = entries_of(value)
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
@@ -167,6 +191,7 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
 
 
 def _without_model(root: Any, path: str) -> FileFormatError:
+    refuse_other(root, path)
     if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
         return no_model(path, tensors)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
@@ -188,7 +213,7 @@ def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | Non
         seen.add(id(value))
         if wanted(value):
             yield where, value
-        elif not is_module(value) and len(where) < _DEEPEST:
+        elif not (is_module(value) or _is_optimizer_state(value)) and len(where) < _DEEPEST:
             pending.extend(reversed([((*where, name), item) for name, item in (entries or _entries)(value)]))
 
 

@@ -120,6 +120,12 @@ class Pickle:
     steps: tuple[Step, ...]
     """The steps of unpickling in the order of the opcodes."""
 
+    def with_dict(self, entries: Iterable[tuple[str, Any]]) -> tuple[Built, Pickle]:
+        """Return a dict of ``entries``, stand-ins of this pickle, and a pickle that makes it last."""
+        made = Built("plain", DICT, entries=list(entries))
+        steps = Step("make", made), Step("set", made, tuple(chain.from_iterable(made.entries)))
+        return made, Pickle(self.root, (*self.steps, *steps))
+
 
 def entries_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the keys and values of ``value``, a stand-in for a dict of any kind; empty for anything else."""
