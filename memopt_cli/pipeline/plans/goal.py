@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast, unavoidable_parts
+from memopt_cli.pipeline.plans.budget_errors import NotRunHereError, nothing_fits, require_fast, unavoidable_parts
 from memopt_cli.pipeline.plans.frontier import clearly_smaller, format_points, spread
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -94,6 +94,7 @@ class GoalSearch:
         smallest: PricedPlan | None = None
         predicted_bytes: list[int] = []
         measured_bytes: list[int] = []
+        unrun: NotRunHereError | None = None
         for _ in range(_MAX_MEASURED):
             priced = self._fastest(target)
             if priced is not None:
@@ -122,11 +123,16 @@ class GoalSearch:
                 raise_failure(outcome, "a plan could not be measured: ")
             predicted_bytes.append(priced.peak_bytes)
             excess = target // _OOM_DIVISOR
+            if isinstance(outcome, OutOfMemory) and not outcome.was_tried:
+                excess = outcome.needed_bytes - outcome.free_bytes
+                unrun = unrun or NotRunHereError.of(priced, outcome)
             if isinstance(outcome, Measurement):
                 excess = outcome.allocated_peak_bytes - budget_bytes
                 measured_bytes.append(outcome.allocated_peak_bytes)
             # Lower the target by at least 1, or the same plan would be found again.
             target = min(target, priced.peak_bytes) - max(1, excess)
+        if unrun is not None:
+            raise unrun
         if predicted_bytes and predicted_bytes[-1] <= budget_bytes and not measured_bytes:
             raise NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but this machine runs out of memory, even with "
