@@ -94,7 +94,8 @@ def plot(found: StepProfile, columns: int) -> str:
     operators elsewhere.
     """
     seconds = [op.seconds for op in found.trace.ops]
-    widths = seconds if any(seconds) else [1.0] * len(seconds)
+    has_times = any(seconds)
+    widths = [0.0, *seconds] if has_times else [1.0] * len(found.live_bytes)  # what is alive before the step is first
     levels = _resampled(found.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []
@@ -102,7 +103,9 @@ def plot(found: StepProfile, columns: int) -> str:
         eighths = (round(8 * (_ROWS * level / top - row)) for level in levels)
         label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
         lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
-    return "\n".join([*lines, f"{'':>10} └{_phases(found, widths, len(levels))}"])
+    return "\n".join(
+        [*lines, f"{'':>10} └{_phases(found, seconds if has_times else [1.0] * _count(found), len(levels))}"]
+    )
 
 
 def _resampled(values: Sequence[int], widths: Sequence[float], columns: int) -> list[int]:
@@ -125,7 +128,7 @@ def _phases(found: StepProfile, widths: Sequence[float], columns: int) -> str:
     text, done = "", 0.0
     for name, width in width_by_phase.items():
         done += width
-        end = round(columns * done / sum(widths))
+        end = int(columns * done / sum(widths))
         text += name[: end - len(text)].ljust(end - len(text), "─")
     return text
 

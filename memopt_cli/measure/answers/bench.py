@@ -47,7 +47,7 @@ Found = TypeVar("Found")
 Knowledge = TypeVar("Knowledge")
 
 
-_LEAST_SHARE: Final = 100_000
+_LARGEST_RATIO: Final = 10_000
 """Bytes of a peak for each byte of the inputs and of the model's tensors that no step has come near.
 
 A step that would fit even so is not counted before it is run."""
@@ -247,7 +247,7 @@ class Bench:
             with self.mode if self.subject.spec.tensors else contextlib.nullcontext():
                 step = self.step(batch, dims)
             input_bytes = sum(tensor.nbytes for tensor in tensors_of((step.args, step.kwargs)))
-            if input_bytes and _LEAST_SHARE * (input_bytes + own_bytes) <= free_bytes:
+            if input_bytes and _LARGEST_RATIO * (input_bytes + own_bytes) <= free_bytes:
                 return
             codecs = codecs_for(self, plan)
             self.enter_start()

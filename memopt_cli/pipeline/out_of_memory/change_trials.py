@@ -63,7 +63,7 @@ def _change_of(plan: Plan) -> Literal["plan", "offload", "optimizer in backward"
 
 
 class ChangeTrials:
-    """A trial of the changes that may make a step fit, each by a run at full size where this machine has the memory."""
+    """A trial of the changes that may make a step fit, each by a run at full size if this machine has the memory."""
 
     def __init__(
         self, request: ExplainRequest, prepared: Prepared, limit_bytes: int, *, counts_for_gpu: bool = False
@@ -101,10 +101,7 @@ class ChangeTrials:
         if not suggestions and self._prepared.batch > 1:  # no single change fits
             suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
         return tuple(
-            sorted(
-                suggestions,
-                key=lambda said: (said.change == "autocast", math.inf if said.seconds is None else said.seconds),
-            )
+            sorted(suggestions, key=lambda s: (s.change == "autocast", math.inf if s.seconds is None else s.seconds))
         )
 
     def _attempt(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
@@ -119,8 +116,9 @@ class ChangeTrials:
         Where tensors are sent to, and how long that takes, is not known here for a GPU.
         """
         if self._counts_for_gpu:
-            command = self._command("optimize", f"--budget {exact_bytes(self._limit_bytes)} --offload host")
-            self.refused.append(f"A plan that sends tensors away: try it where the GPU is: {command} --device cuda.")
+            flags = f"--budget {exact_bytes(self._limit_bytes)} --offload host --device cuda"
+            command = self._command("optimize", flags)
+            self.refused.append(f"A plan that sends tensors away: try it where the GPU is: {command}")
             return
         yield from self._try_plan(sends=True)
 

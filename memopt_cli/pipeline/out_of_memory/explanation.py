@@ -77,7 +77,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         prepared = prepare(opening, progress=progress, ask=ask)
         reported_limit = _reported_limit(error, snapshot) if request.memory is None else None
         limit_bytes, limit = reported_limit or _limit_here(request, prepared)
-        is_of_gpu = error is not None and error.is_of_gpu or snapshot is not None
+        is_of_gpu = (error is not None and error.is_of_gpu) or snapshot is not None
         is_elsewhere = is_of_gpu and prepared.subject.settings.device == "cpu"
         explanation = _explain_step(request, prepared, limit_bytes, limit, counts_for_gpu=is_elsewhere)
         if is_elsewhere:
@@ -126,7 +126,7 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
         limit_bytes=error.available_bytes,
         limit=_ERROR_LIMIT,
         needed_bytes=error.allocated_bytes,
-        notes=(numbers, _NAME_MODEL_NOTE) if error.available_bytes else (_NAME_MODEL_NOTE,),
+        notes=(numbers, _NAME_MODEL_NOTE) if error.available_bytes and error.asked_bytes else (_NAME_MODEL_NOTE,),
     )
 
 
@@ -155,7 +155,7 @@ def _read_error(path: str) -> OutOfMemoryText:
         raise UsageError(
             f"{path} has no out-of-memory message",
             hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate"; of a process that was killed, the '
-            "kernel's log speaks: dmesg | memopt explain --log -",
+            "kernel's log speaks: dmesg | memopt explain `--log -`",
         )
     return error
 

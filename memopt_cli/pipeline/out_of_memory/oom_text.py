@@ -27,7 +27,7 @@ _ASKED: Final = (
 _KILLED: Final = (
     re.compile(r"[Oo]ut of memory: Killed process \d+ \((?P<name>[^)\n]*)\)[^\n]*?anon-rss:(?P<kib>\d+)kB"),  # Linux
     re.compile(r"(?m)line \d+: +\d+ Killed +(?P<name>\S*)"),  # a script of bash
-    re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|(?:\[\d+\]\S* +)?(?:\d+ +)?Killed\b)"),  # a shell
+    re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|\[\d+\]\S* +(?:\d+ +)?Killed\b|Killed *$)"),  # a shell
     re.compile(r"oom[-_]kill event|OOM Killed|OUT_OF_MEMORY"),  # Slurm
 )
 """Patterns of a process that was killed, with its name and its memory where they are known."""
@@ -98,7 +98,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
 def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
     found = match.groupdict()
     nbytes = int(found.get("kib") or 0) << 10
-    where = f" at {format_bytes(nbytes)}" if nbytes else ", for want of memory as it seems"
+    where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
     event = f"the kernel killed {found.get('name') or 'the process'}{where}"
     return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
 
