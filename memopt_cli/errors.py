@@ -13,6 +13,7 @@
     │   ├── PlanError               3  a plan that does not fit the model
     │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
     ├── StepError                   3  the model's training step cannot be run
+    │   └── LossError               3  the user's loss raised an error
     ├── MeasurementError            3  a profiling subprocess gave no answer
     │   └── RankLostError           3  another rank of a group is gone, or does not answer
     ├── ChangedFileError            3  the model's file is not what it was when the command began
@@ -98,6 +99,10 @@ class PlanError(FileError):
 
 class StepError(MemoptError):
     """One training step of the model cannot be run: inputs rejected, no gradient, NaN, failing backward."""
+
+
+class LossError(StepError):
+    """A loss of the user's that raised an error."""
 
 
 class MeasurementError(MemoptError):
@@ -210,11 +215,17 @@ def shortened(value: object, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def type_in_words(given: object) -> str:
+    """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``."""
+    name = type(given).__name__
+    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
 def for_message(given: object) -> str:
     """Return ``given`` quoted for a message if people can type it, such as text or a number; else its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    return shortened(given) if isinstance(given, str | bytes | int | float | None) else f"a {type(given).__name__}"
+    return shortened(given) if isinstance(given, str | bytes | int | float | None) else type_in_words(given)
 
 
 _REPR = reprlib.Repr()

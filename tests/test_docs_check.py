@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 FILE = Path(__file__).parents[1] / "docs" / "check.py"
+PAGES = [FILE.parents[1] / "README.md", *sorted(FILE.parent.glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +108,18 @@ def test_tests_that_documentation_names_exist() -> None:
     assert named
     for file, function in named:
         assert f"def {function}(" in (root / file).read_text(), f"{file} has no {function}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_package_exist(page: Path) -> None:
+    """Also in code that a page defines and does not call, and in its sentences."""
+    named = sorted(set(re.findall(r"\bmemopt_cli((?:\.\w+)+)", page.read_text())))
+    assert [f"memopt_cli{path}" for path in named if not _exists(path)] == []
+
+
+def _exists(path: str) -> bool:
+    try:
+        pkgutil.resolve_name(f"memopt_cli{path}")
+    except (AttributeError, ImportError):
+        return False
+    return True

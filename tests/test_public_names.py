@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,15 @@ def test_the_first_screen_of_the_package_is_short() -> None:
     listed = {*memopt_cli._PUBLIC, *memopt_cli._MODULES, "__all__", "__doc__", "offload_folder", "on_unsafe"}
     assert set(dir(memopt_cli)) == listed
     assert [name for name in listed if not hasattr(memopt_cli, name)] == []
+
+
+def test_help_shows_no_markup() -> None:
+    public = [getattr(memopt_cli, name) for name in (*memopt_cli.__all__, *memopt_cli._MODULES)]
+    members = [
+        member for one in public if isinstance(one, type) for name, member in vars(one).items() if name[0] != "_"
+    ]
+    texts = [inspect.getdoc(one) or "" for one in (*public, *members)]
+    assert [text for text in texts if re.search(":[a-z]+:`", text)] == []
 
 
 USED = """

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import OptionError, for_message
+from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
 from memopt_cli.measure.reach import UserFunction, user_function
@@ -173,7 +173,7 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is a {type(given).__name__}; it must be one size", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE)
     size: int = accepted(f"dims[{name!r}]", given, Whole(1))
     return size
 
@@ -255,12 +255,14 @@ def called(name: str, given: _Function) -> _Function:
     be called, but not with a model.
     """
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
-    if given is not None and not isinstance(given, str) and (is_class or not callable(given)):
-        hint = _MAKE_OPTIMIZER if name == "optimizer" else "Give a function of the model's output."
+    is_wrong = given is not None and not isinstance(given, str) and (is_class or not callable(given))
+    if is_wrong or (name == "loss" and isinstance(given, str) and ":" not in given):
+        hint = _MAKE_OPTIMIZER if name == "optimizer" else _LOSS
         raise OptionError(f"{name} is {for_message(given)}", hint=hint)
     return given
 
 
+_LOSS = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
 _MAKE_OPTIMIZER = (
     'Give text such as "adamw:fused", or a function that makes one for a model: '
     "lambda model: torch.optim.AdamW(model.parameters())."

@@ -52,7 +52,7 @@ from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, pre
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared, file_header
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -77,7 +77,7 @@ from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
-from memopt_cli.training.apply import apply_plan, plan_of, taken_off
+from memopt_cli.training.apply import apply_plan, taken_off
 
 
 @said_in_python()
@@ -170,9 +170,9 @@ def optimize(
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
     replaced.  Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one
-    before any plan was found, is a :class:`KeyboardInterrupt`, which leaves the model as it was.  Raises
-    :class:`VerificationError` if the optimized model differs, :class:`NothingFitsError` if no plan meets the budget,
-    and other errors of :mod:`memopt_cli.errors`; then the model is as it was.
+    before any plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.  Raises
+    ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget,
+    and other errors of ``memopt_cli.errors``; then the model is as it was.
     """
 
     def optimized() -> Optimized:
@@ -231,7 +231,7 @@ def frontier(
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
     function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  Other arguments and errors are
-    those of :func:`optimize`.
+    those of ``optimize``.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
@@ -271,12 +271,12 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored.
-    ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as ``--for``:
-    ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of ``torch.compile``; the
-    compiled step is measured as well.
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is left out, and a
+    note says so.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as
+    ``--for``: ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of
+    ``torch.compile``; the compiled step is measured as well.
 
-    Other arguments and errors are those of :func:`optimize`.
+    Other arguments and errors are those of ``optimize``.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -290,7 +290,7 @@ def profile(
     )
     chosen = Plan() if plan is None else the_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(request, prepared, chosen))
+        return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
 @said_in_python()
@@ -326,10 +326,11 @@ def recommend_batch(
 
     Of tensors among the inputs, only shape, dtype and the range of whole numbers are used: batches of other sizes are
     filled at random.  ``memory``: the limit, ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
+    ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
-    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of :func:`optimize`.
+    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
@@ -355,7 +356,7 @@ def recommend_batch(
     chosen = None if plan is None else the_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
-            return Recommended(fastest_prepared(request, prepared))
+            return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
@@ -380,8 +381,8 @@ def baseline(
     """Write the memory and time of a step to the file ``output``, as ``memopt baseline`` does.
 
     The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
-    used, as in :func:`recommend_batch`.  ``force``: replace an existing file.
-    Other arguments and errors are those of :func:`optimize`.
+    used, as in ``recommend_batch``.  ``force``: replace an existing file.
+    Other arguments and errors are those of ``optimize``.
     """
     path, limit_s = path_given("output", output), accepted("timeout", timeout)
     check_targets([path], force=force)
@@ -394,7 +395,7 @@ def baseline(
             output=str(path),
             force=force,
         )
-        return Recorded(record_prepared(request, replace(prepared, carried=plan_of(model).of_model)))
+        return Recorded(record_prepared(request, prepared))
 
 
 @said_in_python()
@@ -413,7 +414,8 @@ def check(
     """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
-    has to be given again: the loss, and an optimizer that is a function.  Raises :class:`BaselineError` if the baseline
+    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result says whether no
+    metric grew by more than that, and ``result.exceeded`` which did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
     limits = tuple(map(parse_limit, names("fail_on", fail_on)))
@@ -432,8 +434,7 @@ def check(
     before, request, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
     with _prepared(model, spec, step, limit_s, verbose) as prepared:
-        carrying = replace(prepared, carried=plan_of(model).of_model)
-        return Checked(check_prepared(request, before, carrying))
+        return Checked(check_prepared(request, before, prepared))
 
 
 _SEARCH = "Add search=True."
@@ -472,6 +473,8 @@ def _searched(
         advice = _advised(request, prepared, found)
         if found.verification is not None:
             _replace_plan(model, found)
+        elif not prepared.carried.is_empty:
+            found.notes[:0] = [LEFT_OUT_NOTE]
         summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))

@@ -30,7 +30,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 
     ``path``: the files' path without ending.  ``.log`` gets the traceback.  On a GPU, ``.snapshot.pickle`` gets the
     allocator's snapshot: which line of code allocated what; stacks are recorded inside the block for that.  Existing
-    files are replaced.  A note on the error says which command to type.  Raises :class:`OptionError` for a path of
+    files are replaced.  A note on the error says which command to type.  Raises ``OptionError`` for a path of
     another type.
     """
     base = path_given("path", path)

@@ -49,13 +49,13 @@ def optimize_step(
     returns the fastest plan within it.  ``None``: the plan with the least peak whose step takes at most
     ``max_slowdown`` times as long (``None``: 1.33; ``math.inf``: no limit).
     ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
-    :func:`memopt_cli.optimize`; the training script sets ``memopt_cli.offload_folder``.
+    ``memopt_cli.optimize``; the training script sets ``memopt_cli.offload_folder``.
     ``timeout``: seconds that each answer of a profiling subprocess may take.
     ``verbose``: log the course of the search.  Ctrl-C ends the search; the best plan so far is applied.
 
     To put the same plan on a step that exists already, call ``memopt_cli.apply_plan(step, summary.plan)``.
-    Raises :class:`OptionError` (a :class:`ValueError`) for a value out of its range, :class:`VerificationError` if the
-    optimized step differs from the original, and other errors of :mod:`memopt_cli.errors` if it cannot be taken.
+    Raises ``OptionError`` (a ``ValueError``) for a value out of its range, ``VerificationError`` if the
+    optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
     limit_s, settings = accepted("timeout", timeout), StepSettings(device=resolve_device())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,8 @@ from memopt_cli.records import (
     RanksRecommendation,
     StepProfile,
 )
-from memopt_cli.report.text import TextReport
+from memopt_cli.report.notebook import NotebookPage
+from memopt_cli.report.text import TextReport, plain_text
 from memopt_cli.text.spelling import in_python, notes_in_python
 
 
@@ -31,12 +30,12 @@ class Shown:
         object.__setattr__(self, "result", notes_in_python(self.result))
 
     def __repr__(self) -> str:
-        text = io.StringIO()
-        TextReport().show(self.result, text)
-        return in_python(text.getvalue().rstrip())
+        return in_python(plain_text(self.result))
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        page = NotebookPage(in_python)
+        TextReport().show_on(page, self.result)
+        return page.html()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -21,7 +21,7 @@ from memopt_cli.api.arguments import (
     settings_of,
 )
 from memopt_cli.api.shown import Shown
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -33,7 +33,6 @@ from memopt_cli.records.progress import logged
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import said_in_python
-from memopt_cli.training.apply import plan_of
 from memopt_cli.training.user_step import Step
 
 Trained = nn.Module | Callable[[], Step]
@@ -74,17 +73,17 @@ def verify(
     Parameters
     ----------
     reference, candidate:
-        The same model twice, with the same parameters, or two functions that each make a :class:`memopt_cli.Step`.
+        The same model twice, with the same parameters, or two functions that each make a ``memopt_cli.Step``.
         The candidate trains in another way: with checkpoints, compiled, under a plan.
     inputs, dims:
-        The inputs of a step, as for :func:`memopt_cli.optimize`.
+        The inputs of a step, as for ``memopt_cli.optimize``.
     steps:
         Number of consecutive steps, all on the same inputs, each with an update of the optimizer (default: SGD).
     timeout:
         Seconds that a profiling subprocess may take for all steps.
 
-    Other arguments are those of :func:`memopt_cli.optimize`.  Raises :class:`StepError` if the two do not have the same
-    parameters or the reference cannot be trained, and other errors of :mod:`memopt_cli.errors`.
+    Other arguments are those of ``memopt_cli.optimize``.  Raises ``StepError`` if the two do not have the same
+    parameters or the reference cannot be trained, and other errors of ``memopt_cli.errors``.
     """
     started = time.monotonic()
     functions = functions_given(loss, optimizer)
@@ -115,11 +114,11 @@ def _prepared(
         with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
             source = replace(prepared.subject.source, keeps_compiled=True)
             subject = replace(prepared.subject, source=source)
-            yield replace(prepared, subject=subject, carried=plan_of(model).of_model)
+            yield replace(prepared, subject=subject)
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(
-            f"{name} is a {type(trained).__name__}", hint="Give a torch.nn.Module, or the function that makes a step."
+            f"{name} is {type_in_words(trained)}", hint="Give a torch.nn.Module, or the function that makes a step."
         )
     if isinstance(given, InputSpec):
         raise OptionError(

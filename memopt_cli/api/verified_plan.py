@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memopt_cli.errors import OptionError, VerificationError
+from memopt_cli.errors import MemoptError, OptionError, VerificationError, first_line
 from memopt_cli.files.contents import the_plan
 from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -44,7 +44,7 @@ def apply_plan(
 ) -> Applied:
     """Install every segment of ``plan`` on ``model``, in place, or none if one fails; returns the model.
 
-    ``model``: a model, a :class:`~memopt_cli.training.user_step.Step`, or the models of a step by their names in the
+    ``model``: a model, a ``memopt_cli.Step``, or the models of a step by their names in the
     plan.  ``plan``: a plan, or the path of its file.
 
     ``verify``: inputs, or a list of several, such as batches of other sizes and padded batches.  For each, a step with
@@ -53,7 +53,7 @@ def apply_plan(
     ``loss``: a function of the output, as in training.  ``optimizer``: the training script's, which a plan with
     ``in_backward`` runs in backward; the script must then not accumulate, clip or scale gradients.
 
-    Raises :class:`PlanError` for a plan that does not suit the model or its optimizer, :class:`VerificationError` if a
+    Raises ``PlanError`` for a plan that does not suit the model or its optimizer, ``VerificationError`` if a
     step differs, and any error of the model itself; the model is then as it was.  Gradients stay as they are.
     Warns if the plan changes nothing.
     """
@@ -102,6 +102,23 @@ def _off_the_last_step(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+@contextlib.contextmanager
+def _dict_explained(args: tuple[Any, ...]) -> Iterator[None]:
+    """Raise an error of the model in the block as an :class:`OptionError` if its one argument is a dictionary.
+
+    ``verify=[(batch,)]`` calls ``model(batch)``; most models whose batch is a dictionary are called ``model(**batch)``.
+    """
+    try:
+        yield
+    except Exception as err:  # the user's code may raise anything
+        if isinstance(err, MemoptError) or len(args) != 1 or not isinstance(args[0], Mapping):
+            raise
+        raise OptionError(
+            f"the model fails when its one argument is a dictionary: {first_line(err)}",
+            hint="verify=[batch] calls model(**batch); verify=[(batch,)] calls model(batch).",
+        ) from err
+
+
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
     model = unwrapped(model)
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
@@ -110,7 +127,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
-    with gradients_kept(model), generators_kept(), _off_the_last_step(model):
+    with gradients_kept(model), generators_kept(), _off_the_last_step(model), _dict_explained(args):
         install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
         found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)

@@ -1,6 +1,6 @@
 """Adapting batches to the memory in use while a model trains, and batching sequences: a library beside the commands.
 
-:class:`BatchShapeManager` does everything; its parts (sizer, shaper, monitor, validator) can be used alone.
+``BatchShapeManager`` does everything; its parts (sizer, shaper, monitor, validator) can be used alone.
 """
 
 from memopt_cli.batching.config import read_batch_shaping

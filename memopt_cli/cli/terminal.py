@@ -107,7 +107,7 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
     With ``verbose`` there is no live bar: the lines of the log would be printed into it.
     """
     terminal = sys.stderr.isatty()
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_jupyter=False)
     live = terminal and not verbose and not console.is_dumb_terminal
     progress = Progress() if quiet else BarProgress(console) if live else LogProgress()
     with _interrupts(), closing(progress):

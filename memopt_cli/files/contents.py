@@ -80,13 +80,16 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
+_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as found.plan of the result found, or the path of its file."
+
+
 def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     """Return ``given`` if it is a plan, or the plan in the file at the path ``given``.
 
     Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
     """
     if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {for_message(given)}", hint="Give a memopt_cli.Plan, or the path of its file.")
+        raise OptionError(f"plan is {for_message(given)}", hint=_PLAN_OR_PATH)
     return given if isinstance(given, Plan) else read_plan(given)[1]
 
 

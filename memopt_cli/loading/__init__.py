@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     Raises
     ------
     UsageError, FileFormatError, UnsafeFileError
-        As :func:`load_model` does.
+        As ``load_model`` does.
     """
     try:
         if Path(path).is_dir():

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
+from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
 from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
@@ -70,7 +70,7 @@ class ModulePickle:
         vouched = Vouched(trust, UserCode(trust.code_paths))
         made = _make(file, pickled, found.root, kinds_of(storages_of(pickled), vouched), vouched)
         if not isinstance(made, nn.Module):
-            raise FileFormatError(f"{file.path} holds a {type(made).__name__}, not a model", hint=_SAVE_AGAIN)
+            raise FileFormatError(f"{file.path} holds {type_in_words(made)}, not a model", hint=_SAVE_AGAIN)
         return Loaded(module=made, notes=found.notes, wrappers=found.wrappers)
 
 
@@ -156,7 +156,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         within, loaded = next(iter(modules.items()), ((), loaded))
         where = (*where, *within)
     if not isinstance(loaded, nn.Module):
-        raise FileFormatError(f"{file.path} holds a {type(loaded).__name__}, not a model", hint=_SAVE_AGAIN)
+        raise FileFormatError(f"{file.path} holds {type_in_words(loaded)}, not a model", hint=_SAVE_AGAIN)
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
+from memopt_cli.errors import ChangedFileError, FileFormatError, LossError, MemoptError
 from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
@@ -171,5 +171,5 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, Unvouched) else ()
-        return StepFailed.of(error, hint, wanted=requests)
+        return StepFailed.of(error, hint, wanted=requests, in_loss=isinstance(error, LossError))
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

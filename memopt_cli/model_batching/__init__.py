@@ -1,6 +1,6 @@
 """Train many copies of a model at once, each with its own weights: sweeps and ensembles in the time of a few models.
 
-A :class:`BatchModule` stacks the copies' parameters, and runs all copies together, by the fastest of three routes that
+A ``BatchModule`` stacks the copies' parameters, and runs all copies together, by the fastest of three routes that
 computes the same as a loop over the models::
 
     models = BatchModule(LeNet(), batch=100)            # parameters (100, …)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import UsageError, type_in_words
 from memopt_cli.model_batching.comparison import RouteTrial
 from memopt_cli.model_batching.layout import DataOrder, check_models, check_order, in_order, models_first
 from memopt_cli.model_batching.routes.interface import Route, RouteName
@@ -59,7 +59,7 @@ class BatchModule(nn.Module):
         super().__init__()
         check_models(batch)
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is a {type(model).__name__}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module.")
         if route not in ("auto", *get_args(RouteName)):
             raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
         self.batch = batch

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, UsageError
+from memopt_cli.errors import MemoptError, UsageError, type_in_words
 from memopt_cli.online.calls import Past, Sizes
 from memopt_cli.online.finding import find_structure
 from memopt_cli.online.operations import Operation, operation_of, says_which, trace_kind
@@ -47,7 +47,7 @@ class OnlineAlgorithm(nn.Module):
         """
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is a {type(model).__name__}", hint="Give a torch.nn.Module of one time step.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
             raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, UsageError, first_line
+from memopt_cli.errors import MemoptError, UsageError, first_line, type_in_words
 from memopt_cli.online.lanes import BY_HAND, with_batch_axis
 from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
@@ -145,7 +145,7 @@ class DeltaProj(nn.Module):
         """Project by ``comm``, usually a tagged linear layer, to the neurons ``post``, which the model calls itself."""
         super().__init__()
         if not isinstance(post, Neuron):
-            raise UsageError(f"post is a {type(post).__name__}", hint="Give neurons: LIF or another Neuron.")
+            raise UsageError(f"post is {type_in_words(post)}", hint="Give neurons: LIF or another Neuron.")
         self.comm = comm
         self.post = post
 
@@ -208,7 +208,7 @@ class ExplicitState(nn.Module):
         self.together = None if isinstance(states, Mapping) else type(states)
         shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
         if not isinstance(cell, nn.Module):
-            raise UsageError(f"cell is a {type(cell).__name__}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"cell is {type_in_words(cell)}", hint="Give a torch.nn.Module.")
         if not shapes:
             raise UsageError("no states are given", hint="Give the states that the cell takes: {name: shape}.")
         self.cell = cell

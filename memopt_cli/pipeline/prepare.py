@@ -43,6 +43,8 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
+LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
+"""Note on an answer that changes no model, and is given without the plan that the model carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Prepared:
     open_session: Callable[[Subject, float], Session] | None = None
     """A function that opens a session in this process, for a model in memory.  ``None``: sessions are subprocesses."""
     carried: Plan = ORIGINAL
-    """Plan that the file carries; the loaded model is without it."""
+    """Plan that the model carries.  The model runs without it here."""
     timeout_s: float = 600.0
     """Longest wait for one answer of a session, in seconds."""
     progress: Progress = field(default_factory=Progress)
@@ -69,7 +71,7 @@ class Prepared:
         return replace(self, progress=progress, timeout_s=timeout_s)
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the file carries one."""
+        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)

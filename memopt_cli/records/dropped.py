@@ -26,6 +26,8 @@ class TooSlow:
     """Largest slowdown that was allowed."""
     error: float = 0.0
     """Amount by which the slowdown may be larger.  0: not known."""
+    waited: float = 0.0
+    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
 
     @property
     def upper(self) -> float:

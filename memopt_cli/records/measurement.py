@@ -228,14 +228,25 @@ class StepFailed:
     """Exit code of the class named by ``error``."""
     wanted: tuple[WantedGlobal, ...] = ()
     """Imports of the model's file that the user could allow; empty if that would not help."""
+    in_loss: bool = False
+    """Whether the user's loss raised, and not the model."""
     error: str = "StepError"
     """Name of the class of :data:`memopt_cli.errors.ERRORS` that the parent raises for this failure."""
 
     @classmethod
-    def of(cls, error: MemoptError, hint: str, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
+    def of(
+        cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = (), in_loss: bool = False
+    ) -> StepFailed:
         """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
         kind = sent_class(error)
-        return cls(message=error.message, hint=hint, exit_code=kind.exit_code, wanted=wanted, error=kind.__name__)
+        return cls(
+            message=error.message,
+            hint=hint,
+            exit_code=kind.exit_code,
+            wanted=wanted,
+            in_loss=in_loss,
+            error=kind.__name__,
+        )
 
 
 Failure = OutOfMemory | TimedOut | Crashed | StepFailed

@@ -64,7 +64,7 @@ class ChunkRule(_ShortRepr):
 class SegmentPlan(ChunkRule):
     """An entry of a plan, which makes one module a segment, perhaps run in chunks.
 
-    :class:`memopt_cli.runtime.SegmentConfig` has the same fields, since the runtime imports nothing from here.
+    ``memopt_cli.runtime.SegmentConfig`` has the same fields, since the runtime imports nothing from here.
     """
 
     path: str
@@ -170,7 +170,7 @@ class CompilePlan(_ShortRepr):
 class Plan(_ShortRepr):
     """Module path -> what to do there.
 
-    Raises :class:`UsageError` for ranges that do not ascend, that name no dimension, that stand beside segments for
+    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that stand beside segments for
     every size, or that are combined with ``compile``.
     """
 
@@ -269,15 +269,15 @@ class Plan(_ShortRepr):
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 
-        ``force``: replace a file that is there.  Raises :class:`UsageError` for a file that may not be replaced, and
-        for a plan too large to be read again, and :class:`WriteError` for a folder or a disk that cannot be written to.
+        ``force``: replace a file that is there.  Raises ``UsageError`` for a file that may not be replaced, and for a
+        plan too large to be read again, and ``WriteError`` for a folder or a disk that cannot be written to.
         """
         from memopt_cli.records.plan_file import save_plan  # which imports this file
 
         save_plan(self, Path(output), force=force)
 
     def require_eager(self, reason: str) -> Plan:
-        """Return the plan.  Raises :class:`UsageError` for ``reason`` if the plan compiles the model."""
+        """Return the plan.  Raises ``UsageError`` for ``reason`` if the plan compiles the model."""
         if self.compile is not None:
             raise UsageError(
                 f"the plan compiles the model ({self.compile.backend}), and {reason}",

@@ -69,8 +69,7 @@ class _InNotebook(Progress):
 
     def __init__(self, display: Any) -> None:
         """Show the line by ``display``, the module ``IPython.display``."""
-        self._html = display.HTML
-        self._handle = display.display(self._html(""), display_id=True)
+        self._handle = display.display(self._output(""), raw=True, display_id=True)
         self._stage = ""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
@@ -81,10 +80,16 @@ class _InNotebook(Progress):
         self._show(update_line(self._stage, done, total, text), f' value="{done}" max="{total}"' if total else "")
 
     def close(self) -> None:
-        self._handle.update(self._html(""))
+        self._handle.update(self._output(""), raw=True)
 
     def _show(self, line: str, filled: str = "") -> None:
-        self._handle.update(self._html(f"<progress{filled}></progress> {html.escape(printable(line))}"))
+        shown = f"<progress{filled}></progress> {html.escape(printable(line))}"
+        self._handle.update(self._output(shown), raw=True)
+
+    @staticmethod
+    def _output(shown: str) -> dict[str, str]:
+        # Without plain text, a notebook that is converted to text would say "<IPython.core.display.HTML object>".
+        return {"text/html": shown, "text/plain": ""}
 
 
 def stage_line(stage: str, takes: Span | None) -> str:

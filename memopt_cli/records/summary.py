@@ -12,7 +12,7 @@ from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.units import format_bytes
+from memopt_cli.text.units import counted, format_bytes
 
 _FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
@@ -40,6 +40,9 @@ class LevelRow:
     predicted_slowdown: float | None = None
     """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
 
+    def __repr__(self) -> str:
+        return f"<LevelRow: level {self.level}, {_in_brief(self.plan, self.outcome)}>"
+
     def predicted(self, dry_run: Counted) -> LevelRow:
         """Return the row with the peaks of ``dry_run``, a dry run of its plan."""
         return replace(
@@ -47,6 +50,12 @@ class LevelRow:
             predicted_tensor_peak_bytes=dry_run.tensor_peak_bytes,
             predicted_allocated_peak_bytes=dry_run.allocated_peak_bytes,
         )
+
+
+def _in_brief(plan: Plan, outcome: Measurement | Failure | None) -> str:
+    """Return ``plan`` and its measured peak in a few words."""
+    peak = f", {format_bytes(outcome.allocated_peak_bytes)}" if isinstance(outcome, Measurement) else ""
+    return f"{counted(len(plan.longest.segments), 'segment')}{peak}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +84,10 @@ class ParetoPoint:
         if self.slowdown is None or not isinstance(self.outcome, Measurement):
             return None
         return self.slowdown + self.outcome.slowdown_error
+
+    def __repr__(self) -> str:
+        slower = "" if self.slowdown is None else f", step {self.slowdown:.2f}×"
+        return f"<ParetoPoint: {_in_brief(self.plan, self.outcome)}{slower}>"
 
     def row(self, level: int, *, dry_runs: int = 0, search_s: float = 0.0) -> LevelRow:
         """Return the plan of this point as the row of ``level``, for a point that the user has picked."""
@@ -211,6 +224,13 @@ class MemOptSummary:
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans measured for ``--compile``, the eager one first; empty without it.  One of them is applied."""
+
+    def __repr__(self) -> str:
+        applied = (
+            f"level {self.applied_level} applied" if self.is_applied and not self.is_to_choose else "nothing applied"
+        )
+        of_frontier = f", {counted(len(self.frontier), 'plan')} on the frontier" if self.frontier else ""
+        return f"<MemOptSummary: {applied}, {counted(len(self.levels), 'level')}{of_frontier}>"
 
     @property
     def is_applied(self) -> bool:

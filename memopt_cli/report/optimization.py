@@ -16,6 +16,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
     Differs,
+    Dropped,
     FingerprintCheck,
     LevelRow,
     Measurement,
@@ -25,6 +26,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     PlanEstimates,
+    TooSlow,
     Verification,
     describe,
 )
@@ -317,7 +319,9 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     yield from _parts_left_out(summary)
     if summary.is_to_choose:  # else their table says so
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
-    yield from busy(found.waited for found in _measured(summary))
+    if (smaller := _smaller_too_slow(summary)) is not None:
+        yield f"{smaller.sentence} {smaller.why.remedy}"
+    yield from busy(_waited_shares(summary))
     yield from summary.notes
 
 
@@ -326,7 +330,8 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
     yield from _rough_times(summary)
-    yield from (dropped.sentence for dropped in summary.dropped if dropped is not summary.decisive)
+    said = summary.decisive, _smaller_too_slow(summary)
+    yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in said))
     yield from summary.details
 
 
@@ -351,11 +356,11 @@ def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
     if result.summary.is_to_choose:
         choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-        yield f"nothing is applied; with found for what this call returned, pick N: {choice}"
+        yield f"nothing is applied; {choice} applies plan N, if found is this result"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
-        yield f"the plan is on the model; with found for what this call returned, save it: {save}; later: {use}"
+        yield f"the plan is on the model; {save} saves it, if found is this result; {use} applies it later"
 
 
 def in_short(files: Sequence[str]) -> str:
@@ -441,6 +446,22 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
             "each ratio is to the original's step as it was timed beside the plan: "
             f"{format_seconds(min(beside))} to {format_seconds(max(beside))}"
         )
+
+
+def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
+    """Return the smallest plan that was too slow and needs less memory than the applied one; ``None`` without one."""
+    applied = _outcome(summary, summary.applied_level)
+    if not summary.is_applied or not isinstance(applied, Measurement):
+        return None
+    sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < applied.allocated_peak_bytes]
+    return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
+
+
+def _waited_shares(summary: MemOptSummary) -> Iterator[float]:
+    """Yield the shares of step time that measured steps of ``summary`` waited for a processor."""
+    yield from (found.waited for found in _measured(summary))
+    yield from (dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow))
 
 
 def _measured(summary: MemOptSummary) -> Iterator[Measurement]:

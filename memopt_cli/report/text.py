@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TextIO, cast
+from typing import Literal, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +48,13 @@ from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
 
+class Printer(Protocol):
+    """Part of rich's ``Console`` that text reports use."""
+
+    def print(self, part: Table | str = "", /, *, style: str | None, markup: bool, soft_wrap: bool) -> None:
+        """Print ``part`` and the end of a line."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReport:
     """Text for people; sizes are in binary units, and ratios are to level 0, the original."""
@@ -57,7 +65,10 @@ class TextReport:
     """Whether to show a comparison in one line, without tables (``-q``)."""
 
     def show(self, found: Answer, stream: TextIO) -> None:
-        console = _console(stream)
+        self.show_on(_console(stream), found)
+
+    def show_on(self, console: Printer, found: Answer) -> None:
+        """Print ``found`` on ``console``."""
         match found:
             case Inspection():
                 _inspected(console, found)
@@ -84,7 +95,7 @@ class TextReport:
 
 
 def _in_parts(
-    console: Console,
+    console: Printer,
     found: BatchRecommendation
     | Equivalence
     | Explanation
@@ -126,7 +137,7 @@ def _in_parts(
             _print_all(console, first_lines, [table], equivalence.remarks(found))
 
 
-def _inspected(console: Console, found: Inspection) -> None:
+def _inspected(console: Printer, found: Inspection) -> None:
     for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
         _print(console, line, style=style)
     _print_parts(console, [inspection.contents_table(found)])
@@ -134,7 +145,7 @@ def _inspected(console: Console, found: Inspection) -> None:
     _print_parts(console, [inspection.globals_table(found.globals)])
 
 
-def _recorded(console: Console, found: BaselineResult) -> None:
+def _recorded(console: Printer, found: BaselineResult) -> None:
     memory = found.baseline.memory
     peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
     line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
@@ -148,7 +159,7 @@ def _recorded(console: Console, found: BaselineResult) -> None:
     _written(console, [found.file])
 
 
-def _optimized(console: Console, found: OptimizeResult, *, verbose: bool) -> None:
+def _optimized(console: Printer, found: OptimizeResult, *, verbose: bool) -> None:
     summary = found.summary
     tables = optimization.tables(summary, verbose=verbose)
     _print_all(console, [optimization.headline(summary)], tables, spec=found.header.spec)
@@ -159,7 +170,7 @@ def _optimized(console: Console, found: OptimizeResult, *, verbose: bool) -> Non
         _print(console, line)
 
 
-def _applied(console: Console, found: ApplyResult) -> None:
+def _applied(console: Printer, found: ApplyResult) -> None:
     for line in confirmation.lines(found.confirmation) if found.confirmation is not None else ():
         _print(console, line)
     for each in (*found.shorter, *([found.verification] if found.verification is not None else [])):
@@ -168,7 +179,7 @@ def _applied(console: Console, found: ApplyResult) -> None:
     _written(console, found.files, none="nothing written")
 
 
-def _tested(console: Console, found: SelftestReport) -> None:
+def _tested(console: Printer, found: SelftestReport) -> None:
     failed, tried = len(found.failed), " that was tried" if found.interrupted else ""
     missed = f"{failed} of {len(found.rows)} promises do not hold here"
     said = missed if failed else f"every promise{tried} holds here"
@@ -179,7 +190,7 @@ def _tested(console: Console, found: SelftestReport) -> None:
     _print_all(console, [said, here], [table], [f"total time {format_seconds(found.spent_s)}"])
 
 
-def _compared(console: Console, found: Comparison) -> None:
+def _compared(console: Printer, found: Comparison) -> None:
     for line in comparison.headline(found):
         _print(console, line, style="bold")
     for part in (found, *comparison.grown(found)):
@@ -192,18 +203,27 @@ def _compared(console: Console, found: Comparison) -> None:
         _print_block(console, comparison.reasons(part))
 
 
-def _written(console: Console, files: Sequence[str], none: str = "") -> None:
+def _written(console: Printer, files: Sequence[str], none: str = "") -> None:
     for line in [f"wrote {file}" for file in files] or [none] * bool(none):
         _print(console, line)
 
 
-def _console(stream: TextIO) -> Console:
+def plain_text(found: Answer) -> str:
+    """Return the report on ``found``, without colours whatever the environment says."""
+    text = io.StringIO()
+    TextReport().show_on(_console(text, colours=None), found)
+    return text.getvalue().rstrip()
+
+
+def _console(stream: TextIO, colours: Literal["auto"] | None = "auto") -> Console:
+    """Return a console that writes to ``stream``, also in a notebook, where rich would display the text instead."""
     width = None if stream.isatty() else 1000  # rich would wrap lines in files and logs at 80 columns
-    return Console(file=cast(TextIO, guarded(stream)), width=width, highlight=False, emoji=False)
+    file = cast(TextIO, guarded(stream))
+    return Console(file=file, width=width, highlight=False, emoji=False, color_system=colours, force_jupyter=False)
 
 
 def _print_all(
-    console: Console,
+    console: Printer,
     headline: Iterable[str],
     parts: Iterable[Table | str],
     *blocks: Iterable[str],
@@ -216,7 +236,7 @@ def _print_all(
         _print_block(console, lines)
 
 
-def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | None) -> None:
+def _print_headline(console: Printer, lines: Iterable[str], spec: InputSpec | None) -> None:
     """Print ``lines``, the first one in bold, with the inputs of ``spec`` if nobody typed them now."""
     first, *others = lines
     more = "" if spec is None else not_typed(spec)
@@ -225,21 +245,21 @@ def _print_headline(console: Console, lines: Iterable[str], spec: InputSpec | No
         _print(console, line)
 
 
-def _print_parts(console: Console, parts: Iterable[Table | str]) -> None:
+def _print_parts(console: Printer, parts: Iterable[Table | str]) -> None:
     """Print plots and tables with an empty line before each; leave tables without rows out."""
     for part in parts:
         if isinstance(part, str) or part.row_count:
             _print(console)
-            console.print(part, markup=False)
+            console.print(part, style=None, markup=False, soft_wrap=False)
 
 
-def _print_block(console: Console, lines: Iterable[str]) -> None:
+def _print_block(console: Printer, lines: Iterable[str]) -> None:
     _print(console)
     for line in lines:
         _print(console, line)
 
 
-def _print(console: Console, text: str = "", *, style: str | None = None) -> None:
+def _print(console: Printer, text: str = "", *, style: str | None = None) -> None:
     console.print("\n".join(map(printable, text.split("\n"))), style=style, markup=False, soft_wrap=True)
 
 

@@ -81,7 +81,7 @@ class Real(Kind):
         """Return ``given``, a number of any library, as a ``float``; ``True`` is refused."""
         number = real_number(given)
         if number is None or not (self.least <= number <= self.most and (self.unlimited or math.isfinite(number))):
-            raise ValueError(self._words())
+            raise ValueError(f"{self._words()}{', or math.inf' if self.unlimited else ''}")
         if self.above and number == self.least:
             raise ValueError(self._words())
         return number

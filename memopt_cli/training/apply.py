@@ -162,7 +162,7 @@ def plan_of(model: nn.Module) -> Plan:
 
     Returns
     -------
-    The plan that :func:`apply_plan` installed; an empty one if there is none.
+    The plan that ``apply_plan`` installed; an empty one if there is none.
     """
     model = unwrapped(model)
     in_backward = has_in_backward(model)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import StepError, first_line
+from memopt_cli.errors import LossError, StepError, first_line
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.in_backward import is_in_backward
@@ -341,13 +341,16 @@ def _failure_named(model: nn.Module) -> Iterator[None]:
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor]) -> Tensor:
-    """Return the user's ``loss`` of ``output``.  Raises :class:`StepError` if it fails, or is not finite."""
+    """Return the user's ``loss`` of ``output``.
+
+    Raises :class:`LossError` if it fails, and :class:`StepError` if it is not finite.
+    """
     try:
         value = loss(output)
     except Exception as error:  # the user's code may raise anything
         if is_out_of_memory(error):
             raise
-        raise StepError(
+        raise LossError(
             f"the loss failed: {first_line(error)}",
             hint="It is called with the model's output alone. Targets lie beside it in the file, as many as there are "
             "samples: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
@@ -22,7 +22,7 @@ from memopt_cli.training.optimizers import closure_refusal, wants_closure
 class Step:
     """A training step, as a function such as ``train.py:make_step`` returns it.
 
-    Raises :class:`OptionError` (a :class:`ValueError`) for a name that no plan could use, and for an optimizer that
+    Raises ``OptionError`` (a ``ValueError``) for a name that no plan could use, and for an optimizer that
     wants a closure or updates a tensor of no listed model.
     """
 
@@ -41,7 +41,7 @@ class Step:
         for optimizer in self.optimizers:
             _check_optimizer(optimizer, known)
         if not callable(self.run):
-            raise OptionError(f"run is a {type(self.run).__name__}, which cannot be called", hint=_EXAMPLE)
+            raise OptionError(f"run is {type_in_words(self.run)}, which cannot be called", hint=_EXAMPLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step on the inputs ``args`` and ``kwargs``."""
@@ -58,7 +58,7 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.Module, name):
             raise OptionError(f"a model cannot be named {name!r}", hint="Write a plain name, such as generator.")
         if not isinstance(model, nn.Module):
-            raise OptionError(f"the model {name!r} is a {type(model).__name__}, not a torch.nn.Module", hint=_EXAMPLE)
+            raise OptionError(f"the model {name!r} is {type_in_words(model)}, not a torch.nn.Module", hint=_EXAMPLE)
 
 
 def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.api.arguments import budget_of, given_inputs, lengths_given, names
+from memopt_cli.api.shown import Optimized
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import Budget
 
@@ -68,16 +69,17 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({"level": 7}, OptionError, "level is 7"),
         ({"level": "3"}, OptionError, "level is '3'"),
         ({"level": True}, OptionError, "level is True"),
-        ({"max_slowdown": "none"}, OptionError, "max_slowdown is 'none'"),
+        ({"max_slowdown": "none"}, OptionError, "max_slowdown is 'none'\nGive a number of at least 1, or math.inf"),
         ({"max_slowdown": 0.5}, OptionError, "max_slowdown is 0.5"),
         ({"max_slowdown": math.nan}, OptionError, "max_slowdown is nan"),
         ({"target": 3}, OptionError, "target is 3"),
         ({"search_time": -1}, OptionError, "search_time is -1"),
         ({"search_time": math.nan}, OptionError, "search_time is nan"),
         ({"optimizer": "no such"}, UsageError, "no such"),
-        ({"optimizer": ADAMW}, OptionError, "optimizer is a AdamW"),
+        ({"optimizer": ADAMW}, OptionError, "optimizer is an AdamW"),
         ({"optimizer": torch.optim.AdamW}, OptionError, "optimizer is the class AdamW"),
         ({"loss": nn.MSELoss}, OptionError, "loss is the class MSELoss"),
+        ({"loss": "cross_entropy"}, OptionError, "loss is 'cross_entropy'\nGive a function of"),
         ({"loss": 3}, OptionError, "loss is 3"),
         ({"accumulate": 0}, OptionError, "accumulate is 0"),
         ({"accumulate": 1.5}, OptionError, "accumulate is 1.5"),
@@ -125,7 +127,8 @@ def test_a_range_is_for_optimize_alone() -> None:
         ({"objective": "most"}, "objective is 'most'"),
         ({"longest_step": math.nan}, "longest_step is nan"),
         ({"plan": 3}, "plan is 3"),
-        ({"inputs": (X, 0.5)}, "cannot be made of an input: 0.5"),
+        ({"plan": Optimized(result=None)}, "plan is an Optimized\nGive a memopt_cli.Plan, such as found.plan"),
+        ({"inputs": (X, 0.5)}, "an input is a float"),
     ],
 )
 def test_what_is_wrong_of_a_batch_is_named(given: dict[str, Any], message: str) -> None:

@@ -19,13 +19,15 @@ from memopt_cli.trace import count
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
 
+PLAN_OR_PATH = "Give a memopt_cli.Plan, such as found.plan of the result found, or the path of its file."
+
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (3, "3"), ({}, "a dict"), (nn.Linear, "the class Linear")])
 def test_what_is_no_plan_is_said(given: Any, told: str) -> None:
     for call in (memopt_cli.export_plan, lambda plan: memopt_cli.apply_plan(nn.Linear(2, 2), plan)):
         with pytest.raises(OptionError) as caught:
             call(given)
-        assert str(caught.value) == f"plan is {told}\nGive a memopt_cli.Plan, or the path of its file."
+        assert str(caught.value) == f"plan is {told}\n{PLAN_OR_PATH}"
 
 
 class Block(Parts, up=lambda: nn.Linear(16, 64), norm=lambda: nn.BatchNorm1d(64), down=lambda: nn.Linear(64, 16)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import html
 import io
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.api import live
 from memopt_cli.cli.app import main
-from memopt_cli.errors import BaselineError, MeasurementError, UnsafeFileError, UsageError
+from memopt_cli.errors import BaselineError, MeasurementError, StepError, UnsafeFileError, UsageError
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.failures import raise_failure
@@ -147,8 +149,31 @@ def test_it_looks_like_the_report(optimized: tuple[nn.Module, Any]) -> None:
     _, found = optimized
     assert " MiB (0." in repr(found) or " KiB (0." in repr(found)
     assert "\n1 *    " in repr(found)
-    assert found._repr_html_().startswith("<pre>")
     assert "→" in found._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "JUPYTER"])
+def test_a_result_is_its_own_text_wherever_it_is_shown(
+    optimized: tuple[nn.Module, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = optimized
+    here = str(found)
+    if name == "JUPYTER":
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich would display the text
+    else:
+        monkeypatch.setenv(name, "1")
+    assert here.splitlines()
+    assert "\x1b" not in here
+    assert str(found) == here
+
+
+def test_a_notebook_shows_the_tables_of_the_report(optimized: tuple[nn.Module, Any]) -> None:
+    _, found = optimized
+    shown = found._repr_html_()
+    assert shown.startswith('<pre style="white-space: pre-wrap"><b>')
+    assert shown.count("<table>") == shown.count("</table>") == 1
+    words = re.sub(r"<[^>]*>|[-\s]", "", html.unescape(shown))
+    assert words == re.sub(r"[-\s]", "", str(found))
 
 
 @pytest.mark.parametrize("elsewhere", [{"fake": True}, {"for_device": "h100-80gb"}])
@@ -286,6 +311,21 @@ def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
     assert memopt_cli.plan_of(model) == found.plan
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_that_the_model_carries_is_run_or_said_to_be_left_out(x: Tensor) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    model = memopt_cli.apply_plan(made(), plan)
+    recommended = memopt_cli.recommend_batch(model, x, memory="4MiB", longest_step=0.01)
+    assert [row.planned for row in recommended.result.rows] == [False, True]
+    assert "there are rows without the plan and with it" in repr(recommended)
+    left_out = "The model carries a plan already; it is left out here."
+    assert left_out in memopt_cli.profile(model, x, fake=True).result.notes
+    assert left_out in memopt_cli.frontier(model, x, level=1).summary.notes
+    fastest = memopt_cli.recommend_batch(model, x, memory="4MiB", longest_step=0.01, search=True, level=1)
+    assert left_out in fastest.result.notes
+    assert memopt_cli.plan_of(model) == plan
+
+
 def test_what_fails_leaves_the_model_as_it_was(x: Tensor) -> None:
     plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
     model = memopt_cli.apply_plan(made(), plan)
@@ -322,6 +362,18 @@ def test_a_loss_of_one_batch_size_is_said_to_be(x: Tensor) -> None:
         made(), x, level=1, max_slowdown=math.inf, loss=lambda output: nn.functional.cross_entropy(output, labels)
     )
     assert found.summary.verification.batch == BATCH
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_loss_that_holds_its_targets_is_blamed_and_not_the_model(x: Tensor) -> None:
+    labels = torch.zeros(BATCH, dtype=torch.long)
+
+    def loss(output: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, labels)
+
+    with pytest.raises(StepError, match=f"as if the loss held {BATCH} targets: the loss failed") as caught:
+        memopt_cli.recommend_batch(made(), x, memory="64MiB", longest_step=0.01, loss=loss)
+    assert "targets[: len(output)]" in caught.value.hint
 
 
 def test_a_batch_module_is_refused(x: Tensor) -> None:

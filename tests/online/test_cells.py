@@ -107,7 +107,7 @@ def test_projections_add_up() -> None:
         (lambda: online.LIF(3, V_th=0.0, V_reset=0.5), "V_th=0.0 is not above V_reset=0.5"),
         (lambda: online.LIF(3, V_th=float("nan")), "V_th=nan is not above V_reset=0.0"),
         (lambda: online.LIF(3, spk_fun="sigmoid"), "spk_fun='sigmoid'"),
-        (lambda: online.DeltaProj(nn.Identity(), nn.Identity()), "post is a Identity"),
+        (lambda: online.DeltaProj(nn.Identity(), nn.Identity()), "post is an Identity"),
     ],
 )
 def test_wrong_arguments_of_cells_are_refused(make: Callable[[], object], message: str) -> None:

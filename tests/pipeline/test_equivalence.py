@@ -1061,7 +1061,7 @@ def test_hooks_that_a_copy_would_lose_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is a int"),
+        ((3, nn.Linear(1, 1), torch.ones(2, 1)), {}, "reference is an int"),
         ((nn.Linear(1, 1), "model.pt", torch.ones(2, 1)), {}, "candidate is a str"),
         ((nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1)), {"steps": 0}, "steps"),
         ((lambda: None, lambda: None, "2x1"), {}, "inputs cannot be text"),

@@ -17,12 +17,15 @@ class Cell:
     def __init__(self) -> None:
         self.shown: list[str] = []
 
-    HTML = str
-
-    def display(self, first: str, *, display_id: bool) -> Any:
+    def display(self, first: dict[str, str], *, raw: bool, display_id: bool) -> Any:
         assert display_id, "else it cannot be updated"
-        self.shown.append(first)
-        return SimpleNamespace(update=self.shown.append)
+        self._update(first, raw=raw)
+        return SimpleNamespace(update=self._update)
+
+    def _update(self, shown: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        assert shown["text/plain"] == ""  # what a notebook without HTML would show
+        self.shown.append(shown["text/html"])
 
 
 @pytest.fixture

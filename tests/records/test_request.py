@@ -96,7 +96,7 @@ def recommending(**asked: Any) -> BatchRequest:
         ({"card": CARD, "strategies": ("bptt",), "dim_range": RANGE}, "a comparison of strategies needs steps"),
         ({"card": CARD, "search": searching()}, "a search needs steps that run, but none runs for t4"),
         ({"fake": True, "objective": "throughput"}, "the throughput needs steps that run, .* without data"),
-        ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step needs steps .* of many ranks"),
+        ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "a longest step needs steps .* on many ranks"),
         ({"layouts": (LAYOUT,)}, "how much memory the device of a rank has is not known"),
         ({"layouts": (LAYOUT,), "card": CARD, "global_batch": 8}, "`--global-batch` cannot be used with `--ranks`"),
         ({"strategies": ("bptt",)}, "`--strategy` tabulates memory over time steps"),

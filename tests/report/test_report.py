@@ -603,6 +603,30 @@ def test_what_failed_verification_comes_before_what_was_slow(summary: MemOptSumm
     assert replace(summary, plan=Plan(), dropped=[slow, slower]).decisive == slow
 
 
+def test_a_smaller_plan_that_was_too_slow_is_named(summary: MemOptSummary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
+    why = TooSlow(slowdown=8.49, most=1.33, waited=0.86)
+    smallest, smaller, larger = (
+        Dropped(plan=Plan(segments=SEGMENTS), peak_bytes=mib * MIB, original_bytes=618 * MIB, why=why)
+        for mib in (150, 200, 300)
+    )
+    said = "A plan of 150.0 MiB is not applied: its step takes 8.49 times as long, and 1.33 is the limit."
+    found = result(replace(summary, dropped=[larger, smallest, smaller]))
+    lines = shown(TextReport(), found).splitlines()
+    assert [line for line in lines if "is not applied" in line] == [f"{said} --max-slowdown 8.6 allows it."]
+    assert any(line.startswith("the machine was busy: steps waited for a processor 86%") for line in lines)
+    assert sum("A plan of 150.0 MiB" in line for line in shown(DETAILED, found).splitlines()) == 1
+    assert "is not applied" not in shown(TextReport(), result(replace(summary, dropped=[larger])))
+
+
+def test_a_summary_in_a_shell_is_one_line(summary: MemOptSummary) -> None:
+    assert repr(summary) == "<MemOptSummary: level 3 applied, 3 levels>"
+    assert repr(summary.levels[-1]) == "<LevelRow: level 3, 3 segments, 294.6 MiB>"
+    chosen = replace(summary, frontier=[a_point(measured(294.6, 1.49), summary)], verification=None)
+    assert repr(chosen) == "<MemOptSummary: nothing applied, 3 levels, 1 plan on the frontier>"
+    assert repr(chosen.frontier) == "[<ParetoPoint: 3 segments, 294.6 MiB, step 1.49×>]"
+
+
 def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summary: MemOptSummary) -> None:
     why = NotRun(failure=StepFailed(message="it looks at all gradients"))
     dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
@@ -627,8 +651,8 @@ def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary)
     *_, searched, _, last = shown(TextReport(), found).splitlines()
     assert searched == "searched in 1 min 5 s"
     assert last == (
-        'the plan is on the model; with found for what this call returned, save it: found.plan.save("Net.plan.yaml"); '
-        'later: memopt_cli.apply_plan(model, "Net.plan.yaml")'
+        'the plan is on the model; found.plan.save("Net.plan.yaml") saves it, if found is this result; '
+        'memopt_cli.apply_plan(model, "Net.plan.yaml") applies it later'
     )
 
 
@@ -636,4 +660,5 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
     found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
     last = shown(TextReport(), found).splitlines()[-1]
-    assert last.endswith("pick N: memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)")
+    use = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
+    assert last == f"nothing is applied; {use} applies plan N, if found is this result"

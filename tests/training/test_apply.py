@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.errors import PlanError, VerificationError
+from memopt_cli.errors import OptionError, PlanError, VerificationError
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
@@ -193,6 +193,14 @@ def test_a_plan_is_compared_on_the_inputs_given_before_it_stays() -> None:
     assert memopt_cli.apply_plan(model, plan("0"), verify=full) is model
     assert segment_of(model[0]) == SegmentConfig()
     assert model[0].linear.weight.grad is kept
+
+
+def test_a_dictionary_in_a_tuple_is_explained_where_the_model_fails_on_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(OptionError, match=r"one argument is a dictionary: .*\nverify=\[batch\] calls model"):
+        memopt_cli.apply_plan(model, plan("0"), verify=[({"input": torch.ones(3, 4)},)])
+    assert memopt_cli.plan_of(model) == memopt_cli.Plan()
+    memopt_cli.apply_plan(model, plan("0"), verify=[{"input": torch.ones(3, 4)}])
 
 
 def test_inputs_that_the_model_rejects_leave_it_as_it_was() -> None:

@@ -245,9 +245,9 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
         ({"models": {}}, "models must be a mapping"),
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
-        ({"models": {"net": 3}}, "the model 'net' is a int"),
+        ({"models": {"net": 3}}, "the model 'net' is an int"),
         ({"optimizers": [3]}, "optimizers holds a int"),
-        ({"run": 3}, "run is a int"),
+        ({"run": 3}, "run is an int"),
     ],
 )
 def test_a_step_that_cannot_be_made(arguments: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from memopt_cli.pipeline.batches.batch_probes import (
     BatchProbes,
     check_varied,
     fixed_batch_reason,
+    one_batch_error,
     optimizer_state_notes,
 )
 from memopt_cli.pipeline.prepare import Prepared
@@ -66,7 +67,7 @@ def advise(
     assert measurement is not None, "it is applied"
     advice = _find_advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
-        notes.append(f"No batch recommendation: {advice}.")
+        notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
     details.extend(optimizer_state_notes(prepared))
     return advice
@@ -101,7 +102,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     if search.model.predict is None:
         return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
+        return one_batch_error(search.batch, refusal).message
     budget_bytes, first_run = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
@@ -121,7 +122,7 @@ def _advise_by_runs(search: BatchSearch) -> BatchAdvice | str:
         if len(search.runs.measured) < _MIN_RUNS:
             search.also_run([size])
     if refusal := search.refusal():
-        return f"the model runs at batch {search.batch} only: {refusal}"
+        return one_batch_error(search.batch, refusal).message
     match search.outcome():
         case BatchEstimate(batch=batch):
             return f"no batch could be run; by an estimate, about {batch} would fit"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning, one_batch_error
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
@@ -172,10 +172,7 @@ class CaseSearch:
                 hint=hint,
             )
         if refusal := case.search.refusal():
-            raise StepError(
-                f"the model runs at batch {case.search.batch} only{case.text}: {refusal}",
-                hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
-            )
+            raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
             reason = "The step cannot run on tensors without data"
             reason = reason if case.plan.compile is None else "Dry runs do not know compiled steps"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import check_batch
 from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan
+from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
@@ -48,6 +48,23 @@ def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
     return (
         f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
         f"{largest_indices[name]} of the {search.batch} described, {refusal}"
+    )
+
+
+def one_batch_error(batch: int, failure: StepFailed, case_text: str = "") -> StepError:
+    """Return the error for a step that runs at ``batch`` only, with its ``failure`` at other batches.
+
+    ``case_text``: the case in words.
+    """
+    if failure.in_loss:
+        return StepError(
+            f"the step runs at batch {batch} only{case_text}, as if the loss held {batch} targets: {failure.message}",
+            hint="Let the loss take as many targets as there are samples, targets[: len(output)], and hold at least as "
+            "many as the largest batch has.",
+        )
+    return StepError(
+        f"the model runs at batch {batch} only{case_text}: {failure.message}",
+        hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
     )
 
 

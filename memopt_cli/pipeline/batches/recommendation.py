@@ -19,7 +19,7 @@ from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, optimizer_state_notes
 from memopt_cli.pipeline.failures import required
-from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -62,12 +62,9 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
     opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
-    note = TAKEN_OFF_NOTE
-    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
-        plan, note = prepared.carried, "The file carries a plan: there are rows without the plan and with it."
-    elif plan is None and request.replicas is None:
+    if plan is None and request.replicas is None and prepared.carried == ORIGINAL:
         prepared = replace(prepared, notes=(*prepared.notes, *_unused_plan_notes(request, prepared.facts)))
-    return recommend_prepared(request, prepared.without_carried(note), plan, lengths)
+    return recommend_prepared(request, prepared, plan, lengths)
 
 
 def _unused_plan_notes(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
@@ -93,8 +90,14 @@ _PREDICTED_NOTE = "Nothing was run: peaks are tensor peaks, predicted without da
 def recommend_prepared(
     request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
-    """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``."""
-    started = time.monotonic()
+    """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``.
+
+    ``plan``: ``None`` stands for the plan that the model carries, if any.
+    """
+    started, note = time.monotonic(), LEFT_OUT_NOTE
+    if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
+        plan, note = prepared.carried, "The model carries a plan: there are rows without the plan and with it."
+    prepared = prepared.without_carried(note)
     if plan is not None and request.uncompiled:
         plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
     if plan is not None and request.backend is not None:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from memopt_cli.errors import OptionError
+from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.records import Plan
 from memopt_cli.training.apply import apply_plan, plan_of, put_back, taken_off
 
@@ -54,7 +54,7 @@ def _sharded(group: object) -> tuple[Any, Any]:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
-            f"process_group is a {type(group).__name__}, not a group of this process",
+            f"process_group is {type_in_words(group)}, not a group of this process",
             hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
         )
     from memopt_cli.training.sharded.agreement import parameters_of, ranks_of  # takes seconds to import

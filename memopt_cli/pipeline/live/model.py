@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, for_message
+from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, type_in_words
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
@@ -47,7 +47,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime import reset_hidden_state
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.training.apply import remove_plan
+from memopt_cli.training.apply import plan_of, remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
 from memopt_cli.verification.effects import as_leaf, gradients_kept
@@ -65,6 +65,7 @@ def prepared_model(
 ) -> Iterator[Prepared]:
     """Prepare ``model``, which is in memory, to be profiled; neither it nor the inputs are changed.
 
+    The step is prepared without the plan that ``model`` carries; ``carried`` of the result is that plan.
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
     settings name, that a subprocess could not import.
@@ -107,6 +108,7 @@ def also_prepared_model(
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
         subject = Subject(source=source, spec=spec, settings=settings)
         prepared = prepare_here(subject, FORMAT, build, obstacle, functions)
+        prepared = replace(prepared, carried=plan_of(model).of_model)
         with gradients_kept(model) if obstacle and unimportable_functions(functions) else contextlib.nullcontext():
             yield prepared
 
@@ -261,7 +263,7 @@ def describe_inputs(inputs: Arguments) -> InputSpec:
 def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"batches of another size cannot be made of an input: {for_message(value)}",
+            f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     values = "normal"

@@ -34,7 +34,7 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slo
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    too_slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error)
+    too_slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
     if too_slow.upper > most_slowdown:
         return _dropped(row.plan, too_slow, *peaks)
     return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)

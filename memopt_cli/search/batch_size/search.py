@@ -117,19 +117,19 @@ class BatchSearch:
         run = self.runs.get(smaller)
         return describe(run) if isinstance(run, StepFailed | Crashed) else ""
 
-    def refusal(self) -> str:
-        """Return why the model runs at the user's batch alone, or an empty text.
+    def refusal(self) -> StepFailed | None:
+        """Return the failure at other batches if the step runs at the user's batch alone; else ``None``.
 
         The next smaller and larger batch are run if their dry runs fail, as long as runs are left.
         """
         unit = self.runs.limits.multiple_of
         if [run.batch for run in self.runs.measured] != [self.batch]:
-            return ""
+            return None
         neighbours = [batch for batch in (self.batch + unit, self.batch - unit) if batch > 0]
         self.also_run([batch for batch in neighbours if math.isinf(self.model.predicted(batch))])
         other_runs = [run for batch, run in self.runs.items() if batch != self.batch]
         failures = [run for run in other_runs if isinstance(run, StepFailed)]
-        return describe(failures[0]) if failures and failures == other_runs else ""
+        return failures[0] if failures and failures == other_runs else None
 
     # ------------------------------------------------------------------------------------------ the search
 

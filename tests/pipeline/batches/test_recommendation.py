@@ -177,11 +177,11 @@ class TestInProcess:
         location = saved(tmp_path / "net.memopt.pt", net)
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
         assert [row.planned for row in found.rows] == [False, True]
-        assert "The file carries a plan: there are rows without the plan and with it." in found.notes
+        assert "The model carries a plan: there are rows without the plan and with it." in found.notes
         path = plan_file(tmp_path, plan)
         named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=path)
         assert [row.planned for row in named.rows] == [False, True]
-        assert "The file carries a plan already; it was taken off first." in named.notes
+        assert "The model carries a plan already; it is left out here." in named.notes
         assert named.plan == path
 
     def test_a_model_that_wants_data(self, tmp_path: Path) -> None:

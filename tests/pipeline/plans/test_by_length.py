@@ -243,7 +243,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     given: Any = None
     search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
-    monkeypatch.setattr(by_length._ByLength, "_plain", lambda *given: iter(()))
+    monkeypatch.setattr(by_length._ByLength, "_range_without_plan", lambda *given: iter(()))
     parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
     assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
     assert [len(part.plan.segments) for part in parts] == [1, 2]

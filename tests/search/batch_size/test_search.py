@@ -302,9 +302,9 @@ def test_a_model_of_one_batch_says_why() -> None:
     search = machine.search(8)
     search.probe = probe
     search.find()
-    assert search.refusal() == "shape [8, 4] is invalid"
+    assert search.refusal() == StepFailed(message="shape [8, 4] is invalid")
     search.runs[16] = BatchProbe(batch=16, allocated_peak_bytes=90, step_s=1e-3)
-    assert search.refusal() == ""
+    assert search.refusal() is None
 
 
 @pytest.mark.parametrize(

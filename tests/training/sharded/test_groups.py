@@ -91,7 +91,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_all_models_as_they_were(
     assert all(rank["kept"] and rank["unfit kept"] for rank in ranks)
 
 
-@pytest.mark.parametrize(("group", "reason"), [(None, ""), ("world", "not a group of this process"), (3, "is a int")])
+@pytest.mark.parametrize(("group", "reason"), [(None, ""), ("world", "not a group of this process"), (3, "is an int")])
 def test_what_is_no_group_is_refused(group: Any, reason: str) -> None:
     model = Net()
     if group is None:
