@@ -94,7 +94,9 @@ def _find_advice(
         earlier_search.probes.session = session
         if refusal := fixed_batch_reason(earlier_search.search, prepared):
             return refusal
-        return (_advise_by_runs if request.confirm_batch else advise_by_dry_runs)(earlier_search.search)
+        advice = (_advise_by_runs if request.confirm_batch else advise_by_dry_runs)(earlier_search.search)
+        notes.extend(earlier_search.probes.loss_notes())
+        return advice
 
 
 def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:

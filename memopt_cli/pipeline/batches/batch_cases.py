@@ -120,6 +120,7 @@ class CaseSearch:
             self._restrain_loop(case)
             case.search.find()
             self._check(case)
+            self.notes.extend(case.probes.loss_notes(case.text))
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 

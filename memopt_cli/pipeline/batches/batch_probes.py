@@ -163,6 +163,20 @@ class BatchProbes:
                 self.operators[batch] = dry_run.operators
         return self._counted[batch]
 
+    def loss_notes(self, case_text: str = "") -> tuple[str, ...]:
+        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds what is predicted.
+
+        ``case_text``: the case in words.
+        """
+        failures = {batch: run for batch, run in self._counted.items() if isinstance(run, StepFailed) and run.in_loss}
+        if not failures:
+            return ()
+        batch = min(failures)
+        return (
+            f"The loss fails at batch {batch}{case_text}, so no such batch is considered, though memory may suffice: "
+            f"{failures[batch].message}. Let the loss hold as many targets as the largest batch has.",
+        )
+
     @property
     def operators_per_sample(self) -> float:
         """Number of operators that each further sample adds; 0 while unknown.

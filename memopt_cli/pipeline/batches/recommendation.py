@@ -239,10 +239,12 @@ class _BatchSearch:
         )
 
     def _worth(self, case: Case) -> float:
-        """Return the rating of ``case``: samples a second for ``throughput``, else samples in a step."""
+        """Return the rating of ``case``: samples a second for ``throughput``, else the samples of a step that fits."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
-        return self._chosen_batch(case) * case.probes.replicas
+        outcome = case.search.outcome()
+        batch = outcome.estimated_batch if isinstance(outcome, BatchAdvice) else self._chosen_batch(case)
+        return batch * case.probes.replicas
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""

@@ -259,7 +259,7 @@ class TestInProcess:
         assert found.accumulation.batch <= found.batch
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
         (note,) = (note for note in found.notes if "batch normalization" in note)
-        assert f"those of {found.accumulation.batch} samples" in note
+        assert f"statistics are of {found.accumulation.batch} samples" in note
 
     def test_the_passes_that_were_asked_for_make_up_a_step(self, tmp_path: Path) -> None:
         """They were measured, and one pass was said to be a step."""
