@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from memopt_cli.errors import NothingFitsError
@@ -35,6 +36,7 @@ class NotRunHereError(NothingFitsError):
     @classmethod
     def of(cls, priced: PricedPlan, outcome: OutOfMemory) -> NotRunHereError:
         """Return the error to raise for the ``priced`` plan, by the ``outcome`` of trying it."""
+        outcome = replace(outcome, needed_bytes=max(priced.peak_bytes, outcome.needed_bytes))  # one with workspaces
         peak = format_bytes(priced.peak_bytes)
         return cls(f"a plan of {peak} is predicted to fit, but {describe(outcome)}", priced, outcome)
 
