@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from memopt_cli.batching.dataset import evaluating
+from memopt_cli.batching.dataset import evaluation_mode
 from memopt_cli.errors import BatchShapeError, UsageError
 
 LETTERS = string.ascii_letters + " .,;'"
@@ -133,7 +133,7 @@ def top_k_accuracy(
     """
     net.to(device)
     batch, truth = batched_dataloader(n_points, x_, y_, device=device, languages=languages, generator=generator)
-    with evaluating(net), torch.no_grad():
+    with evaluation_mode(net), torch.no_grad():
         scores, _ = net(batch)
     hits = (scores.topk(k, dim=1).indices == truth[:, None]).any(dim=1)
     return float(hits.double().mean())

@@ -150,7 +150,7 @@ def _count(
     with undisturbed():
         begin(step, start)
         # Adam and others make their state in their first update: a second step is counted, which has the state.
-        step.checked()
+        step.run_checked()
         step.update()
         begin(step, start)
         counted = count(step)

@@ -29,12 +29,12 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Optimized, RanksRecommended
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
@@ -92,7 +92,7 @@ def predict_rank(
     Parameters
     ----------
     build:
-        Builds the whole model, without arguments; the parameters that it makes are never allocated.
+        Function without arguments that builds the whole model; parameters are never allocated.
     inputs, dims:
         The inputs of one rank's step, as for :func:`memopt_cli.optimize`.
     parallelize:
@@ -107,17 +107,17 @@ def predict_rank(
         A plan to run the step under, or the path of its file; it is applied before ``parallelize``.
 
     The prediction runs in a subprocess, unless that could not import one of the functions: then it runs in this
-    process, which must not have a process group.  Other arguments are those of :func:`memopt_cli.optimize`.  Raises
+    process, which must not have a process group.  For other arguments see :func:`memopt_cli.optimize`.  Raises
     :class:`StepError` for a step that cannot be predicted, :class:`UsageError` for a ``parallelize`` that spreads
     nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else the_plan(plan)
+    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else load_plan(plan)
     layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, accepted("rank", rank))
-    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
-    subject = replace(given.subject, layout=layout, rank=rank)
-    with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, given) as session:
+    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    subject = replace(rank_step.subject, layout=layout, rank=rank)
+    with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, rank_step) as session:
         return predict(session, layout, rank, chosen)
 
 
@@ -147,25 +147,27 @@ def recommend_ranks(
 
     ``ranks``: one number, or the first and the last of several, each twice the one before: ``(8, 64)`` tries 8, 16, 32
     and 64.  ``memory``: the memory limit of each rank, in bytes or as ``"80GiB"``; with ``for_device`` also a share of
-    that card's memory.  ``plan``: a plan to predict for as well, beside the model without one.  Other arguments and
-    errors are those of :func:`predict_rank`; raises :class:`NothingFitsError` if the smallest batch fits on no number
-    of ranks.
+    that card's memory.  ``plan``: predict for this plan as well as for the model without a plan.  For other arguments
+    and errors see :func:`predict_rank`; raises :class:`NothingFitsError` if the smallest batch fits on no number of
+    ranks.
     """
     spreader = _function("parallelize", parallelize, "function")
     limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
-    chosen = None if plan is None else the_plan(plan)
-    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    chosen = None if plan is None else load_plan(plan)
+    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(
-        source=given.subject.source,
-        spec=given.subject.spec,
-        settings=given.subject.settings,
+        source=rank_step.subject.source,
+        spec=rank_step.subject.spec,
+        settings=rank_step.subject.settings,
         memory=accepted("memory", memory),
         multiple_of=accepted("multiple_of", multiple_of),
         card=card,
         layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
     with logged(verbose) as progress, refuse_recursion(), processes.kept():
-        prepared = prepared_factory(given.subject, chosen or ORIGINAL, given.model, given.functions, limit_s, progress)
+        prepared = prepared_factory(
+            rank_step.subject, chosen or ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
+        )
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
 
 
@@ -201,18 +203,18 @@ def plan_rank(
     for a model that this machine cannot hold.  To use the plan, write
     ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)``.
 
-    The search's arguments are those of :func:`memopt_cli.optimize`; the others, and errors, are those of
+    For the arguments of the search see :func:`memopt_cli.optimize`; for other arguments and errors see
     :func:`predict_rank`.  Raises :class:`NothingFitsError` if no plan is within the budget, and
     :class:`VerificationError` if the plan changes what the model computes.
     """
     started, limit_s = time.monotonic(), accepted("timeout", timeout)
     spreader = _function("parallelize", parallelize, "function")
     layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
-    given = _given(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = OptimizeRequest(
-        source=given.subject.source,
-        spec=given.subject.spec,
-        settings=given.subject.settings,
+        source=rank_step.subject.source,
+        spec=rank_step.subject.spec,
+        settings=rank_step.subject.settings,
         search=search_of(level, max_slowdown, target, allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
         search_limit_s=accepted_if_given("search_time", search_time),
@@ -222,9 +224,11 @@ def plan_rank(
         unverified=unverified,
     )
     with logged(verbose) as progress, refuse_recursion(), processes.kept():
-        prepared = prepared_factory(given.subject, ORIGINAL, given.model, given.functions, limit_s, progress)
-        found = find_and_verify(request, prepared)
-        summary = summarize(found, spent_s=time.monotonic() - started, advice=None)
+        prepared = prepared_factory(
+            rank_step.subject, ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
+        )
+        findings = find_and_verify(request, prepared)
+        summary = summarize(findings, spent_s=time.monotonic() - started, advice=None)
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
 
@@ -232,15 +236,15 @@ def plan_rank(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """A rank's step, and the user's functions that it calls: those that build, spread, and give loss and optimizer."""
+class _RankStep:
+    """A rank's step, and the user's functions in it: builder, spreader, loss and optimizer."""
 
     subject: Subject
     model: UserFunction
     functions: tuple[UserFunction, ...]
 
 
-def _given(
+def _rank_step(
     build: Build,
     inputs: Inputs,
     dims: Mapping[str, int] | None,
@@ -251,38 +255,38 @@ def _given(
     clip_norm: float | None,
     precision: Precision,
     seed: int,
-) -> _Given:
+) -> _RankStep:
     model, functions = _function("build", build, "model"), functions_given(loss, optimizer)
     if model.function is None and not is_factory(model.reference):
         raise OptionError(f"build is {build!r}, which names no function", hint='Write "package.module:callable".')
-    given = given_inputs(inputs, dims)
+    spec_or_inputs = given_inputs(inputs, dims)
     subject = Subject(
         source=ModelSource(location=model.reference),
-        spec=given if isinstance(given, InputSpec) else describe_inputs(given),
+        spec=spec_or_inputs if isinstance(spec_or_inputs, InputSpec) else describe_inputs(spec_or_inputs),
         settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
         data="none",
     )
-    return _Given(subject=subject, model=model, functions=(spreader, *functions))
+    return _RankStep(subject=subject, model=model, functions=(spreader, *functions))
 
 
-def _function(name: str, given: Any, what: str) -> UserFunction:
-    if given is None or isinstance(given, nn.Module):
-        kind = "no function" if given is None else f"a model ({type(given).__name__})"
+def _function(name: str, value: Any, role: str) -> UserFunction:
+    if value is None or isinstance(value, nn.Module):
+        kind = "no function" if value is None else f"a model ({type(value).__name__})"
         raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
-    return user_function(called(name, given), what)
+    return locate_function(called(name, value), role)
 
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
     low, high = ranks if isinstance(ranks, tuple) and len(ranks) == 2 else (ranks, ranks)
-    found = DimRange(symbol="ranks", low=accepted("ranks", low), high=accepted("ranks", high))
-    if found.low > found.high:
-        raise OptionError(f"ranks is {ranks}", hint="Give the smaller number first.")
-    return found.sizes()
+    dim_range = DimRange(symbol="ranks", low=accepted("ranks", low), high=accepted("ranks", high))
+    if dim_range.low > dim_range.high:
+        raise OptionError(f"ranks is {ranks}, from more to fewer", hint="Give the smaller number first.")
+    return dim_range.sizes()
 
 
-def _session(subject: Subject, limit_s: float, given: _Given) -> Session:
+def _session(subject: Subject, limit_s: float, rank_step: _RankStep) -> Session:
     """Return a session in a subprocess, or in this process if a subprocess could not import one of the functions."""
-    if not any(function.obstacle for function in (given.model, *given.functions)):
+    if not any(function.obstacle for function in (rank_step.model, *rank_step.functions)):
         return Session(subject, limit_s)
-    known = {used.reference: used.function for used in given.functions if used.function is not None}
-    return LocalSession(subject, limit_s, given.model.function, known)
+    functions = {f.reference: f.function for f in rank_step.functions if f.function is not None}
+    return LocalSession(subject, limit_s, rank_step.model.function, functions)

@@ -73,7 +73,7 @@ from memopt_cli.search.plan.targets import (
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
-from memopt_cli.training.apply import apply_plan, taken_off
+from memopt_cli.training.apply import apply_plan, without_plan
 from memopt_cli.training.own_checkpoints import switches_of
 from memopt_cli.training.wrappers import unwrapped
 
@@ -157,7 +157,7 @@ def memory_optimization(
     temporal_split_factor:
         Factor by which level 3 multiplies the number of a segment's chunks.
     max_split_rounds, max_candidates_per_round:
-        How many segments may be split, and how often chunks multiplied; how many modules are tried for each.
+        Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
         ``None``: the limits of ``profile``.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
@@ -168,39 +168,41 @@ def memory_optimization(
     return_summary:
         Return ``(net, summary)``.
     example_forward:
-        A function that runs a copy of ``net``, instead of ``dummy_input``: the inputs are those of its first call.
+        A function that runs a copy of ``net``, instead of ``dummy_input``; memopt takes the inputs of its first call.
     split_fn:
         A function that returns, for a module that may be a segment, the submodules that may be segments in its place
-        from level 2 on (none of them inside another).  It is called again with each of these.  ``None``: every
+        from level 2 on (no submodule inside another).  memopt calls it again with each of them.  ``None``: every
         submodule may.
     can_chunk:
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
-        A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
-        its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
+        A group whose ranks all make this call, each with its copy of the model.  The first rank searches, and all ranks
+        get its plan and check that they have the same plan.  An error on one rank is raised on all.  ``None``: no
+        group.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
     :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
     :class:`VerificationError` if the optimized model differs from the original; other errors of
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
-    passed, net = net, unwrapped(net)
+    wrapper, net = net, unwrapped(net)
 
-    def optimized() -> MemOptSummary:
+    def optimize_net() -> MemOptSummary:
         started, inputs = time.monotonic(), dummy_input
         if example_forward is not None:
             if dummy_input is not None:
                 raise OptionError(
-                    "both dummy_input and example_forward are given", hint="One of them is enough to run the model."
+                    "both dummy_input and example_forward are given",
+                    hint="Give one of them, which is enough to run the model.",
                 )
             inputs = inputs_of(net, example_forward)
         is_default = level is None and profile is None and prefer is None
-        instances = _instances(net, instance)
+        instances = _instance_paths(net, instance)
         overrides = SearchOverrides(
             level=0 if is_default else level,
             modules=instances,
-            parts=_parts(net, instances, split_fn) if split_fn is not None else None,
-            chunkable=_chunkable(net, instances, can_chunk) if can_chunk is not None else None,
+            parts=_part_paths(net, instances, split_fn) if split_fn is not None else None,
+            chunkable=_chunkable_paths(net, instances, can_chunk) if can_chunk is not None else None,
             compress_x=compress_x,
             temporal_split_factor=temporal_split_factor,
             max_split_rounds=max_split_rounds,
@@ -220,16 +222,16 @@ def memory_optimization(
         settings = StepSettings(device=resolve_device())
         with logged(verbose) as progress:
             if inputs is None or resolved.options.level == 0:
-                found = _on_instances(net, resolved, settings, progress)
+                findings = _apply_unmeasured(net, resolved, settings, progress)
             else:
-                found = _measured(net, _arguments(inputs), resolved, settings, progress)
-                found.notes.extend(wrapper_notes(passed))
-        found.notes.extend(_nothing_wrapped(net, instance, found))
-        return summarize(found, spent_s=time.monotonic() - started)
+                findings = _search_and_apply(net, _arguments(inputs), resolved, settings, progress)
+                findings.notes.extend(wrapper_notes(wrapper))
+        findings.notes.extend(_missing_segment_notes(net, instance, findings))
+        return summarize(findings, spent_s=time.monotonic() - started)
 
-    summary = on_every_rank(net, process_group, optimized, lambda found: found.plan)
+    summary = on_every_rank(net, process_group, optimize_net, lambda summary: summary.plan)
     warn_unchanged(summary.unchanged)
-    return (passed, notes_in_python(summary)) if return_summary else passed
+    return (wrapper, notes_in_python(summary)) if return_summary else wrapper
 
 
 @said_in_python()
@@ -247,16 +249,16 @@ def apply_gc(
     """Make segments of the outermost modules of ``net`` that are an ``instance``, in place, without measuring.
 
     With ``dummy_input``, one forward of a copy in training mode shows which of these modules are called, which codec
-    packs their inputs, and whose inputs are largest.  Without it, a checkpoint budget takes modules in the model's
-    order, and inputs are stored unpacked unless a module's ``x_compressor`` says otherwise.
-    ``device``: where that forward runs; ``cuda`` without a number is the device of :func:`resolve_device`, which is
+    packs their inputs, and which modules have the largest inputs.  Without ``dummy_input``, a checkpoint budget takes
+    modules in the model's order, and inputs are stored unpacked unless a module's ``x_compressor`` says otherwise.
+    ``device``: the device of that forward; ``cuda`` without a number is the device of :func:`resolve_device`, which is
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    started, passed, net = time.monotonic(), net, unwrapped(net)
+    started, wrapper, net = time.monotonic(), net, unwrapped(net)
     overrides = SearchOverrides(
         level=1,
-        modules=_instances(net, instance),
+        modules=_instance_paths(net, instance),
         compress_x=compress_x,
         checkpoint_budget=checkpoint_budget,
         max_gc_wrapped_modules=max_gc_wrapped_modules,
@@ -265,20 +267,20 @@ def apply_gc(
     )
     resolved = resolve(overrides)
     device = resolve_device() if device == "cuda" else device
-    with taken_off(net) as carried:
+    with without_plan(net) as carried:
         if dummy_input is None:
-            modules = _listed(net, resolved, StepSettings(device=device))
+            modules = _list_modules(net, resolved, StepSettings(device=device))
         else:
             with undisturbed():
                 step = step_of_copies(net, _arguments(dummy_input), StepSettings(device=device))
                 modules = record_inputs(step)
-        found = _unmeasured(net, modules, resolved, device)
-        apply_plan(net, found.plan)
-    found.notes[:0] = taken_off_note(carried)
-    found.notes.extend(_nothing_wrapped(net, instance, found))
-    summary = summarize(found, spent_s=time.monotonic() - started)
+        findings = _make_unmeasured(net, modules, resolved, device)
+        apply_plan(net, findings.plan)
+    findings.notes[:0] = taken_off_note(carried)
+    findings.notes.extend(_missing_segment_notes(net, instance, findings))
+    summary = summarize(findings, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
-    return (passed, to_data(notes_in_python(summary))) if return_summary else passed
+    return (wrapper, to_data(notes_in_python(summary))) if return_summary else wrapper
 
 
 def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, nn.Module, str]:
@@ -324,18 +326,18 @@ def _local_rank(variable: str, devices: int) -> int:
 # ---------------------------------------------------------------------------------------------- level 1, and the search
 
 
-def _on_instances(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
+def _apply_unmeasured(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
     """Make segments of the modules that the caller named, without measuring, and install them on ``net``."""
-    with taken_off(net) as carried:
-        found = _unmeasured(net, _listed(net, resolved, settings), resolved, settings.device)
-        if not found.plan.is_empty:
-            found = replace(found, verification=_verified_by_guess(net, found, settings, progress))
-        apply_plan(net, found.plan)
-    found.notes[:0] = taken_off_note(carried)
-    return found
+    with without_plan(net) as carried:
+        findings = _make_unmeasured(net, _list_modules(net, resolved, settings), resolved, settings.device)
+        if not findings.plan.is_empty:
+            findings = replace(findings, verification=_verify_on_guess(net, findings, settings, progress))
+        apply_plan(net, findings.plan)
+    findings.notes[:0] = taken_off_note(carried)
+    return findings
 
 
-def _measured(
+def _search_and_apply(
     net: nn.Module,
     inputs: Inputs,
     resolved: ResolvedSearch,
@@ -353,14 +355,14 @@ def _measured(
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
-        with taken_off(net) as carried:
-            found = find_and_verify(request, prepared, find_plan)
-            apply_plan(net, found.plan)  # within the block: should it fail, the old plan goes back on
-        found.notes[:0] = taken_off_note(carried)
+        with without_plan(net) as carried:
+            findings = find_and_verify(request, prepared, find_plan)
+            apply_plan(net, findings.plan)  # within the block, so that the old plan goes back on if this fails
+        findings.notes[:0] = taken_off_note(carried)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
-            found.notes.extend(_warm_up(net, prepared, found.plan))
-    return found
+            findings.notes.extend(_warm_up(net, prepared, findings.plan))
+    return findings
 
 
 def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
@@ -372,30 +374,29 @@ def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
     return [f"The step that was to warm up this process failed: {describe(outcome)}"]
 
 
-def _verified_by_guess(
+def _verify_on_guess(
     net: nn.Module, findings: Findings, settings: StepSettings, progress: Progress
 ) -> Verification | None:
     """Verify the plan of ``findings`` on inputs guessed from the layers of ``net``.
 
-    Returns ``None`` and adds a note if the model does not take such inputs.
-
-    Raises :class:`VerificationError`.
+    ``None``: the model does not take such inputs; ``findings`` gets a note.  Raises :class:`VerificationError` if the
+    plan changes what the model computes.
     """
     try:
         with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            found = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+            outcome = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
-        found = StepFailed(message=err.message)
-    if not isinstance(found, Verification):
-        findings.notes.append(f"Not verified: {describe(found)}. Give inputs with dummy_input.")
+        outcome = StepFailed(message=err.message)
+    if not isinstance(outcome, Verification):
+        findings.notes.append(f"Not verified: {describe(outcome)}. Give inputs with dummy_input.")
         return None
-    if not found.passed:
-        raise difference_error(dropped_unmeasured(findings.plan, found))
-    return found
+    if not outcome.passed:
+        raise difference_error(dropped_unmeasured(findings.plan, outcome))
+    return outcome
 
 
-def _arguments(given: Inputs | Tensor) -> Inputs:
-    return (given,) if isinstance(given, Tensor) else given
+def _arguments(inputs: Inputs | Tensor) -> Inputs:
+    return (inputs,) if isinstance(inputs, Tensor) else inputs
 
 
 def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]:
@@ -406,7 +407,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
-def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
+def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """Return every module of ``net`` as it is before any forward.
 
     A codec of the user's own that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
@@ -424,11 +425,13 @@ def _listed(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) ->
     )
 
 
-def _unmeasured(net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str) -> Findings:
-    """Return findings whose plan makes segments of the candidates that the limits allow; empty at level 0."""
+def _make_unmeasured(
+    net: nn.Module, modules: tuple[ModuleTrace, ...], resolved: ResolvedSearch, device: str
+) -> Findings:
+    """Return findings with a plan that makes segments of the candidates within the limits, or none at level 0."""
     options = resolved.options
-    wanted = [m for m in modules if m.path in (options.modules or ())]
-    selection = select(find_outermost([m for m in wanted if not m.refusal]), options) if options.level else None
+    instances = [m for m in modules if m.path in (options.modules or ())]
+    selection = select(find_outermost([m for m in instances if not m.refusal]), options) if options.level else None
     if selection is not None:
         selection = replace(selection, refusals=find_refusals(modules, options))
     plan = segments_plan(selection, options) if selection else Plan()
@@ -461,7 +464,7 @@ def _unobserved_codecs(plan: Plan) -> list[str]:
     return [*(stored if plan.segments else ()), *(tried if untried else ())]
 
 
-def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
+def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
     """Return the paths of the modules of ``net`` that are an ``instance``."""
     kinds = instance if isinstance(instance, tuple) else (instance,)
     for kind in kinds:
@@ -472,20 +475,23 @@ def _instances(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, 
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
 
 
-def _nothing_wrapped(net: nn.Module, instance: type | tuple[type, ...], found: Findings) -> list[str]:
-    """Return, for each class, why no module of it became a segment; empty if some did, or if level 0 wanted none."""
-    if found.plan.segments or found.selection is None:
+def _missing_segment_notes(net: nn.Module, instance: type | tuple[type, ...], findings: Findings) -> list[str]:
+    """Return a note for each class without a module that became a segment.
+
+    Empty if the plan has segments, or at level 0.
+    """
+    if findings.plan.segments or findings.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)
-    classes = [(kind.__name__, _instances(net, kind)) for kind in kinds]
-    return missing_segment_notes(classes, found.selection, found.decisive)
+    classes = [(kind.__name__, _instance_paths(net, kind)) for kind in kinds]
+    return missing_segment_notes(classes, findings.selection, findings.decisive)
 
 
-def _parts(
+def _part_paths(
     net: nn.Module, instances: Sequence[str], split_fn: Callable[[nn.Module], Sequence[nn.Module]]
 ) -> tuple[str, ...]:
-    """Return the paths of the submodules that ``split_fn`` returns for ``instances``, and in turn for these."""
-    found: dict[str, None] = {}
+    """Return the paths of the submodules that ``split_fn`` returns for ``instances``, and for these in turn."""
+    part_paths: dict[str, None] = {}
     pending = list(instances)
     while pending:
         path = pending.pop()
@@ -496,16 +502,16 @@ def _parts(
             if part not in paths:
                 raise OptionError(
                     f"split_fn of '{path or '(root)'}' returned {name_of(part)}, which does not lie in it",
-                    hint="Return modules that the given one contains, or none.",
+                    hint="Return submodules of the module that split_fn is called with, or an empty list.",
                 )
-            if any(part is not other and part in other.modules() for other in split):
+            if any(part is not whole and part in whole.modules() for whole in split):
                 raise OptionError(
                     f"split_fn of '{path or '(root)'}' returned '{paths[part]}' and a module that contains it",
-                    hint="Return modules of which none lies in another; each is split in its turn.",
+                    hint="Return only modules that do not contain each other; memopt splits each of them in turn.",
                 )
-        pending += [paths[part] for part in split if paths[part] not in found]
-        found.update(dict.fromkeys(paths[part] for part in split))
-    return tuple(found)
+        pending += [paths[part] for part in split if paths[part] not in part_paths]
+        part_paths.update(dict.fromkeys(paths[part] for part in split))
+    return tuple(part_paths)
 
 
 def _split_of(
@@ -514,13 +520,15 @@ def _split_of(
     split: object = split_fn(module)
     if not isinstance(split, list | tuple | nn.ModuleList):
         raise OptionError(
-            f"split_fn of '{path or '(root)'}' returned {type(split).__name__}, which is not a list of modules",
-            hint="Return a list or a tuple; an empty one for a module that is not to be split.",
+            f"split_fn of '{path or '(root)'}' returned a value of type {type(split).__name__}, not a list of modules",
+            hint="Return a list or a tuple, which is empty for a module that is not to be split.",
         )
     return list(split)
 
 
-def _chunkable(net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]) -> tuple[str, ...]:
-    """Return the paths of the modules at ``instances``, and of those in them, for which ``can_chunk`` holds."""
+def _chunkable_paths(
+    net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]
+) -> tuple[str, ...]:
+    """Return the paths of the modules at and below ``instances`` for which ``can_chunk`` returns true."""
     candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
     return tuple(path for path, module in candidates.items() if can_chunk(module))

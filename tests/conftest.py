@@ -53,7 +53,7 @@ def _one_thread() -> Iterator[None]:
 def _timed_briefly(_one_thread: None) -> Iterator[None]:
     """In this process: steps that are short, for a tenth of the time; no test looks at how long they take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.03)
+        patch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.03)
         patch.setattr("memopt_cli.report.lines.BUSY", math.inf)  # tests may run beside anything
         yield
 

@@ -269,7 +269,7 @@ def test_fault_in_a_subprocess(
     user_code: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channel, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(channel, "_EXIT_TIMEOUT_S", 0.5)
     assert_failed(memopt(*command.split(), "--code-path", user_code), code, said)
 
 
@@ -503,7 +503,7 @@ def assert_failed(
 def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
     with start("Killed") as session:
         pid = pid_of(session)
-        detail = "the profiling subprocess was killed, as the system does when memory runs out"
+        detail = "the profiling subprocess was killed (SIGKILL), most likely because memory ran out"
         assert session.ask(MeasureJob(plan=ORIGINAL)) == OutOfMemory(detail=detail)
         assert processes_of(pid) == []
         # A session that has ended says so, and starts nothing.

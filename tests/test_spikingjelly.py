@@ -791,7 +791,7 @@ def test_inputs_may_come_from_an_example_of_a_call() -> None:
         ({"example_forward": lambda net: net[0](X)}, "did not call the model"),
         ({"example_forward": lambda net: net(X, X, x=X)}, "with 2 positional arguments and others by name"),
         ({"dummy_input": (X,), "split_fn": lambda module: [nn.Tanh()]}, "returned Tanh, which does not lie in it"),
-        ({"dummy_input": (X,), "split_fn": lambda module: None}, "returned NoneType, which is not a list of modules"),
+        ({"dummy_input": (X,), "split_fn": lambda module: None}, "a value of type NoneType, not a list of modules"),
         ({"dummy_input": (X,), "split_fn": lambda module: [module]}, "returned Block, which does not lie in it"),
     ],
 )
@@ -872,7 +872,9 @@ def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatc
 
 @pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
 def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)  # as many steps as asked for, however short
+    monkeypatch.setattr(
+        "memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0
+    )  # as many steps as asked for, however short
     net, forwards = blocks(1), list[None]()
 
     def build() -> nn.Module:

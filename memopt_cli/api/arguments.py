@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import resolve_device as device_named
-from memopt_cli.measure.reach import UserFunction, user_function
+from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
     Budget,
@@ -73,7 +73,7 @@ def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFuncti
 
     Raises :class:`OptionError` for an object that cannot be called.
     """
-    return user_function(called("loss", loss), "loss"), user_function(called("optimizer", optimizer), "optimizer")
+    return locate_function(called("loss", loss), "loss"), locate_function(called("optimizer", optimizer), "optimizer")
 
 
 def settings_of(
@@ -191,7 +191,9 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
         return dims, None
     ranges = {name: tuple(size) for name, size in dims.items() if isinstance(size, tuple | list)}
     if len(ranges) > 1:
-        raise OptionError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+        raise OptionError(
+            f"two dimensions have a range: {' and '.join(ranges)}", hint="Give one of them a single size."
+        )
     for name, ends in ranges.items():
         if len(ends) != 2:
             raise OptionError(f"the range of {name} has {len(ends)} sizes; it must have two", hint="Write (64, 2048).")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memopt_cli.api import plain
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import counted
@@ -23,7 +23,7 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     ``plan``: a plan, or the path of its file.  Chunks, packing and an optimizer in backward need memopt; they are left
     out, and comments at the head of the code list them.  Raises ``UsageError`` for an argument that is no plan.
     """
-    whole = the_plan(plan)
+    whole = load_plan(plan)
     plan = replace(whole.longest, in_backward=whole.in_backward, compile=whole.compile)
     # The list goes into comments, not into the docstring: a module's name may contain quotes that would end the
     # docstring.  It cannot end a comment, since printable() escapes line breaks.

@@ -38,7 +38,7 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device as device_named
@@ -77,7 +77,7 @@ from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
-from memopt_cli.training.apply import apply_plan, taken_off
+from memopt_cli.training.apply import apply_plan, without_plan
 
 
 @said_in_python()
@@ -288,7 +288,7 @@ def profile(
         card=card,
         backend=None if compile is None else text("compile", compile),
     )
-    chosen = Plan() if plan is None else the_plan(plan)
+    chosen = Plan() if plan is None else load_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
         return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
@@ -353,7 +353,7 @@ def recommend_batch(
         card=card,
         backend=None if compile is None else text("compile", compile),
     )
-    chosen = None if plan is None else the_plan(plan)
+    chosen = None if plan is None else load_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
             return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
@@ -496,7 +496,7 @@ def _advised(request: OptimizeRequest, prepared: Prepared, found: Findings) -> B
 
 def _replace_plan(model: nn.Module, found: Findings) -> None:
     """Apply the plan in ``found`` to ``model`` in place of the one that it carries, and set the folder it sends to."""
-    with taken_off(model) as carried:
+    with without_plan(model) as carried:
         apply_plan(model, found.plan.of_model)
     _, folder = found.resolved.options.sends_to
     if folder is not None and found.plan.sends:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import MemoptError, OptionError, VerificationError, first_line
-from memopt_cli.files.contents import the_plan
+from memopt_cli.files.contents import load_plan
 from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state
@@ -57,7 +57,7 @@ def apply_plan(
     step differs, and any error of the model itself; the model is then as it was.  Gradients stay as they are.
     Warns if the plan changes nothing.
     """
-    plan = the_plan(plan)
+    plan = load_plan(plan)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")

@@ -1,6 +1,6 @@
 """Adapting batches to the memory in use while a model trains, and batching sequences: a library beside the commands.
 
-``BatchShapeManager`` does everything; its parts (sizer, shaper, monitor, validator) can be used alone.
+``BatchShapeManager`` does everything; its parts (sizer, shaper, monitor, validator) can also be used separately.
 """
 
 from memopt_cli.batching.config import read_batch_shaping

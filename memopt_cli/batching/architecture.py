@@ -25,35 +25,35 @@ class ArchitectureRule:
     """Advice on the shape of batches of one architecture."""
 
     batch_factors: tuple[float, ...]
-    """Factors of the given batch that are worth trying."""
-    shortens: Literal["seq", "time"] | None
-    """Axis that is worth halving, too; ``None`` if there is none."""
+    """Factors of the batch size that are worth trying."""
+    halved_axis: Literal["seq", "time"] | None
+    """Axis that is worth halving as well.  ``None``: there is no such axis."""
     advice: str
 
 
 RULES: dict[Architecture, ArchitectureRule] = {
     "convolutional": ArchitectureRule(
         batch_factors=(0.5, 1, 2, 4),
-        shortens=None,
+        halved_axis=None,
         advice="convolutional: activations grow with batch x height x width, and small batches keep the device busy "
         "already; use channels_last, and keep enough samples per step for batch statistics, which accumulation does "
         "not pool",
     ),
     "attention": ArchitectureRule(
         batch_factors=(0.5, 1, 2, 4),
-        shortens="seq",
+        halved_axis="seq",
         advice="attention: time (and memory, where scores are kept) grows with the square of the sequence; fill "
         "batches by tokens rather than by sequences, and shorten sequences before the batch",
     ),
     "recurrent": ArchitectureRule(
         batch_factors=(1, 2, 4, 8),
-        shortens=None,
+        halved_axis=None,
         advice="recurrent: the steps of a sequence run one after another, so that only the batch fills the device; "
         "pack sequences, or put sequences of similar length into one batch",
     ),
     "spiking": ArchitectureRule(
         batch_factors=(0.5, 1, 2, 4),
-        shortens="time",
+        halved_axis="time",
         advice="spiking: every time step's activations are kept for backward; halving the time steps saves what "
         "halving the batch saves, and running time in chunks (memopt_cli.optimize with level=3) changes neither",
     ),
@@ -61,7 +61,7 @@ RULES: dict[Architecture, ArchitectureRule] = {
 
 
 def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
-    """Return the architectures of which ``model`` has modules, in the order of :data:`RULES`.
+    """Return the architectures that the modules of ``model`` belong to, in the order of :data:`RULES`.
 
     PyTorch's layers are recognized by class, others by class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
     """
@@ -72,13 +72,13 @@ def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
 def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Return shapes worth measuring around ``input_shape`` (batch first), by the rules of the model's architectures.
 
-    Time is axis 1 of ``(batch, time, seq, dim)``, the sequence axis 1 of 3 dimensions and 2 of 4.
+    Time is axis 1 of ``(batch, time, seq, dim)``; the sequence is axis 1 in 3 dimensions and axis 2 in 4.
     """
     shape = tuple(input_shape)
     rules = [RULES[kind] for kind in architectures_of(model)] or [RULES["convolutional"]]
     shapes = [_resized(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
     for rule in rules:
-        axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.shortens]
+        axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.halved_axis]
         if axis is not None and shape[axis] > 1:
             half = _resized(shape, axis, 0.5)
             shapes += [half, _resized(half, 0, 2)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records import BatchShaping, FileHeader, from_data
 from memopt_cli.text.documents import read_mapping
 
-_OTHER_KEYS = {"recommended", *(f.name for f in fields(FileHeader))}
+_ANSWER_KEYS = {"recommended", *(f.name for f in fields(FileHeader))}
 """Keys that ``memopt`` writes next to ``batch_shaping:`` in ``*.batch.yaml``."""
 
 
@@ -24,7 +23,7 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
 
     Returns
     -------
-    The configuration; options that the file leaves out have their defaults.
+    The configuration, with defaults for the options that the file leaves out.
 
     Raises
     ------
@@ -34,13 +33,8 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
     hint = "Write batch_shaping: and options below it."
     data = read_mapping(Path(path), hint)
     for key in data:
-        if key != "batch_shaping" and key not in _OTHER_KEYS:
+        if key != "batch_shaping" and key not in _ANSWER_KEYS:
             raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
     if "batch_shaping" not in data:
         raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
-    return parse_batch_shaping(data["batch_shaping"])
-
-
-def parse_batch_shaping(data: Any) -> BatchShaping:
-    """Check ``data``, plain values, and return the configuration; raises as :func:`read_batch_shaping` does."""
-    return from_data(BatchShaping, data, where="batch_shaping")
+    return from_data(BatchShaping, data["batch_shaping"], where="batch_shaping")

@@ -21,7 +21,7 @@ State = tuple[Any, ...]
 
 
 def flatten_sequences(x: Tensor) -> Tensor:
-    """Return ``x``, ``(batch, time, seq, dim)``, as ``(time, batch * seq, dim)``: one row per sequence position.
+    """Return ``x``, ``(batch, time, seq, dim)``, as ``(time, batch * seq, dim)``: a row for each sequence position.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def flatten_sequences(x: Tensor) -> Tensor:
     BatchShapeError
         If ``x`` does not have four dimensions.
     """
-    batch, time, seq, dim = _canonical(x)
+    batch, time, seq, dim = _canonical_sizes(x)
     return x.permute(1, 0, 2, 3).reshape(time, batch * seq, dim)
 
 
@@ -71,10 +71,10 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
 class StatefulAdapter(nn.Module):
     """A module that runs a layer of one time step over all steps of ``(batch, time, seq, dim)``.
 
-    The layer takes ``(batch * seq, dim)``, a row for each sequence position of each sample, and returns the same with
-    its own ``dim``.  Its state may be
+    The layer takes ``(batch * seq, dim)``, a row for each sequence position of each sample, and returns as many rows
+    with its own ``dim``.  Its state may be
 
-    - kept inside the layer (snnTorch with ``init_hidden=True``, SpikingJelly), which is called with the input alone;
+    - kept inside the layer (snnTorch with ``init_hidden=True``, SpikingJelly), which takes only the input;
     - returned, ``(output, *state)`` (snnTorch's ``Leaky``, ``Synaptic``), and passed in again at the next step if
       ``forward`` takes it;
     - the state of PyTorch's cells (``LSTMCell``, ``GRUCell``, ``RNNCell``);
@@ -92,7 +92,7 @@ class StatefulAdapter(nn.Module):
         self._state: State = ()
 
     def reset(self, batch_size: int) -> None:
-        """Reset the state, also that inside the layer; the next input must have ``batch_size`` samples."""
+        """Reset the state, inside the layer as well; the next input must have ``batch_size`` samples."""
         if batch_size < 1:
             raise BatchShapeError(f"batch_size is {batch_size}; it must be at least 1")
         self._batch_size, self._state = batch_size, ()
@@ -100,7 +100,7 @@ class StatefulAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's outputs for ``x``: ``(batch, time, seq, dim)``, with the ``dim`` of the layer."""
-        batch = _canonical(x)[0]
+        batch = _canonical_sizes(x)[0]
         if batch != self._batch_size:
             raise BatchShapeError(
                 f"the batch has {batch} samples; the adapter was reset for {self._batch_size}",
@@ -119,17 +119,17 @@ class StatefulAdapter(nn.Module):
 
 
 def reset_layer(layer: nn.Module, batch_size: int) -> None:
-    """Reset the hidden state of ``layer``: by its own ``reset(batch_size)`` or ``reset()``, or its library's."""
+    """Reset the hidden state of ``layer``: by its ``reset(batch_size)`` or ``reset()``, or as its library does."""
     for module in layer.modules():
-        own: Callable[..., Any] | None = getattr(type(module), "reset", None)
-        if callable(own):
-            wants_batch = len(inspect.signature(own).parameters) > 1
-            own(module, batch_size) if wants_batch else own(module)
+        reset: Callable[..., Any] | None = getattr(type(module), "reset", None)
+        if callable(reset):
+            takes_batch = len(inspect.signature(reset).parameters) > 1
+            reset(module, batch_size) if takes_batch else reset(module)
     reset_hidden_state(layer)
 
 
 def _takes_state(layer: nn.Module) -> bool:
-    """Return whether the forward of ``layer`` takes its state as an argument, besides the input."""
+    """Return whether the forward of ``layer`` takes its state as an argument after the input."""
     if getattr(layer, "init_hidden", False):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -137,7 +137,7 @@ def _takes_state(layer: nn.Module) -> bool:
     return len([p for p in parameters if p.kind in positional]) > 1
 
 
-def _canonical(x: Tensor) -> tuple[int, int, int, int]:
+def _canonical_sizes(x: Tensor) -> tuple[int, int, int, int]:
     if x.dim() != 4:
         raise BatchShapeError(
             f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)", hint="Add the missing dimensions."

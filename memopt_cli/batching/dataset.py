@@ -1,4 +1,4 @@
-"""Running a model over a dataset for inference, in batches whose size follows memory: every sample once, in order."""
+"""Running a model over a dataset for inference: every sample once, in order, in batches that follow memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, default_collate
 
 from memopt_cli.batching.memory import MemoryMeter
 from memopt_cli.batching.monitor import PerformanceMonitor
-from memopt_cli.batching.rows import concatenate, narrow, rows_of
+from memopt_cli.batching.rows import concatenate, rows_of, slice_rows
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
-from memopt_cli.batching.trial import or_out_of_memory
+from memopt_cli.batching.trial import catch_out_of_memory
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
 from memopt_cli.records import OutOfMemory
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -30,10 +30,10 @@ Collate = Callable[[Sequence[Any]], Any]
 """Function of samples that returns them as one batch, a structure of tensors that the model takes."""
 
 STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
-_WORTH_DOUBLING = 1.05
-"""Factor by which throughput must rise for a doubled size to be kept."""
-_TIMED = 2
-"""Number of batches that are timed at each size, of which the fastest counts: the first warms up."""
+_MIN_SPEEDUP = 1.05
+"""Factor by which throughput must rise for a doubled size to stay."""
+_TIMED_BATCHES = 2
+"""Number of batches that are timed at each size.  The first warms up, and the fastest counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,20 +47,20 @@ class DatasetRun:
     memory: MemoryMeter
     strategy: Strategy
     max_resident: int
-    """Most batches of inputs in memory at a time: that in the model, and those that a thread makes ahead."""
-    target: float
+    """Largest number of batches of inputs in memory at a time: one in the model, and others that a thread makes."""
+    target_share: float
     """Share of capacity below which the strategy ``throughput`` stays when it doubles."""
     collate: Collate
     _rates: list[float] = field(default_factory=list)
     _best: tuple[int, float] | None = None
     """Size and samples per second before the last doubling."""
-    _climbing: bool = True
+    _is_climbing: bool = True
 
     def results(self, dataset: Iterable[Any] | Dataset[Any]) -> Any:
         """Return the model's outputs for all samples of ``dataset``, concatenated along dimension 0, on the CPU."""
         outputs = []
-        with evaluating(self.model), torch.no_grad():
-            for batch in prefetched(dataset, self.collate, lambda: self.sizer.batch_size, self.max_resident):
+        with evaluation_mode(self.model), torch.no_grad():
+            for batch in prefetch(dataset, self.collate, lambda: self.sizer.batch_size, self.max_resident):
                 outputs += self._process(batch)
                 del batch  # else two batches would be alive while the next one is made
         if not outputs:
@@ -68,18 +68,18 @@ class DatasetRun:
         return concatenate(outputs)
 
     def _process(self, batch: Any) -> list[Any]:
-        """Return the outputs for ``batch``, one for each piece that fits into memory."""
+        """Return the outputs for ``batch``: one entry for each piece that fits in memory."""
         outputs: list[Any] = []
         start, rows = 0, rows_of(batch)
         while start < rows:
             stop = min(rows, start + self.sizer.batch_size)
             started = time.perf_counter()
-            output = self._forward(narrow(batch, start, stop))
+            output = self._forward(slice_rows(batch, start, stop))
             if isinstance(output, OutOfMemory):
                 self._shrink(stop - start)
                 continue
             outputs.append(output)
-            self._learn(stop - start, time.perf_counter() - started)
+            self._record(stop - start, max(time.perf_counter() - started, 1e-9))
             start = stop
         return outputs
 
@@ -89,7 +89,7 @@ class DatasetRun:
             synchronize(self.device)
             return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
 
-        output = or_out_of_memory(run, self.device)
+        output = catch_out_of_memory(run, self.device)
         if isinstance(output, OutOfMemory) or (tensors_of(output) and rows_of(output) == rows_of(piece)):
             return output
         raise BatchShapeError(
@@ -99,38 +99,38 @@ class DatasetRun:
         )
 
     def _shrink(self, rows: int) -> None:
-        before = self.sizer.batch_size
-        self._climbing = False
-        if self.sizer.report_out_of_memory() == before:
+        old_batch = self.sizer.batch_size
+        self._is_climbing = False
+        if self.sizer.report_out_of_memory() == old_batch:
             raise MemoryBudgetError(
-                f"out of memory at {rows} samples, and the batch size cannot go below {before}",
+                f"out of memory at {rows} samples, and the batch size cannot go below {old_batch}",
                 hint="Lower min_batch_size, or use a device with more memory.",
             )
 
-    def _learn(self, rows: int, elapsed_s: float) -> None:
-        rate = rows / max(elapsed_s, 1e-9)
-        self.monitor.record_batch(rows, max(elapsed_s, 1e-9), self.memory.peak_bytes())
+    def _record(self, rows: int, elapsed_s: float) -> None:
+        rate = rows / elapsed_s
+        self.monitor.record_batch(rows, elapsed_s, self.memory.peak_bytes())
         if self.strategy == "memory_adaptive":
             self.sizer.adapt_batch_size(performance_metrics={"throughput": rate})
-        elif self.strategy == "throughput" and self._climbing and rows == self.sizer.batch_size:
+        elif self.strategy == "throughput" and self._is_climbing and rows == self.sizer.batch_size:
             self._climb(rate)
 
     def _climb(self, rate: float) -> None:
         """Record ``rate``; double the size as long as that raises throughput and fits, then stay with the best size."""
         self._rates.append(rate)
-        if len(self._rates) < _TIMED:
+        if len(self._rates) < _TIMED_BATCHES:
             return
         size, rate = self.sizer.batch_size, max(self._rates)
         self._rates.clear()
-        if self._best and rate < _WORTH_DOUBLING * self._best[1]:
-            self._climbing = False
+        if self._best and rate < _MIN_SPEEDUP * self._best[1]:
+            self._is_climbing = False
             self.sizer.start_from(self._best[0])
             return
         self._best = (size, rate)
-        room = 2 * self.memory.peak_bytes() <= self.target * self.memory.capacity_bytes()
-        if room:
+        has_room = 2 * self.memory.peak_bytes() <= self.target_share * self.memory.capacity_bytes()
+        if has_room:
             self.sizer.start_from(2 * size)
-        self._climbing = room and self.sizer.batch_size > size
+        self._is_climbing = has_room and self.sizer.batch_size > size
 
 
 def collate_inputs(samples: Sequence[Any]) -> Any:
@@ -138,26 +138,26 @@ def collate_inputs(samples: Sequence[Any]) -> Any:
     return default_collate([sample[0] if isinstance(sample, tuple | list) else sample for sample in samples])
 
 
-def prefetched(
+def prefetch(
     dataset: Iterable[Any] | Dataset[Any], collate: Collate, size: Callable[[], int], max_resident: int
 ) -> Iterator[Any]:
     """Yield batches of the samples of ``dataset`` in order, at most ``max_resident`` alive, made ahead by one thread.
 
-    ``size()`` is called before each batch.  The caller must drop a batch before it asks for the next one.
+    ``size()`` is called before each batch.  The caller must drop a batch before asking for the next batch.
     """
     samples = iter(_samples(dataset))
-    ahead: deque[Future[Any]] = deque()
+    futures: deque[Future[Any]] = deque()
 
     def make(rows: int) -> Any:
-        taken = list(islice(samples, rows))
-        return collate(taken) if taken else None
+        chunk = list(islice(samples, rows))
+        return collate(chunk) if chunk else None
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="memopt-dataset") as thread:
         try:
             while True:
-                while len(ahead) < max_resident:
-                    ahead.append(thread.submit(make, size()))
-                batch = ahead.popleft().result()
+                while len(futures) < max_resident:
+                    futures.append(thread.submit(make, size()))
+                batch = futures.popleft().result()
                 if batch is None:
                     return
                 yield batch
@@ -175,7 +175,7 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into evaluation mode inside the block, and every module back into its own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

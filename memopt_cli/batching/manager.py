@@ -35,10 +35,10 @@ class ManagerStatus(TypedDict):
 
     current_batch_size: int
     memory_usage: float
-    """Share of the device's capacity that the last recorded batch used; the present share if there is none."""
+    """Share of the device's capacity that the last recorded batch used.  Before the first record: the share in use."""
     performance_trend: Trend
     pending_samples: int
-    """Rows that the manager has taken in and not yet given out."""
+    """Number of rows that the manager has taken in and not yet given out."""
     accumulation_steps: int
     reason: str
     """Reason for the last change of the batch size."""
@@ -56,12 +56,12 @@ class BatchShapeManager:
 
     Each row is given out exactly once, and in order.
 
-    Rows beyond the current size wait for the next call; :meth:`flush` gives out those that are left.  With
-    :meth:`batches`, no more than one batch of rows ever waits.
+    Rows beyond the current size wait for the next call; :meth:`flush` gives out the last rows.  With :meth:`batches`,
+    no more than one batch of rows ever waits.
 
-    ``memory_target`` (share of capacity) replaces the configuration's.  In ``inference_mode`` trials have no backward.
-    ``memory`` reads capacity and peaks, by default of ``device``.  Inputs are laid out in memory for
-    ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
+    ``memory_target`` (share of capacity) replaces the target in ``config``.  In ``inference_mode`` trials have no
+    backward.  ``memory`` reads capacity and peaks.  ``None``: the meter of ``device``.  Inputs are laid out in memory
+    for ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
     :class:`AdaptiveBatchSizer`.
     """
 
@@ -84,7 +84,7 @@ class BatchShapeManager:
             sizing = replace(sizing, target_memory_usage=memory_target)
         self._model = model
         self._device = str(device)
-        self._inference = inference_mode
+        self._is_inference = inference_mode
         self._sizing = sizing
         self._memory = memory or meter_of(device)
         self._new_sizer = functools.partial(
@@ -98,13 +98,13 @@ class BatchShapeManager:
         self.shaper = MemoryAwareShaper(config=config.memory_aware_shaping, memory=self._memory)
         self.validator = BatchShapeValidator(config=config.validation)
         self.sizer = self._new_sizer(config=sizing, initial_batch_size=16)
-        self._ready = inference_mode
+        self._is_ready = inference_mode
         self._queue = RowQueue()
         self._last_rows = 0
-        self._shaped = False  # whether the last batch was given out as a dict of inputs and targets
-        self._last: dict[str, float | None] = {}
+        self._is_last_shaped = False  # whether the last batch was given out as a dict of inputs and targets
+        self._last_metrics: dict[str, float | None] = {}
         self._operation = operation_type
-        self._validated: set[tuple[int, ...]] = set()  # shapes of samples
+        self._validated_shapes: set[tuple[int, ...]] = set()  # of samples
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -116,10 +116,10 @@ class BatchShapeManager:
     ) -> None:
         """Begin a run at ``initial_batch_size`` samples; call this before the first batch.
 
-        ``max_batch_size`` and ``adaptation_interval``: ``None`` keeps the configuration's.  Raises
-        :class:`UsageError` for an inference manager, and for a size outside the limits.
+        ``max_batch_size`` and ``adaptation_interval`` replace the values in the configuration.  ``None``: they stay.
+        Raises :class:`UsageError` for an inference manager, and for a size outside the limits.
         """
-        if self._inference:
+        if self._is_inference:
             raise UsageError("this manager is for inference", hint="Make one without inference_mode to train.")
         sizing = replace(
             self._sizing,
@@ -134,39 +134,40 @@ class BatchShapeManager:
             )
         self._sizing = sizing
         self.sizer = self._new_sizer(config=sizing, initial_batch_size=initial_batch_size)
-        self._ready = True
+        self._is_ready = True
 
     def process_batch(self, input_batch: Any, training_step: int = 0, current_loss: float | None = None) -> Any:
         """Take ``input_batch`` in, and return the oldest waiting rows: at least one, at most the current size.
 
-        The rows have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the last step's;
-        ``None`` before the first.
+        The rows have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the loss of the last
+        step.  ``None``: there was no step.
         """
         self._require_ready()
         self._queue.put(input_batch)
         self._adapt(training_step, current_loss, None)
-        return self._give()
+        return self._give_out()
 
     def adapt_and_process_batch(
         self, batch: Any, step: int, current_metrics: Mapping[str, float | None] | None = None
     ) -> ShapedBatch:
         """Take ``batch``, ``(inputs, targets)`` or a dict of these names, in, and return the oldest waiting rows.
 
-        ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (a share of capacity at most 1, or bytes).
-        A missing one is that of the last :meth:`update_metrics`, or measured.  Without
-        :meth:`initialize_for_training` the first batch begins the run, at its own size as far as the limits allow.
+        ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (as
+        :func:`~memopt_cli.batching.memory.usage_share` reads it).  A missing metric is taken from the last
+        :meth:`update_metrics`, or measured.  Without :meth:`initialize_for_training` the first batch begins the run, at
+        its own size as far as the limits allow.
         """
         metrics = dict(current_metrics or {})
         if unknown := set(metrics) - {"loss", "memory"}:
             raise UsageError(f"unknown metric '{min(unknown)}'", hint="Known: loss, memory.")
         pair = _inputs_and_targets(batch)
-        if not self._ready:
-            least, most = self._sizing.min_batch_size, self._sizing.max_batch_size
-            self.initialize_for_training(initial_batch_size=min(max(rows_of(pair), least), most))
+        if not self._is_ready:
+            low, high = self._sizing.min_batch_size, self._sizing.max_batch_size
+            self.initialize_for_training(initial_batch_size=min(max(rows_of(pair), low), high))
         self._queue.put(pair)
         self._adapt(step, metrics.get("loss"), metrics.get("memory"))
-        inputs, targets = self._give()
-        self._shaped = True
+        inputs, targets = self._give_out()
+        self._is_last_shaped = True
         return ShapedBatch(inputs=inputs, targets=targets)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -182,34 +183,34 @@ class BatchShapeManager:
                 self._adapt(step, None, None)
                 if len(self._queue) < self.sizer.batch_size:
                     break  # the batch size has just grown beyond the waiting rows
-                yield self._give()
+                yield self._give_out()
                 step += 1
         yield from self.flush()
 
     def flush(self) -> Iterator[Any]:
         """Yield the waiting rows in batches of at most the current size; pairs come as ``(inputs, targets)``."""
         while len(self._queue):
-            yield self._give()
+            yield self._give_out()
 
     def update_metrics(self, loss: float | None, processing_time: float, memory_usage: float | None = None) -> None:
         """Record the step on the last batch: its ``loss``, its ``processing_time`` in seconds, its ``memory_usage``.
 
-        ``memory_usage``: a share of capacity (at most 1) or bytes; ``None`` measures it.
+        ``memory_usage``: as :func:`~memopt_cli.batching.memory.usage_share` reads it.  ``None``: the measured peak.
         """
         if not self._last_rows:
             raise UsageError("no batch was given out yet", hint="Call process_batch first.")
         usage = self._memory.peak_bytes() if memory_usage is None else memory_usage
         self.monitor.record_batch(self._last_rows, processing_time, usage, loss)
-        self._last = {"loss": loss, "memory": memory_usage, "throughput": self._last_rows / processing_time}
+        self._last_metrics = {"loss": loss, "memory": memory_usage, "throughput": self._last_rows / processing_time}
 
     def report_out_of_memory(self, batch: Any = None) -> int:
         """Halve the batch size, because the last step ran out of memory, and return it.
 
-        ``batch``: the batch of that step, whose rows are given out again next; ``None`` skips these rows.
+        ``batch``: the batch of that step; its rows are given out again next.  ``None``: its rows are skipped.
         """
         size = self.sizer.report_out_of_memory()
         if batch is not None:
-            self._queue.put_first(_inputs_and_targets(batch) if self._shaped else batch)
+            self._queue.put_first(_inputs_and_targets(batch) if self._is_last_shaped else batch)
         logger.debug("out of memory: batch size %d", size)
         return size
 
@@ -225,7 +226,7 @@ class BatchShapeManager:
     ) -> Any:
         """Return the model's outputs for every sample of ``dataset``, in order, in evaluation mode.
 
-        The outputs equal those of a plain loop over the samples, concatenated along the first dimension, on the CPU.
+        The outputs equal the outputs of a plain loop over the samples, concatenated along dimension 0, on the CPU.
         Samples are inputs or pairs ``(input, target)``; ``collate`` may take others.  A batch that runs out of memory
         is halved and tried again.  Strategies: ``memory_adaptive`` follows the target, ``fixed`` keeps the size,
         ``throughput`` doubles it as long as that is 5 % faster per sample and stays below the target.  A thread makes
@@ -246,7 +247,7 @@ class BatchShapeManager:
             memory=self._memory,
             strategy=batch_size_strategy,
             max_resident=max_concurrent_batches,
-            target=self._sizing.target_memory_usage,
+            target_share=self._sizing.target_memory_usage,
             collate=collate,
         )
         return run.results(dataset)
@@ -256,10 +257,10 @@ class BatchShapeManager:
     def get_status(self) -> ManagerStatus:
         """Return the state of the run: batch size, memory, trend, waiting rows."""
         records = self.monitor.records
-        now = self._memory.used_bytes() / self._memory.capacity_bytes()
+        used_share = self._memory.used_bytes() / self._memory.capacity_bytes()
         return ManagerStatus(
             current_batch_size=self.sizer.batch_size,
-            memory_usage=records[-1].memory_share if records else now,
+            memory_usage=records[-1].memory_share if records else used_share,
             performance_trend=self.monitor.get_performance_analysis()["performance_trend"],
             pending_samples=len(self._queue),
             accumulation_steps=self.sizer.accumulation_steps,
@@ -283,51 +284,51 @@ class BatchShapeManager:
     # ------------------------------------------------------------------------------------------ inside
 
     def _require_ready(self) -> None:
-        if not self._ready:
+        if not self._is_ready:
             raise UsageError("the manager is not initialized", hint="Call initialize_for_training first.")
 
     def _adapt(self, step: int, loss: float | None, memory: float | None) -> None:
         """Adapt the size to the cost of the last batch, if there was one, and log the decision."""
         if not self._last_rows:
             return
-        before = self.sizer.batch_size
-        throughput = self._last.get("throughput")
+        old_size = self.sizer.batch_size
+        throughput = self._last_metrics.get("throughput")
         size = self.sizer.adapt_batch_size(
-            self._last.get("loss") if loss is None else loss,
-            self._last.get("memory") if memory is None else memory,
+            self._last_metrics.get("loss") if loss is None else loss,
+            self._last_metrics.get("memory") if memory is None else memory,
             {} if throughput is None else {"throughput": throughput},
         )
-        self._last_rows, self._last = 0, {}
+        self._last_rows, self._last_metrics = 0, {}
         logger.debug("step %d: batch size %d", step, size)
-        if size != before:
-            logger.debug("step %d: batch size %d -> %d (%s)", step, before, size, self.sizer.reason)
+        if size != old_size:
+            logger.debug("step %d: batch size %d -> %d (%s)", step, old_size, size, self.sizer.reason)
 
-    def _give(self) -> Any:
+    def _give_out(self) -> Any:
         if not len(self._queue):
-            raise BatchShapeError("the batch has no samples, and none wait", hint="Give at least one sample.")
+            raise BatchShapeError("the batch has no samples, and no rows are waiting", hint="Give at least one sample.")
         batch = self._queue.take(self.sizer.batch_size)
-        self._shaped = False
+        self._is_last_shaped = False
         self._last_rows = tensors_of(batch)[0].shape[0]
         self._validate(tensors_of(batch)[0])
-        return map_leaves(self._placed, batch)
+        return map_leaves(self._place, batch)
 
     def _validate(self, inputs: Tensor) -> None:
         """Check the shape of ``inputs``, and log problems, unless samples of that shape were checked before."""
         shape = tuple(inputs.shape)
-        if shape[1:] in self._validated:
+        if shape[1:] in self._validated_shapes:
             return
-        self._validated.add(shape[1:])
+        self._validated_shapes.add(shape[1:])
         dtype = str(inputs.dtype).removeprefix("torch.")
         _, issues = self.validator.validate_batch_shape(shape, self._model, dtype=dtype)
         for issue in issues:
             logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
 
-    def _placed(self, tensor: Tensor) -> Any:
+    def _place(self, tensor: Tensor) -> Any:
         """Return ``tensor`` on the device, laid out in memory for ``operation_type``."""
-        moved = tensor.to(self._device)
-        if self._operation is None or moved.dim() < 3:
-            return moved
-        return self.shaper.optimize_tensor_layout(moved, self._operation)
+        tensor = tensor.to(self._device)
+        if self._operation is None or tensor.dim() < 3:
+            return tensor
+        return self.shaper.optimize_tensor_layout(tensor, self._operation)
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:

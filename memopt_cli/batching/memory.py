@@ -15,8 +15,8 @@ import torch
 from memopt_cli.errors import UsageError
 from memopt_cli.search.batch_size.capacity import device_capacity
 
-_STATUS = Path("/proc/self/status")
-_RESET_PEAK = "5"
+_STATUS_PATH = Path("/proc/self/status")
+_PEAK_RESET_CODE = "5"
 """Value to write to ``clear_refs`` to restart the peak of the resident set (proc(5))."""
 
 
@@ -24,13 +24,13 @@ class MemoryMeter(Protocol):
     """A meter of memory, in bytes; an implementation of your own can emulate a smaller device."""
 
     def capacity_bytes(self) -> int:
-        """Return the bytes that the process may use; this may change, so it is read before every decision."""
+        """Return the bytes that the process may use; they may change, so callers read them before every decision."""
 
     def used_bytes(self) -> int:
         """Return the bytes in use now."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that were in use since :meth:`restart`."""
+        """Return the largest number of bytes in use since :meth:`restart`."""
 
     def restart(self) -> None:
         """Restart the peak at the bytes in use now."""
@@ -58,7 +58,7 @@ class CudaMemory:
 class ProcessMemory:
     """The resident set of this process, which counts against the machine's memory and a control group's limit.
 
-    On systems that cannot restart the peak (macOS), the peak is that since the process began: never too low.
+    On systems that cannot restart the peak (macOS), it counts from the start of the process, so it is never too low.
     """
 
     def capacity_bytes(self) -> int:
@@ -76,11 +76,11 @@ class ProcessMemory:
         if sys.platform == "linux":
             _return_free_memory()
             with contextlib.suppress(OSError):  # a sandbox may forbid it; the peak is then never restarted
-                Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+                Path("/proc/self/clear_refs").write_text(_PEAK_RESET_CODE)
 
 
 class LimitedMemory:
-    """A meter with the readings of another one and a smaller capacity, ``limit_bytes``, which may be changed."""
+    """A meter with the readings of ``meter`` and a smaller capacity, ``limit_bytes``, which may be changed."""
 
     def __init__(self, meter: MemoryMeter, limit_bytes: int) -> None:
         self._meter = meter
@@ -106,17 +106,21 @@ def meter_of(device: str | torch.device) -> MemoryMeter:
 
 
 def usage_share(memory_usage: float, capacity_bytes: int) -> float:
-    """Return ``memory_usage`` as a share of capacity: up to 1 it is a share already, above 1 it is bytes.
+    """Return ``memory_usage``, a share of capacity or a number of bytes, as a share of capacity.
 
-    Raises :class:`UsageError` for a negative or non-finite reading.
+    A value of at most 1 is read as a share, and a larger one as bytes: a step of one byte does not exist, and a share
+    above 1 has already run out of memory.  Raises :class:`UsageError` for a value that is negative or not finite.
     """
     if not math.isfinite(memory_usage) or memory_usage < 0:
-        raise UsageError(f"memory usage is {memory_usage!r}", hint="Give a share of capacity (0 to 1) or bytes.")
+        raise UsageError(
+            f"memory usage is {memory_usage!r}, which is neither a share nor bytes",
+            hint="Give a share of capacity (0 to 1) or bytes.",
+        )
     return memory_usage if memory_usage <= 1 else memory_usage / capacity_bytes
 
 
 def _status_bytes(name: str) -> int:
-    return int(_STATUS.read_text().partition(f"{name}:")[2].split()[0]) * 1024
+    return int(_STATUS_PATH.read_text().partition(f"{name}:")[2].split()[0]) * 1024
 
 
 def _return_free_memory() -> None:

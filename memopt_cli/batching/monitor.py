@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Literal, TypedDict
 
@@ -15,13 +15,13 @@ from memopt_cli.records import PerformanceMonitoring
 
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 
-_FEWEST = 4
-"""Least number of records for a trend: two for each half."""
-_STEADY = 0.05
-"""Relative change of a median up to which it counts as stable."""
-_HEADROOM = 0.7
+_MIN_TREND_RECORDS = 4
+"""Smallest number of records for a trend: two for each half."""
+_STABLE_CHANGE = 0.05
+"""Relative change of a median up to which the trend is stable."""
+_HEADROOM_SHARE = 0.7
 """Share of capacity below which a larger batch is advised."""
-_UNEVEN = 2.0
+_STALL_RATIO = 2.0
 """Ratio of the 95th percentile of times to the median above which some batches must be stalling."""
 
 
@@ -45,7 +45,7 @@ class PerformanceAnalysis(TypedDict):
     """Figures over a window of batches; times are in seconds."""
 
     batches: int
-    """Number of batches in the window; if 0, the figures below are 0 and the trends ``insufficient_data``."""
+    """Number of batches in the window.  0: the figures below are 0, and the trends ``insufficient_data``."""
     avg_throughput: float
     """Samples per second: all samples of the window over all its time."""
     memory_efficiency: float
@@ -53,9 +53,9 @@ class PerformanceAnalysis(TypedDict):
     p50_time: float
     p95_time: float
     performance_trend: Trend
-    """Trend of the throughput: the median of the newer half of the window, compared with that of the older half."""
+    """Trend of the throughput: the median of the window's newer half against the median of its older half."""
     loss_trend: Trend
-    """Trend of the loss, by the same medians; ``improving`` means that the loss falls."""
+    """Trend of the loss, by the same medians.  ``improving``: the loss falls."""
     alerts: list[str]
     """Thresholds that were exceeded, with the values."""
 
@@ -63,8 +63,8 @@ class PerformanceAnalysis(TypedDict):
 class PerformanceMonitor:
     """Records the last batches in a window, and judges them.
 
-    ``window_size`` (batches) replaces the configuration's ``metrics_window``; ``memory`` gives the capacity by which
-    memory usages in bytes are divided.
+    ``window_size`` (batches) replaces ``metrics_window`` in ``config``.  ``memory`` gives the capacity by which memory
+    usages in bytes are divided.
     """
 
     def __init__(
@@ -75,12 +75,9 @@ class PerformanceMonitor:
         memory: MemoryMeter | None = None,
     ) -> None:
         config = config or PerformanceMonitoring()
-        window = config.metrics_window if window_size is None else window_size
-        if window < 1:
-            raise UsageError(f"window_size is {window}; it must be at least 1")
-        self._config = config
+        self._config = config if window_size is None else replace(config, metrics_window=window_size)
         self._memory = memory or ProcessMemory()
-        self._records: deque[BatchRecord] = deque(maxlen=window)
+        self._records: deque[BatchRecord] = deque(maxlen=self._config.metrics_window)
 
     @property
     def records(self) -> tuple[BatchRecord, ...]:
@@ -92,9 +89,8 @@ class PerformanceMonitor:
     ) -> None:
         """Add a batch of ``batch_size`` samples that took ``processing_time`` seconds.
 
-        ``memory_usage``: a share of capacity if at most 1, else bytes.
-
-        Raises :class:`UsageError` for a batch without samples or a time that is not positive.
+        ``memory_usage``: as :func:`~memopt_cli.batching.memory.usage_share` reads it.  Raises :class:`UsageError` for
+        a batch without samples or a time that is not positive.
         """
         if batch_size < 1 or not (processing_time > 0 and math.isfinite(processing_time)):
             raise UsageError(f"cannot record {batch_size} samples in {processing_time} s; both must be positive")
@@ -127,21 +123,20 @@ class PerformanceMonitor:
         if not self._records:
             return []
         analysis = self.get_performance_analysis()
-        highest = max(r.memory_share for r in self._records)
+        highest_share = max(r.memory_share for r in self._records)
         advice = []
-        if highest >= self._config.alert_thresholds.memory_usage:
-            advice.append(f"memory reached {highest:.0%} of capacity: use a smaller batch or gradient checkpointing")
-        elif highest < _HEADROOM:
-            advice.append(f"memory never passed {highest:.0%} of capacity: a larger batch would fit")
-        if self._throughput_drop() > self._config.alert_thresholds.throughput_drop:
+        if highest_share >= self._config.alert_thresholds.memory_usage:
             advice.append(
-                f"throughput fell by {self._throughput_drop():.0%}: try a smaller batch, and check that data loading "
-                "keeps up"
+                f"memory reached {highest_share:.0%} of capacity: use a smaller batch or gradient checkpointing"
             )
-        if analysis["p95_time"] > _UNEVEN * analysis["p50_time"]:
+        elif highest_share < _HEADROOM_SHARE:
+            advice.append(f"memory never passed {highest_share:.0%} of capacity: a larger batch would fit")
+        if (drop := self._throughput_drop()) > self._config.alert_thresholds.throughput_drop:
+            advice.append(f"throughput fell by {drop:.0%}: try a smaller batch, and check that data loading keeps up")
+        if analysis["p95_time"] > _STALL_RATIO * analysis["p50_time"]:
             advice.append(
                 f"one batch in twenty takes {analysis['p95_time'] / analysis['p50_time']:.1f} times the median: "
-                "check data loading, and batch sequences of like length together"
+                "check data loading, and batch sequences of similar length together"
             )
         if analysis["loss_trend"] == "degrading":
             advice.append("the loss is rising: lower the learning rate, or scale it with the batch size")
@@ -152,18 +147,15 @@ class PerformanceMonitor:
             return []
         limits = self._config.alert_thresholds
         alerts = []
-        if self._records[-1].memory_share >= limits.memory_usage:
-            usage = self._records[-1].memory_share
-            alerts.append(f"memory_usage: {usage:.0%} of capacity (threshold {limits.memory_usage:.0%})")
-        if self._throughput_drop() > limits.throughput_drop:
-            alerts.append(
-                f"throughput_drop: {self._throughput_drop():.0%} lost (threshold {limits.throughput_drop:.0%})"
-            )
+        if (share := self._records[-1].memory_share) >= limits.memory_usage:
+            alerts.append(f"memory_usage: {share:.0%} of capacity (threshold {limits.memory_usage:.0%})")
+        if (drop := self._throughput_drop()) > limits.throughput_drop:
+            alerts.append(f"throughput_drop: {drop:.0%} lost (threshold {limits.throughput_drop:.0%})")
         return alerts
 
     def _throughput_drop(self) -> float:
-        """Return the relative drop of the median throughput from the older to the newer half; 0 with few records."""
-        if len(self._records) < _FEWEST:
+        """Return the relative drop of the median throughput from the older to the newer half, or 0 with few records."""
+        if len(self._records) < _MIN_TREND_RECORDS:
             return 0.0
         older, newer = _halves([r.throughput for r in self._records])
         return max(0.0, 1 - newer / older)
@@ -176,11 +168,11 @@ def _halves(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _trend(values: Sequence[float]) -> Trend:
-    """Return the trend of ``values``, of which larger ones are better."""
-    if len(values) < _FEWEST:
+    """Return the trend of ``values``; larger values are better."""
+    if len(values) < _MIN_TREND_RECORDS:
         return "insufficient_data"
     older, newer = _halves(values)
-    if abs(newer - older) <= _STEADY * abs(older):
+    if abs(newer - older) <= _STABLE_CHANGE * abs(older):
         return "stable"
     return "improving" if newer > older else "degrading"
 

@@ -17,9 +17,9 @@ _CONDITIONS: dict[str, tuple[Callable[[int, int], bool], str]] = {
     "fixed": (operator.eq, ""),
     "minimum": (operator.ge, "at least "),
     "maximum": (operator.le, "at most "),
-    "divisible_by": (lambda size, wanted: size % wanted == 0, "a multiple of "),
+    "divisible_by": (lambda size, bound: size % bound == 0, "a multiple of "),
 }
-"""Field of :class:`ShapeRequirements` -> a check of a size against the wanted one, and its words in messages."""
+"""Field of :class:`ShapeRequirements` -> a check of a size against the field's value, and its words in messages."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -28,46 +28,46 @@ class ShapeRequirements:
     """Conditions on the shape of a batch; axes may be negative, counted from the last."""
 
     ndim: tuple[int, ...] = ()
-    """Allowed numbers of dimensions, batch included; empty for any."""
+    """Allowed numbers of dimensions, batch included.  Empty: any number."""
     fixed: dict[int, int] = field(default_factory=dict)
-    """Axis -> the only size it may have."""
+    """Axis -> its only allowed size."""
     minimum: dict[int, int] = field(default_factory=dict)
-    """Axis -> least size."""
+    """Axis -> its smallest size."""
     maximum: dict[int, int] = field(default_factory=dict)
-    """Axis -> largest size."""
+    """Axis -> its largest size."""
     divisible_by: dict[int, int] = field(default_factory=dict)
-    """Axis -> number of which its size must be a multiple."""
+    """Axis -> divisor of its size."""
     dtype: str | None = None
-    """Name of a torch dtype without the prefix; ``None`` for any."""
+    """Name of a torch dtype without the prefix.  ``None``: any."""
     values_below: int | None = None
-    """Exclusive upper bound of integer inputs (rows of an embedding); ``None`` for 2, the values 0 and 1."""
+    """Exclusive upper bound of integer inputs (rows of an embedding).  ``None``: 2, for the values 0 and 1."""
 
     def issues(self, shape: Sequence[int], dtype: str | None = None) -> list[str]:
-        """Return a sentence for each condition that ``shape``, or ``dtype`` unless it is ``None``, does not meet."""
+        """Return a sentence for each condition that ``shape`` or ``dtype`` fails.  ``dtype=None`` is not checked."""
         issues = []
         if self.ndim and len(shape) not in self.ndim:
             allowed = " or ".join(map(str, self.ndim))
             issues.append(f"the batch has {len(shape)} dimensions; the model takes {allowed}")
-        for field_name, (holds, demand) in _CONDITIONS.items():
-            for axis, wanted in getattr(self, field_name).items():
-                issues += _issues_of_axis(shape, axis, holds, demand, wanted)
+        for field_name, (is_met, words) in _CONDITIONS.items():
+            for axis, bound in getattr(self, field_name).items():
+                issues += _axis_issues(shape, axis, is_met, words, bound)
         if self.dtype is not None and dtype not in (None, self.dtype):
             issues.append(f"the dtype is {dtype}; the model takes {self.dtype}")
         return issues
 
 
-def as_requirements(wanted: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
-    """Return the requirements in ``wanted``: a record, its plain values, or a model; none for ``None``.
+def as_requirements(source: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
+    """Return the requirements in ``source``: a record, its plain values, or a model.  ``None``: no requirements.
 
     Raises :class:`~memopt_cli.errors.UsageError` for an unknown key or a value of the wrong type.
     """
-    if wanted is None:
+    if source is None:
         return ShapeRequirements()
-    if isinstance(wanted, ShapeRequirements):
-        return wanted
-    if isinstance(wanted, nn.Module):
-        return infer_requirements(wanted)
-    return from_data(ShapeRequirements, wanted, where="model_requirements")
+    if isinstance(source, ShapeRequirements):
+        return source
+    if isinstance(source, nn.Module):
+        return infer_requirements(source)
+    return from_data(ShapeRequirements, source, where="model_requirements")
 
 
 def infer_requirements(model: nn.Module) -> ShapeRequirements:
@@ -79,12 +79,12 @@ def infer_requirements(model: nn.Module) -> ShapeRequirements:
     declared = getattr(model, "get_shape_requirements", None)
     if callable(declared):
         return as_requirements(declared())
-    of_layers = (_of_layer(module) for module in model.modules())
-    return next((r for r in of_layers if r is not None), ShapeRequirements())
+    requirements = map(_layer_requirements, model.modules())
+    return next((r for r in requirements if r is not None), ShapeRequirements())
 
 
 def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: str | torch.device) -> Tensor:
-    """Return a random batch of ``shape``, of the dtype and range in ``requirements``; equal in every call."""
+    """Return a random batch of ``shape``, with the dtype and range in ``requirements``; every call returns the same."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, requirements.dtype or "float32")
     if dtype.is_floating_point or dtype.is_complex:
@@ -93,11 +93,11 @@ def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: 
 
 
 def sequence_axis(shape: Sequence[int]) -> int | None:
-    """Return the axis of the sequence in ``shape``: 1 of three dimensions, 2 of four, else ``None``."""
+    """Return the axis of the sequence in ``shape``: 1 in three dimensions, 2 in four.  ``None``: no such axis."""
     return {3: 1, 4: 2}.get(len(shape))
 
 
-def _of_layer(layer: nn.Module) -> ShapeRequirements | None:
+def _layer_requirements(layer: nn.Module) -> ShapeRequirements | None:
     if isinstance(layer, nn.Embedding):
         return ShapeRequirements(dtype="int64", values_below=layer.num_embeddings)
     if isinstance(layer, nn.Linear):
@@ -108,15 +108,15 @@ def _of_layer(layer: nn.Module) -> ShapeRequirements | None:
         return ShapeRequirements(fixed={-1: layer.input_size}, dtype=_dtype(layer.weight_hh))
     if isinstance(layer, _CONVOLUTIONS):
         spatial = len(layer.kernel_size)
-        least = {2 + i: _least_size(layer, i) for i in range(spatial)}
+        minimum = {2 + i: _min_size(layer, i) for i in range(spatial)}
         return ShapeRequirements(
-            ndim=(spatial + 2,), fixed={1: layer.in_channels}, minimum=least, dtype=_dtype(layer.weight)
+            ndim=(spatial + 2,), fixed={1: layer.in_channels}, minimum=minimum, dtype=_dtype(layer.weight)
         )
     return None
 
 
-def _least_size(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, i: int) -> int:
-    """Return the least size of spatial dimension ``i``: the span of the dilated kernel less the padding."""
+def _min_size(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, i: int) -> int:
+    """Return the smallest size of spatial dimension ``i``: the span of the dilated kernel minus the padding."""
     span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
     return 1 if isinstance(layer.padding, str) else max(1, span - 2 * int(layer.padding[i]))
 
@@ -125,12 +125,12 @@ def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _issues_of_axis(
-    shape: Sequence[int], axis: int, holds: Callable[[int, int], bool], demand: str, wanted: int
+def _axis_issues(
+    shape: Sequence[int], axis: int, is_met: Callable[[int, int], bool], words: str, bound: int
 ) -> list[str]:
     if not -len(shape) <= axis < len(shape):
-        return [f"the batch has no axis {axis} (shape {tuple(shape)}), which must be {demand}{wanted}"]
-    return [] if holds(shape[axis], wanted) else [f"axis {axis} has size {shape[axis]}; it must be {demand}{wanted}"]
+        return [f"the batch has no axis {axis} (shape {tuple(shape)}), which must be {words}{bound}"]
+    return [] if is_met(shape[axis], bound) else [f"axis {axis} has size {shape[axis]}; it must be {words}{bound}"]
 
 
 def require_batch_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -16,14 +16,17 @@ from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors, ten
 def rows_of(batch: Any) -> int:
     """Return the number of samples in ``batch``: the first size of every tensor in it.
 
-    Raises :class:`BatchShapeError` if there is no tensor, if there is anything but tensors, or if their first sizes
+    Raises :class:`BatchShapeError` if ``batch`` has no tensor, something other than tensors, or first sizes that
     differ.
     """
     sizes = {tensor.shape[:1] for tensor in tensors_of(batch)}
-    foreign: list[str] = []
-    map_leaves(lambda leaf: foreign.append(type(leaf).__name__) if not isinstance(leaf, Tensor) else None, batch)
-    if foreign:
-        raise BatchShapeError(f"a batch must hold tensors, not {foreign[0]}", hint="Collate samples into tensors.")
+    other_types: list[str] = []
+    map_leaves(lambda leaf: other_types.append(type(leaf).__name__) if not isinstance(leaf, Tensor) else None, batch)
+    if other_types:
+        raise BatchShapeError(
+            f"a batch must hold tensors; this batch holds a value of type {other_types[0]}",
+            hint="Collate samples into tensors.",
+        )
     if len(sizes) != 1 or not (size := sizes.pop()):
         shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
         raise BatchShapeError(
@@ -33,7 +36,7 @@ def rows_of(batch: Any) -> int:
     return size[0]
 
 
-def narrow(batch: Any, start: int, stop: int) -> Any:
+def slice_rows(batch: Any, start: int, stop: int) -> Any:
     """Return rows ``start`` to ``stop`` (exclusive) of ``batch``, as views."""
     return map_leaves(lambda tensor: tensor[start:stop], batch)
 
@@ -62,21 +65,21 @@ class RowQueue:
         self._batches.append(batch)
 
     def put_first(self, batch: Any) -> None:
-        """Put the rows of ``batch`` in front, so that they are taken next."""
+        """Add the rows of ``batch`` in front: :meth:`take` returns them next."""
         self._rows += rows_of(batch)
         self._batches.appendleft(batch)
 
     def take(self, rows: int) -> Any:
-        """Remove and return the first ``rows`` rows, or all if there are fewer; there must be at least one."""
+        """Remove and return the first ``rows`` rows, or all rows if there are fewer; the queue must not be empty."""
         parts: list[Any] = []
-        wanted = min(rows, self._rows)
-        self._rows -= wanted
-        while wanted:
+        missing = min(rows, self._rows)
+        self._rows -= missing
+        while missing:
             batch = self._batches.popleft()
             size = rows_of(batch)
-            if size > wanted:  # put the rest back, as views
-                self._batches.appendleft(narrow(batch, wanted, size))
-                batch = narrow(batch, 0, wanted)
+            if size > missing:
+                self._batches.appendleft(slice_rows(batch, missing, size))
+                batch = slice_rows(batch, 0, missing)
             parts.append(batch)
-            wanted -= min(size, wanted)
+            missing -= min(size, missing)
         return concatenate(parts)

@@ -67,7 +67,7 @@ class PaddingReport:
 
 def sort_by_length(sequences: Sequence[Tensor]) -> SortedSequences:
     """Sort ``sequences``, the longest first; :func:`unsort` undoes it."""
-    order = length_order([len(sequence) for sequence in _checked(sequences)])
+    order = length_order([len(sequence) for sequence in _check(sequences)])
     return SortedSequences(sequences=tuple(sequences[i] for i in order.tolist()), order=order)
 
 
@@ -90,7 +90,7 @@ def inverse_order(order: Tensor) -> Tensor:
 
 def pad(sequences: Sequence[Tensor], *, value: float = 0.0, total_length: int | None = None) -> PaddedSequences:
     """Fill ``sequences`` up with ``value`` to the longest, or to ``total_length`` steps; :func:`unpad` undoes it."""
-    lengths = torch.tensor([len(sequence) for sequence in _checked(sequences)])
+    lengths = torch.tensor([len(sequence) for sequence in _check(sequences)])
     data = pad_sequence(list(sequences), batch_first=True, padding_value=value)
     missing = 0 if total_length is None else total_length - data.shape[1]
     if missing < 0:
@@ -111,7 +111,7 @@ def pack(sequences: Sequence[Tensor]) -> PackedSequence:
 
     A recurrent layer returns its hidden state in the order of ``sequences``.
     """
-    return pack_sequence(list(_checked(sequences)), enforce_sorted=False)
+    return pack_sequence(list(_check(sequences)), enforce_sorted=False)
 
 
 def unpack(packed: PackedSequence) -> list[Tensor]:
@@ -122,10 +122,10 @@ def unpack(packed: PackedSequence) -> list[Tensor]:
 def nest(sequences: Sequence[Tensor]) -> Tensor:
     """Return ``sequences`` as a nested tensor ``(N, *, …)`` of jagged layout; :func:`unnest` undoes it.
 
-    Gradients reach the sequences.
-    Attention and linear layers take it; PyTorch's recurrent layers do not (use :func:`pack`).
+    Gradients reach the sequences.  Attention and linear layers take nested tensors; PyTorch's recurrent layers do not
+    (use :func:`pack`).
     """
-    return torch.nested.as_nested_tensor(list(_checked(sequences)), layout=torch.jagged)
+    return torch.nested.as_nested_tensor(list(_check(sequences)), layout=torch.jagged)
 
 
 def unnest(nested: Tensor) -> list[Tensor]:
@@ -151,14 +151,15 @@ def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
 
     Returns
     -------
-    :class:`PaddedSequences`, which have a mask; for pairs, a tuple of these and the collated labels ``(N, …)``.
+    :class:`PaddedSequences`, which have a mask.  For pairs: a tuple of them and the collated labels ``(N, …)``.
 
     Raises
     ------
     BatchShapeError
-        If a sequence is empty or of other sizes than the first, or if some samples have labels and some have none.
+        If a sequence is empty, if its sizes after the first differ between sequences, or if only some samples have
+        labels.
     """
-    return _collated(samples, pad)
+    return _collate(samples, pad)
 
 
 def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
@@ -171,14 +172,14 @@ def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
 
     Returns
     -------
-    A ``PackedSequence``; for pairs, a tuple of it and the collated labels ``(N, …)``, in the order of the samples.
+    A ``PackedSequence``.  For pairs: a tuple of it and the collated labels ``(N, …)``, in the order of the samples.
 
     Raises
     ------
     BatchShapeError
         As :func:`collate_padded`.
     """
-    return _collated(samples, pack)
+    return _collate(samples, pack)
 
 
 def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
@@ -191,14 +192,14 @@ def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
 
     Returns
     -------
-    A nested tensor ``(N, *, …)``; for pairs, a tuple of it and the collated labels ``(N, …)``.
+    A nested tensor ``(N, *, …)``.  For pairs: a tuple of it and the collated labels ``(N, …)``.
 
     Raises
     ------
     BatchShapeError
         As :func:`collate_padded`.
     """
-    return _collated(samples, nest)
+    return _collate(samples, nest)
 
 
 def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
@@ -206,16 +207,16 @@ def padding_report(batches: Iterable[Sequence[int]]) -> PaddingReport:
 
     With a sampler: ``padding_report([lengths[i] for i in batch] for batch in sampler)``.
     """
-    listed = [list(batch) for batch in batches if len(batch)]
+    filled = [list(batch) for batch in batches if len(batch)]
     return PaddingReport(
-        batches=len(listed),
-        sequences=sum(map(len, listed)),
-        tokens=sum(map(sum, listed)),
-        positions=sum(len(batch) * max(batch) for batch in listed),
+        batches=len(filled),
+        sequences=sum(map(len, filled)),
+        tokens=sum(map(sum, filled)),
+        positions=sum(len(batch) * max(batch) for batch in filled),
     )
 
 
-def _collated(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Sequence[Tensor]], Any]) -> Any:
+def _collate(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Sequence[Tensor]], Any]) -> Any:
     sequences = [sample for sample in samples if isinstance(sample, Tensor)]
     if len(sequences) == len(samples):
         return join(sequences)
@@ -223,12 +224,12 @@ def _collated(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Sequ
     if len(pairs) < len(samples):
         raise BatchShapeError(
             "the samples are neither all sequences nor all pairs (sequence, label)",
-            hint="Give (sequence, label) for each, with everything else in the label.",
+            hint="Give (sequence, label) for each sample, with everything else in the label.",
         )
     return join([sequence for sequence, _ in pairs]), default_collate([label for _, label in pairs])
 
 
-def _checked(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
+def _check(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
     if not len(sequences):
         raise BatchShapeError("there are no sequences to batch", hint="Give at least one.")
     for i, sequence in enumerate(sequences):

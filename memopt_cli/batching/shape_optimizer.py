@@ -19,10 +19,10 @@ from memopt_cli.errors import MemoryBudgetError, UsageError
 from memopt_cli.records import OutOfMemory, from_data
 from memopt_cli.text.units import format_bytes
 
-_STEPS = 3
-"""Number of timed steps for each shape, after one to warm up."""
-_TIE = 0.01
-"""Relative difference up to which two scores are a tie, since timings are not more exact."""
+_TIMED_STEPS = 3
+"""Number of timed steps for each shape, after a first step that warms up."""
+_TIE_SHARE = 0.01
+"""Relative difference of two scores up to which they are a tie, since timings are not more exact."""
 
 Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 """Function of a batch shape that returns the peak and the time of one step."""
@@ -30,7 +30,7 @@ Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpecs:
-    """Memory in bytes of the machine that the batch is for; ``None`` for this machine's."""
+    """Memory in bytes of the machine that the batch is for.  ``None``: as on this machine."""
 
     gpu_memory: float | None = None
     cpu_memory: float | None = None
@@ -38,19 +38,19 @@ class HardwareSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Conditions that a feasible shape meets; ``None`` for no condition."""
+    """Conditions that a feasible shape meets.  ``None``: no condition."""
 
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""
     min_throughput: float | None = None
-    """Least number of samples per second."""
+    """Smallest number of samples per second."""
     min_accuracy: float | None = None
-    """Least value of the user's accuracy function."""
+    """Smallest value of the user's accuracy function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Weights of the objectives; the value of each objective is relative to the best feasible shape."""
+    """Weights of the objectives, each of which is relative to the best feasible shape."""
 
     throughput: float = 1.0
     memory: float = 0.0
@@ -64,16 +64,16 @@ class Candidate(TypedDict):
     shape: tuple[int, ...]
     batch_size: int
     seq_length: int | None
-    """Size of axis 1 of 3 dimensions, of axis 2 of 4; ``None`` for other shapes."""
+    """Size of axis 1 in 3 dimensions, of axis 2 in 4.  ``None``: the shape has no axis of sequences."""
     throughput: float
-    """Samples per second; 0 if the step ran out of memory."""
+    """Samples per second.  0: the step ran out of memory."""
     memory_bytes: int | None
-    """Peak of one step in bytes; ``None`` if the step ran out of memory."""
+    """Peak of one step in bytes.  ``None``: the step ran out of memory."""
     accuracy: float | None
-    """Value of the user's accuracy function; ``None`` without one."""
+    """Value of the user's accuracy function.  ``None``: there is no such function."""
     feasible: bool
     violated: list[str]
-    """Conditions that the shape does not meet, with the values."""
+    """Conditions that the shape fails, with the values."""
 
 
 class BatchRecommendation(Candidate):
@@ -88,9 +88,9 @@ class BatchRecommendation(Candidate):
 class BatchShapeOptimizer:
     """Chooses among shapes of a model's input by measuring a step of each.
 
-    ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine that the batch is for: its memory
-    is the limit, while throughput is measured on this machine.  ``accuracy_fn(batch_size)`` is the only source of
-    accuracy.  ``measure`` replaces running steps here.
+    ``hardware_specs`` (``gpu_memory``, ``cpu_memory`` in bytes) describes the machine that the batch is for.  Memory is
+    limited as on that machine; throughput is measured on this machine.  ``accuracy_fn(batch_size)`` is the only source
+    of accuracy.  ``measure`` replaces running steps here.
     """
 
     def __init__(
@@ -117,12 +117,13 @@ class BatchShapeOptimizer:
         *,
         objectives: Mapping[str, float] | None = None,
     ) -> BatchRecommendation:
-        """Return the feasible shape among ``input_shapes`` with the highest throughput, with less memory in ties (1 %).
+        """Return the feasible shape among ``input_shapes`` with the highest throughput, or in a tie, the lowest peak.
 
+        Throughputs that differ by 1 % or less are a tie.
         ``constraints``: ``max_memory`` (share of the specified memory), ``min_throughput`` (samples/s),
-        ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy``; by default throughput
-        alone counts.  If no shape is feasible, the shape with least memory is returned, ``feasible`` is false, and
-        ``violated`` says why.  Raises :class:`MemoryBudgetError` if no shape could be run.
+        ``min_accuracy``.  ``objectives``: weights of ``throughput``, ``memory`` and ``accuracy``; by default only
+        throughput counts.  If no shape is feasible, the shape with the smallest peak is returned, ``feasible`` is
+        false, and ``violated`` says why.  Raises :class:`MemoryBudgetError` if no shape could be run.
         """
         limits = from_data(Constraints, dict(constraints or {}), where="constraints")
         weights = from_data(Objectives, dict(objectives or {}), where="objectives")
@@ -194,16 +195,16 @@ class BatchShapeOptimizer:
         return self._memory.capacity_bytes() if specified is None else specified
 
     def _measured_on(self) -> str:
-        here = self._memory.capacity_bytes()
-        text = f"this machine's {self._device} ({format_bytes(here)})"
-        if math.isclose(self._specified_bytes(), here, rel_tol=0.05):
+        capacity_bytes = self._memory.capacity_bytes()
+        text = f"this machine's {self._device} ({format_bytes(capacity_bytes)})"
+        if math.isclose(self._specified_bytes(), capacity_bytes, rel_tol=0.05):
             return text
         return f"{text}, not the specified machine ({format_bytes(self._specified_bytes())}): throughput may differ"
 
     def _run(self, shape: tuple[int, ...]) -> Trial | OutOfMemory:
         requirements = infer_requirements(self._model)
         trials = []
-        for _ in range(1 + _STEPS):
+        for _ in range(1 + _TIMED_STEPS):
             outcome = try_step(
                 self._model,
                 lambda: sample_input(shape, requirements, self._device),
@@ -220,25 +221,27 @@ class BatchShapeOptimizer:
 def _best(feasible: Sequence[Candidate], weights: Objectives) -> Candidate:
     scores = [_score(candidate, feasible, weights) for candidate in feasible]
     highest = max(scores)
-    tied = [c for c, score in zip(feasible, scores, strict=True) if score >= highest - _TIE * abs(highest)]
+    tied = [c for c, score in zip(feasible, scores, strict=True) if score >= highest - _TIE_SHARE * abs(highest)]
     return min(tied, key=lambda c: c["memory_bytes"] or 0)
 
 
-def _score(candidate: Candidate, among: Sequence[Candidate], weights: Objectives) -> float:
-    """Return the weighted sum of the objectives of ``candidate``, each relative to the best of ``among``."""
-    least = min(c["memory_bytes"] or 0 for c in among)
-    fastest = max(c["throughput"] for c in among)
-    score = weights.throughput * candidate["throughput"] / fastest
-    score += weights.memory * least / max(1, candidate["memory_bytes"] or 0)
-    best = max((c["accuracy"] or 0.0) for c in among)
-    return score + (weights.accuracy * (candidate["accuracy"] or 0.0) / best if best > 0 else 0.0)
+def _score(candidate: Candidate, feasible: Sequence[Candidate], weights: Objectives) -> float:
+    """Return the weighted sum of the objectives of ``candidate``, each relative to the best of ``feasible``."""
+    smallest_bytes = min(c["memory_bytes"] or 0 for c in feasible)
+    highest_throughput = max(c["throughput"] for c in feasible)
+    highest_accuracy = max((c["accuracy"] or 0.0) for c in feasible)
+    score = weights.throughput * candidate["throughput"] / highest_throughput
+    score += weights.memory * smallest_bytes / max(1, candidate["memory_bytes"] or 0)
+    if highest_accuracy > 0:
+        score += weights.accuracy * (candidate["accuracy"] or 0.0) / highest_accuracy
+    return score
 
 
 def _smallest(candidates: Sequence[Candidate]) -> Candidate:
-    ran = [c for c in candidates if c["memory_bytes"] is not None]
-    if not ran:
+    measured = [c for c in candidates if c["memory_bytes"] is not None]
+    if not measured:
         raise MemoryBudgetError(
             f"none of {len(candidates)} batch shapes could be run: out of memory",
             hint="Give smaller shapes, or make the step smaller: memopt optimize.",
         )
-    return min(ran, key=lambda c: c["memory_bytes"] or 0)
+    return min(measured, key=lambda c: c["memory_bytes"] or 0)

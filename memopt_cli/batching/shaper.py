@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from memopt_cli.batching.memory import MemoryMeter, meter_of
-from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
+from memopt_cli.errors import BatchShapeError, MemoryBudgetError
 from memopt_cli.records import MemoryAwareShaping, TensorLayout
 from memopt_cli.text.units import format_bytes
 
@@ -21,8 +22,8 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 class MemoryAwareShaper:
     """Reshapes tensors and changes their layout; a copy must fit below ``memory_threshold``, a share of capacity.
 
-    ``memory_threshold`` replaces the configuration's; ``memory`` reads the bytes in use, by default of the tensor's
-    device.
+    ``memory_threshold`` replaces the value in ``config``.  ``memory`` reads the bytes in use.  ``None``: on the
+    tensor's device.
     """
 
     def __init__(
@@ -33,10 +34,7 @@ class MemoryAwareShaper:
         memory: MemoryMeter | None = None,
     ) -> None:
         config = config or MemoryAwareShaping()
-        self._threshold = config.memory_threshold if memory_threshold is None else memory_threshold
-        if not 0 < self._threshold <= 1:
-            raise UsageError(f"memory_threshold is {self._threshold!r}; it must be a share above 0 and at most 1")
-        self._config = config
+        self._config = config if memory_threshold is None else replace(config, memory_threshold=memory_threshold)
         self._memory = memory
         self.notes: list[str] = []
         """Notes on layouts of ``optimization_hints`` that could not be used, each once."""
@@ -44,24 +42,20 @@ class MemoryAwareShaper:
     def reshape_with_memory_check(
         self, tensor: Tensor, target_shape: Sequence[int], preserve_gradients: bool | None = None
     ) -> Tensor:
-        """Return ``tensor`` in ``target_shape`` (one size may be -1): a view if possible, else a copy if that fits.
+        """Return ``tensor`` in ``target_shape`` (one size may be -1): a view if possible, else a copy if a copy fits.
 
-        ``preserve_gradients``: ``True`` keeps the result in the autograd graph, ``False`` detaches it, and ``None``
-        does what is configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ,
-        and :class:`MemoryBudgetError` if a copy would exceed the threshold.
+        ``preserve_gradients``: ``True`` keeps the result in the autograd graph, ``False`` detaches it.  ``None``: as
+        configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ, and
+        :class:`MemoryBudgetError` if a copy would exceed the threshold.
         """
-        shape = resolved_shape(tensor, target_shape)
-        self._require_room(self.predict_extra_bytes(tensor, shape), tensor)
-        keep = self._config.preserve_gradients if preserve_gradients is None else preserve_gradients
-        return (tensor if keep else tensor.detach()).reshape(shape)
-
-    def predict_extra_bytes(self, tensor: Tensor, target_shape: Sequence[int]) -> int:
-        """Return the bytes that reshaping ``tensor`` would allocate: 0 for a view, else the size of a copy."""
+        shape = _resolved_shape(tensor, target_shape)
+        keeps_graph = self._config.preserve_gradients if preserve_gradients is None else preserve_gradients
+        source = tensor if keeps_graph else tensor.detach()
         try:
-            tensor.detach().view(resolved_shape(tensor, target_shape))
-        except RuntimeError:
-            return tensor.numel() * tensor.element_size()
-        return 0
+            return source.view(shape)
+        except RuntimeError:  # no view has these strides
+            self._require_room(tensor.nbytes, tensor)
+            return source.reshape(shape)
 
     def optimize_tensor_layout(
         self, tensor: Tensor, operation_type: str, *, lengths: Sequence[int] | Tensor | None = None
@@ -70,10 +64,9 @@ class MemoryAwareShaper:
 
         ``attention`` gives contiguous memory.  ``convolution`` gives channels last for 4 and 5 dimensions, contiguous
         memory for others.  ``recurrent`` gives a :class:`PackedSequence` of a ``(batch, seq, …)`` tensor if ``lengths``
-        (N, in any order) are given, else contiguous memory and a note.  Lengths are never guessed from zeros;
-        :func:`lengths_from_padding` does so on request.  The configuration's ``optimization_hints`` may name other
-        layouts.  Raises :class:`BatchShapeError` for an unknown operation, and :class:`MemoryBudgetError` if a copy
-        would exceed the threshold.
+        (N, in any order) are given, else contiguous memory and a note.  Lengths are never guessed from zeros.  The
+        configuration's ``optimization_hints`` may name other layouts.  Raises :class:`BatchShapeError` for an unknown
+        operation, and :class:`MemoryBudgetError` if a copy would exceed the threshold.
         """
         if operation_type not in OPERATIONS:
             raise BatchShapeError(f"unknown operation '{operation_type}'", hint=f"Known: {', '.join(OPERATIONS)}.")
@@ -102,7 +95,7 @@ class MemoryAwareShaper:
             self._note(f"{operation}: channels_last needs 4 or 5 dimensions; a tensor of {tensor.dim()} is contiguous")
             form = torch.contiguous_format
         if not tensor.is_contiguous(memory_format=form):
-            self._require_room(tensor.numel() * tensor.element_size(), tensor)
+            self._require_room(tensor.nbytes, tensor)
         return tensor.contiguous(memory_format=form)
 
     def _note(self, text: str) -> None:
@@ -110,41 +103,26 @@ class MemoryAwareShaper:
             self.notes.append(text)
 
     def _require_room(self, extra_bytes: int, tensor: Tensor) -> None:
-        if not extra_bytes:
-            return
         memory = self._memory or meter_of(tensor.device)
-        used, capacity = memory.used_bytes(), memory.capacity_bytes()
-        if used + extra_bytes > self._threshold * capacity:
+        used_bytes, capacity_bytes = memory.used_bytes(), memory.capacity_bytes()
+        if used_bytes + extra_bytes > self._config.memory_threshold * capacity_bytes:
             raise MemoryBudgetError(
-                f"a copy of {tuple(tensor.shape)} takes {format_bytes(extra_bytes)}: with {format_bytes(used)} in use "
-                f"it passes {self._threshold:.0%} of {format_bytes(capacity)}",
+                f"a copy of a tensor of shape {tuple(tensor.shape)} takes {format_bytes(extra_bytes)}; with "
+                f"{format_bytes(used_bytes)} in use, that passes {self._config.memory_threshold:.0%} of "
+                f"{format_bytes(capacity_bytes)}",
                 hint="Use a smaller batch, free tensors, or raise memory_threshold.",
             )
 
 
-def resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ...]:
+def _resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ...]:
     """Return ``target_shape`` with its -1 filled in.
 
     Raises :class:`BatchShapeError` if the elements of ``tensor`` cannot fill it.
     """
-    unknown = [i for i, size in enumerate(target_shape) if size == -1]
-    known = math.prod(size for size in target_shape if size != -1)
-    valid = len(unknown) <= 1 and all(size >= -1 for size in target_shape)
-    if valid and not unknown and known == tensor.numel():
-        return tuple(target_shape)
-    if valid and unknown and known and tensor.numel() % known == 0:
-        return tuple(tensor.numel() // known if size == -1 else size for size in target_shape)
-    raise BatchShapeError(
-        f"a tensor of shape {tuple(tensor.shape)} ({tensor.numel()} elements) cannot become {tuple(target_shape)}",
-        hint="The numbers of elements must be equal; one size may be -1.",
-    )
-
-
-def lengths_from_padding(tensor: Tensor) -> Tensor:
-    """Return the lengths (N,) of the sequences in ``tensor``, ``(batch, seq, …)``, up to the last step with a non-zero.
-
-    Lengths are at least 1.  A sequence that really ends in zeros seems shorter, so memopt never calls this by itself.
-    """
-    filled = tensor.flatten(2).ne(0).any(dim=2) if tensor.dim() > 2 else tensor.ne(0)
-    steps = torch.arange(1, tensor.shape[1] + 1, device=tensor.device)
-    return (filled * steps).amax(dim=1).clamp(min=1).cpu()
+    try:
+        return tuple(torch.empty(tensor.shape, device="meta").reshape(tuple(target_shape)).shape)
+    except RuntimeError as error:
+        raise BatchShapeError(
+            f"a tensor of shape {tuple(tensor.shape)} ({tensor.numel()} elements) cannot become {tuple(target_shape)}",
+            hint="The numbers of elements must be equal; one size may be -1.",
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -21,32 +21,33 @@ from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
 """Share of capacity at which the batch is halved at once, also between two intervals."""
-_TOO_HIGH = 1.05
-_ROOM = 0.9
-"""Usage relative to the target above which the batch shrinks, and below which it may grow."""
-_GROWTH = 1.25
-"""Largest factor by which the batch grows at once; a batch below 4, for which that is less than one, grows by one."""
-_THROUGHPUT_LOSS = 0.2
-"""Share of the throughput that a growth may cost; a growth that costs more is undone."""
+_SHRINK_RATIO = 1.05
+"""Ratio of the usage to the target above which the batch shrinks."""
+_GROW_RATIO = 0.9
+"""Ratio of the usage to the target below which the batch may grow."""
+_MAX_GROWTH_FACTOR = 1.25
+"""Largest factor by which the batch grows at once.  A batch below 4, which it would not change, grows by one."""
+_MAX_THROUGHPUT_LOSS = 0.2
+"""Largest share of the throughput that a growth may cost; a growth that costs more is undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
     """A growth of the batch whose throughput is still to be judged."""
 
-    before: int
+    old_batch: int
     """Batch size before the growth."""
-    throughput: float | None
-    """Samples per second at that size; ``None`` if not known."""
+    old_throughput: float | None
+    """Samples per second at that size.  ``None``: not known."""
 
 
 class AdaptiveBatchSizer:
     """A controller of the batch size: a step's peak should be ``target_memory_usage`` of the device's capacity.
 
-    ``target_memory_usage`` (a share) replaces the configuration's.  ``memory`` reads capacity and peaks; ``None`` for
-    the device's own meter.  ``effective_batch_size`` is the number of samples per update that gradient accumulation
+    ``target_memory_usage`` (a share) replaces the value in ``config``.  ``memory`` reads capacity and peaks.  ``None``:
+    the device's own meter.  ``effective_batch_size`` is the number of samples per update, which gradient accumulation
     keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks take the
-    smallest size that any of them wants.
+    smallest size that any rank asks for.
     """
 
     def __init__(
@@ -61,33 +62,33 @@ class AdaptiveBatchSizer:
         distributed: bool = False,
     ) -> None:
         config = config or AdaptiveSizing()
-        self._target = config.target_memory_usage if target_memory_usage is None else target_memory_usage
-        if not 0 < self._target <= 1:
-            raise UsageError(f"target_memory_usage is {self._target!r}; it must be a share above 0 and at most 1")
+        if target_memory_usage is not None:
+            config = replace(config, target_memory_usage=target_memory_usage)
         if effective_batch_size is not None and effective_batch_size < 1:
             raise UsageError(f"effective_batch_size is {effective_batch_size}; it must be at least 1")
         self._config = config
+        self._target_share = config.target_memory_usage
         self._device = str(device)
-        self._given_memory = memory
+        self._own_memory = memory
         self._memory = memory or meter_of(device)
         self._distributed = distributed
         self._effective = effective_batch_size
         self.start_from(initial_batch_size)
 
     def start_from(self, batch_size: int) -> None:
-        """Begin anew at ``batch_size``, clamped to the limits, and forget all observations."""
+        """Begin again at ``batch_size``, clamped to the limits, and forget all observations."""
         self._batch = max(self._config.min_batch_size, min(batch_size, self._config.max_batch_size))
         self._reason = "initial size"
         self._calls = 0
-        self._measures = False
-        self._ran_out = False
+        self._is_measuring = False
+        self._has_run_out = False
         self._usages = Usages(self._config.performance_window)
-        self._highest = 0.0  # largest share of capacity since the last change
+        self._highest_share = 0.0  # of capacity, since the last change
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
         self._bounds = Bounds(self._config)
-        self._capacity: int | None = None
+        self._capacity_bytes: int | None = None
         self._memory.restart()
 
     # ------------------------------------------------------------------------------------------ reports
@@ -104,7 +105,7 @@ class AdaptiveBatchSizer:
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of steps whose gradients make one update: ``ceil(effective / batch)``; 1 without an effective size."""
+        """Number of steps whose gradients make one update: ``ceil(effective / batch)``, or 1 without ``effective``."""
         return math.ceil(self._effective / self._batch) if self._effective else 1
 
     # ------------------------------------------------------------------------------------------ by trials
@@ -121,26 +122,26 @@ class AdaptiveBatchSizer:
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
         model is in training mode.  From the guess the size is doubled (or halved) until a step exceeds the target or
-        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs; by default they
-        are random, of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
+        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs.  ``None``: random
+        inputs of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
         """
         shape = require_batch_shape(input_shape)
         self._device = str(device)
-        self._memory = self._given_memory or meter_of(device)
+        self._memory = self._own_memory or meter_of(device)
         requirements = infer_requirements(model)
         make = make_input or (lambda batch: sample_input((batch, *shape[1:]), requirements, device))
-        budget = self._target * self._memory.capacity_bytes()
+        budget_bytes = self._target_share * self._memory.capacity_bytes()
         low, high = self._config.min_batch_size, self._config.max_batch_size
 
         def fits(batch: int) -> bool:
             trial = try_step(model, lambda: make(batch), self._memory, self._device, backward=model.training)
-            return isinstance(trial, Trial) and trial.peak_bytes <= budget
+            return isinstance(trial, Trial) and trial.peak_bytes <= budget_bytes
 
         largest = largest_fitting(fits, max(low, min(shape[0], high)), low, high)
         if largest is None:
             raise MemoryBudgetError(
-                f"a step at batch {self._config.min_batch_size} does not fit in {format_bytes(budget)} "
-                f"({self._target:.0%} of {format_bytes(self._memory.capacity_bytes())})",
+                f"a step at batch {self._config.min_batch_size} does not fit in {format_bytes(budget_bytes)} "
+                f"({self._target_share:.0%} of {format_bytes(self._memory.capacity_bytes())})",
                 hint="Lower min_batch_size, raise the target, or make the step smaller: memopt optimize.",
             )
         self.start_from(largest)
@@ -156,9 +157,9 @@ class AdaptiveBatchSizer:
     ) -> int:
         """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
-        ``current_memory_usage`` is the step's peak: a share of capacity (at most 1) or bytes; ``None`` measures it.
-        (Allocated memory divided by its own maximum is not a share of capacity.)  ``performance_metrics`` may hold
-        ``throughput`` in samples per second.
+        ``current_memory_usage`` is the step's peak, as :func:`~memopt_cli.batching.memory.usage_share` reads it.
+        (Allocated memory divided by its own maximum is not a share of capacity.)  ``None``: the peak is measured.
+        ``performance_metrics`` may hold ``throughput`` in samples per second.
 
         The control law models the usage of a batch ``B`` as ``u(B) = a + c B``, fitted to the latest usage of each
         size.  (With one size, ``a`` is 0; if memory is measured, ``a`` is also known from the memory in use between
@@ -167,22 +168,22 @@ class AdaptiveBatchSizer:
         - At 95 % of capacity, or for a loss that is not finite, the size is halved at once.
         - Otherwise the size changes every ``adaptation_interval`` calls.  Above 1.05 times the target it becomes
           ``floor(B (target - a) / (u - a))``, at which the model expects the target.
-        - Below 0.9 times the target, and if the loss is at most 1.5 times its average, it grows to the same size, but
-          at most by a factor of 1.25 (or one sample).
+        - Below 0.9 times the target, and if the loss is at most 1.5 times its average, it grows to that size, but at
+          most by a factor of 1.25 (or one sample).
         - A growth that cost more than 20 % of the throughput is undone, and not tried again for five intervals.
         - If the capacity changes, the size follows at once, by the same formula.
         """
         if not self._config.enabled:
             return self._batch
         self._calls += 1
-        if self._ran_out:  # readings of memory and throughput are of the step that failed
-            self._ran_out = False
+        if self._has_run_out:  # the readings of memory and throughput belong to the step that failed
+            self._has_run_out = False
             return self._settle(self._batch, self._reason)
         capacity_changed = current_memory_usage is None and self._follow_capacity()
         share = self._observe(current_memory_usage, performance_metrics or {})
-        wanted, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
-        self._losses.see(current_loss)
-        return self._settle(wanted, reason)
+        batch, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
+        self._losses.add(current_loss)
+        return self._settle(batch, reason)
 
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
@@ -192,36 +193,38 @@ class AdaptiveBatchSizer:
         """
         self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
         self._bounds.cap(self._batch, self._calls)
-        self._ran_out = True
+        self._has_run_out = True
         return self._batch
 
     def _decide(self, share: float, loss: float | None, *, capacity_changed: bool) -> tuple[int, str]:
         if loss is not None and not math.isfinite(loss):
             return self._batch // 2, f"the loss is {loss}"
-        if share >= max(DANGER_SHARE, _TOO_HIGH * self._target) and not capacity_changed:
+        if share >= max(DANGER_SHARE, _SHRINK_RATIO * self._target_share) and not capacity_changed:
             return self._batch // 2, f"usage {share:.0%}"
         if self._calls % self._config.adaptation_interval and not capacity_changed:
             return self._batch, ""
-        self._usages.see(self._batch, self._calls, self._highest)
-        wanted, reason = self._by_law(self._highest, loss)
+        self._usages.add(self._batch, self._calls, self._highest_share)
+        batch, reason = self._apply_law(self._highest_share, loss)
         self._begin_interval()
-        return wanted, reason
+        return batch, reason
 
-    def _by_law(self, usage: float, loss: float | None) -> tuple[int, str]:
+    def _apply_law(self, share: float, loss: float | None) -> tuple[int, str]:
+        """Return the size by the control law for a batch that used ``share`` of the capacity, and the reason."""
         throughput = fmean(self._throughputs) if self._throughputs else None
         growth, self._growth = self._growth, None
-        if growth and growth.throughput and throughput and throughput < (1 - _THROUGHPUT_LOSS) * growth.throughput:
-            self._bounds.cap(growth.before, self._calls)
-            return growth.before, f"growth cut throughput from {growth.throughput:.3g} to {throughput:.3g} samples/s"
-        at_target = self._usages.batch_at(self._target, self._calls, self._batch, usage)
-        wanted = int(min(at_target, self._config.max_batch_size))
-        if usage > _TOO_HIGH * self._target:
-            return wanted, f"usage {usage:.0%} above the target {self._target:.0%}"
-        if usage < _ROOM * self._target and not self._losses.spikes(loss):
-            wanted = min(wanted, max(self._batch + 1, int(_GROWTH * self._batch)))
-            if self._bounds.clamp(wanted, self._calls) > self._batch:
+        old_throughput = growth.old_throughput if growth else None
+        if growth and old_throughput and throughput and throughput < (1 - _MAX_THROUGHPUT_LOSS) * old_throughput:
+            self._bounds.cap(growth.old_batch, self._calls)
+            return growth.old_batch, f"growth cut throughput from {old_throughput:.3g} to {throughput:.3g} samples/s"
+        batch_at_target = self._usages.batch_at(self._target_share, self._calls, self._batch, share)
+        batch = int(min(batch_at_target, self._config.max_batch_size))
+        if share > _SHRINK_RATIO * self._target_share:
+            return batch, f"usage {share:.0%} above the target {self._target_share:.0%}"
+        if share < _GROW_RATIO * self._target_share and not self._losses.is_spike(loss):
+            batch = min(batch, max(self._batch + 1, int(_MAX_GROWTH_FACTOR * self._batch)))
+            if self._bounds.clamp(batch, self._calls) > self._batch:
                 self._growth = _Growth(self._batch, throughput)
-                return wanted, f"usage {usage:.0%} below the target {self._target:.0%}"
+                return batch, f"usage {share:.0%} below the target {self._target_share:.0%}"
         return self._batch, ""
 
     # ------------------------------------------------------------------------------------------ observations
@@ -229,32 +232,36 @@ class AdaptiveBatchSizer:
     def _observe(self, memory_usage: float | None, metrics: Mapping[str, float]) -> float:
         if unknown := set(metrics) - {"throughput"}:
             raise UsageError(f"unknown performance metric '{min(unknown)}'", hint="Known: throughput (samples/s).")
-        capacity = self._memory.capacity_bytes()
-        self._measures = memory_usage is None
-        share = self._memory.peak_bytes() / capacity if memory_usage is None else usage_share(memory_usage, capacity)
-        self._highest = max(self._highest, share)
+        capacity_bytes = self._memory.capacity_bytes()
+        self._is_measuring = memory_usage is None
+        if memory_usage is None:
+            share = self._memory.peak_bytes() / capacity_bytes
+        else:
+            share = usage_share(memory_usage, capacity_bytes)
+        self._highest_share = max(self._highest_share, share)
         if "throughput" in metrics:
             self._throughputs.append(metrics["throughput"])
         return share
 
     def _follow_capacity(self) -> bool:
         """Convert shares of an earlier capacity into shares of the present one, and return whether it changed."""
-        before, self._capacity = self._capacity, self._memory.capacity_bytes()
-        if before is None or before == self._capacity:
+        old_bytes, self._capacity_bytes = self._capacity_bytes, self._memory.capacity_bytes()
+        if old_bytes is None or old_bytes == self._capacity_bytes:
             return False
-        factor = before / self._capacity
+        factor = old_bytes / self._capacity_bytes
         self._usages.rescale(factor)
-        self._highest = max(self._highest * factor, self._usages.expected(self._calls, self._batch))
+        self._highest_share = max(self._highest_share * factor, self._usages.expected(self._calls, self._batch))
         return True
 
     # ------------------------------------------------------------------------------------------ changes
 
-    def _settle(self, wanted: int, reason: str) -> int:
-        own = self._bounds.clamp(wanted, self._calls)
-        agreed = agree_on_batch_size(own, self._device) if self._distributed else own
-        if agreed != own:
+    def _settle(self, batch: int, reason: str) -> int:
+        """Change to ``batch``, within the bounds and as all ranks agree, and return the size."""
+        own_batch = self._bounds.clamp(batch, self._calls)
+        agreed_batch = agree_on_batch_size(own_batch, self._device) if self._distributed else own_batch
+        if agreed_batch != own_batch:
             self._growth, reason = None, "another rank needs a smaller batch"
-        self._set(agreed, reason)
+        self._set(agreed_batch, reason)
         return self._batch
 
     def _set(self, batch: int, reason: str) -> None:
@@ -266,28 +273,29 @@ class AdaptiveBatchSizer:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._highest = 0.0
+        self._highest_share = 0.0
         self._throughputs.clear()
         self._memory.restart()
-        if self._measures:  # memory in use between two steps is the usage of a batch of 0 samples
-            self._usages.see(0, self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
+        if self._is_measuring:  # memory in use between two steps is the usage of a batch of 0 samples
+            self._usages.add(0, self._calls, self._memory.used_bytes() / self._memory.capacity_bytes())
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
-    """Return the largest size in ``[low, high]`` for which ``fits`` is true; ``None`` if ``low`` does not fit.
+    """Return the largest size in ``[low, high]`` for which ``fits`` is true.  ``None``: ``low`` does not fit.
 
-    Every size that fits must be smaller than every size that does not.  Sizes are doubled from ``guess`` until one does
-    not fit (or halved until one fits), then bisected: at most ``log2(high / low) + log2(high - low) + 3`` calls.
+    Every size that fits must be smaller than every size that does not.  Sizes are doubled from ``guess`` until a size
+    does not fit (or halved until a size fits), then bisected, with at most ``log2(high / low) + log2(high - low) + 3``
+    calls.
     """
-    good, bad, size = low - 1, high + 1, guess
-    while bad - good > 1:
+    fitting, failing, size = low - 1, high + 1, guess
+    while failing - fitting > 1:
         if fits(size):
-            good = size
-            size = min(2 * size, high) if bad > high else (good + bad) // 2
+            fitting = size
+            size = min(2 * size, high) if failing > high else (fitting + failing) // 2
         else:
-            bad = size
-            size = max(size // 2, low) if good < low else (good + bad) // 2
-    return good if good >= low else None
+            failing = size
+            size = max(size // 2, low) if fitting < low else (fitting + failing) // 2
+    return fitting if fitting >= low else None
 
 
 def agree_on_batch_size(batch_size: int, device: str | torch.device = "cpu") -> int:

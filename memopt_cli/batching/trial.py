@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,36 +32,29 @@ def try_step(
 ) -> Trial | OutOfMemory:
     """Run the forward of ``model``, and with ``backward`` its backward from a random cotangent.
 
-    The input is made inside the trial, so that its memory counts, and may run out, too.  Optimizer state that does not
-    exist yet is not counted.  Gradients, buffers, hidden state, mode and random generators are restored.
+    The trial makes the input itself, so that the memory of the input counts.  Optimizer state that does not exist yet
+    does not count.  Gradients, buffers, hidden state, mode and random generators are restored.
     """
-    with undisturbed(model, device):
-        return or_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
+    start = StartingState(model)
+    try:
+        with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+            return catch_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
+    finally:
+        start.enter()
 
 
-def or_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
-    """Return the result of ``run``, or :class:`OutOfMemory` after the memory that it took of ``device`` is freed."""
+def catch_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:
+    """Return the result of ``run``, or :class:`OutOfMemory` once its memory on ``device`` is free again."""
     try:
         return run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        failed = str(error) or type(error).__name__
-    # Not inside ``except``: the error's traceback refers to frames, whose variables hold the step's tensors.
+        message = str(error) or type(error).__name__
+    # After the ``except`` block: the error's traceback refers to frames, whose variables hold the step's tensors.
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-    return OutOfMemory(detail=failed.splitlines()[0])
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module, device: str) -> Iterator[None]:
-    """Restore ``model`` and the random generators after the block."""
-    start = StartingState(model)
-    try:
-        with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
-            yield
-    finally:
-        start.enter()
+    return OutOfMemory(detail=message.splitlines()[0])
 
 
 def _step(

@@ -13,16 +13,16 @@ from memopt_cli.batching.requirements import ShapeRequirements, as_requirements,
 from memopt_cli.errors import BatchShapeError
 from memopt_cli.records import ShapeValidation, from_data
 
-_LANES = 8
-"""Matrix units work on multiples of this size (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
-_LONG = 1024
+_TILE_SIZE = 8
+"""Size whose multiples matrix units work on (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
+_LONG_SEQUENCE = 1024
 """Sequence length from which attention's squared term is worth a warning."""
 _FLOAT_BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareLimits:
-    """Limits of the hardware, or of the serving system; ``None`` for no limit."""
+    """Limits of the hardware, or of the serving system.  ``None``: no limit."""
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None
@@ -42,7 +42,7 @@ class PerformanceImplications(TypedDict):
 
     operations: list[OperationCost]
     bottleneck: str | None
-    """Operation that takes longest; ``None`` if no operation is known."""
+    """Operation that takes longest.  ``None``: no operation is known."""
     warnings: list[str]
     unknown_operations: list[str]
 
@@ -104,8 +104,8 @@ class BatchShapeValidator:
     ) -> tuple[bool, list[str]]:
         """Return whether a batch of ``tensor_shape`` (batch first) can be used, and sentences on problems.
 
-        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; for a model they are
-        inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 of 3 dimensions, 2 of 4).
+        ``model_requirements``: see :class:`~memopt_cli.batching.requirements.ShapeRequirements`; a model's are
+        inferred.  ``hardware_limits``: ``max_batch_size`` and ``max_seq_len`` (axis 1 in 3 dimensions, 2 in 4).
         Sentences that begin with ``performance:`` do not make a shape invalid.  In strict mode an invalid shape raises
         :class:`BatchShapeError`; an unknown key always raises :class:`~memopt_cli.errors.UsageError`.
         """
@@ -124,8 +124,8 @@ class BatchShapeValidator:
     ) -> PerformanceImplications:
         """Return the cost of each operation on features of ``batch_shape``, ``(batch, …, dim)``, and the slowest one.
 
-        The time of an operation is that of its arithmetic or of its memory traffic, whichever is longer (roofline
-        model, Williams et al. 2009); ``flops_per_byte`` is the balance of the machine.  Known operations: embedding,
+        An operation takes as long as its arithmetic or its memory traffic, whichever is longer (roofline model,
+        Williams et al. 2009); ``flops_per_byte`` is the balance of the machine.  Known operations: embedding,
         linear, feedforward (4 × wide), attention, convolution (kernel 3), recurrent (LSTM), normalization, spiking
         (LIF).
         """
@@ -139,7 +139,11 @@ class BatchShapeValidator:
         unknown = [name for name in dict.fromkeys(operation_sequence) if name not in _OPERATIONS]
         slowest = max(costs, key=lambda c: max(c["flops"] / flops_per_byte, c["bytes"]), default=None)
         warnings = _slow_sizes(tuple(batch_shape)) if self._config.performance_validation else []
-        if self._config.performance_validation and "attention" in operation_sequence and sizes.positions >= _LONG:
+        if (
+            self._config.performance_validation
+            and "attention" in operation_sequence
+            and sizes.positions >= _LONG_SEQUENCE
+        ):
             share = 4 * sizes.sequences * sizes.positions**2 * sizes.features / _attention(sizes)[0]
             warnings.append(
                 f"attention: {share:.0%} of its FLOPs grow with the square of {sizes.positions} positions; "
@@ -165,10 +169,10 @@ def _limit_issues(shape: tuple[int, ...], limits: HardwareLimits) -> list[str]:
 
 
 def _slow_sizes(shape: tuple[int, ...]) -> list[str]:
-    if shape[0] % _LANES == 0:
+    if shape[0] % _TILE_SIZE == 0:
         return []
-    above = math.ceil(shape[0] / _LANES) * _LANES
-    return [f"the batch size {shape[0]} is no multiple of {_LANES}; {above} would use the same matrix tiles"]
+    multiple = math.ceil(shape[0] / _TILE_SIZE) * _TILE_SIZE
+    return [f"the batch size {shape[0]} is no multiple of {_TILE_SIZE}; {multiple} would use the same matrix tiles"]
 
 
 def _sizes(shape: tuple[int, ...]) -> _Sizes:

@@ -1,1 +1,1 @@
-"""The files that memopt writes: what they contain, how they are read back, and how they reach the disk."""
+"""The files that memopt writes: their contents, reading them back, and writing them to disk."""

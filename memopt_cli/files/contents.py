@@ -83,18 +83,18 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
 _PLAN_OR_PATH = "Give a memopt_cli.Plan, such as found.plan of the result found, or the path of its file."
 
 
-def the_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """Return ``given`` if it is a plan, or the plan in the file at the path ``given``.
+def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    """Return ``plan`` itself, or the plan in its file if ``plan`` is a path.
 
     Raises :class:`OptionError` for anything else, and the errors of :func:`read_plan`.
     """
-    if not isinstance(given, Plan | str | os.PathLike):
-        raise OptionError(f"plan is {for_message(given)}", hint=_PLAN_OR_PATH)
-    return given if isinstance(given, Plan) else read_plan(given)[1]
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise OptionError(f"plan is {for_message(plan)}", hint=_PLAN_OR_PATH)
+    return plan if isinstance(plan, Plan) else read_plan(plan)[1]
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """Read the estimate for another device from the plan's file at ``path``; ``None`` if it has none.
+    """Read the estimate for another device from the plan's file at ``path``, or ``None`` if it has none.
 
     Raises :class:`UsageError`.
     """
@@ -103,24 +103,24 @@ def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
 
 
 def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
-    data = read_mapping(Path(path), _PLAN)
+    data = read_mapping(Path(path), _PLAN_HINT)
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN)
+        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN_HINT)
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
         )
-    known = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
-    refuse_unknown(data, known, str(path))
+    known_keys = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
+    refuse_unknown(data, known_keys, str(path))
     return data
 
 
-_PLAN = "Give a *.plan.yaml that memopt optimize wrote, with its header."
+_PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
-    """Read the header of a file; its inputs are checked as strictly as those that a user types."""
+    """Read the header of a file; its inputs are checked as strictly as typed ones."""
     header = from_data(FileHeader, data, where=where)
     try:
         check_spec(header.spec)
@@ -156,7 +156,8 @@ def read_frontier(path: Path) -> ShownFrontier:
         ) from err
     if any(point.plan.by is not None for point in shown.points):
         raise UsageError(
-            f"{path} holds a plan by length, which no frontier has", hint="`--frontier --force` replaces it."
+            f"{path} holds a plan by length, which no frontier has",
+            hint="`memopt optimize --frontier --force` writes it anew.",
         )
     return shown
 
@@ -186,12 +187,16 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
         if "summary" in parts:
             summary = from_data(MemOptSummary, parts["summary"], where="summary")
             shorter = tuple(_shorter(summary))
-            return _measurable(Baseline(header=header, conditions=None, memory=_summarized(summary), shorter=shorter))
-        return _measurable(_checked(from_data(Baseline, {"header": to_data(header), **parts}, where="the file")))
+            return _measurable(
+                Baseline(header=header, conditions=None, memory=_step_of_summary(summary), shorter=shorter)
+            )
+        return _measurable(
+            _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+        )
     except FileNotFoundError as err:
-        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD) from err
+        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD_HINT) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD_HINT) from err
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
@@ -205,7 +210,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
         raise UsageError(
             f"its schema_version is {shortened(version)}, and this memopt reads {since} to {SCHEMA_VERSION}"
         )
-    data = _upgraded(data) if version == 1 else data
+    data = _upgrade(data) if version == 1 else data
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
     return header, {key: data[key] for key in data if key not in _HEADER_KEYS}
 
@@ -227,52 +232,52 @@ def _measurable(record: _Record) -> _Record:
         elif isinstance(value, Mapping):
             pending += [(name, item) for item in value.values()]
         elif isinstance(value, list | tuple):
-            if name in _POSITIVE and not value:
+            if name in _POSITIVE_FIELDS and not value:
                 raise UsageError(f"its {name} is empty")
             pending += [(name, item) for item in value]
         elif isinstance(value, int | float):
-            if name in _POSITIVE and value <= 0:
+            if name in _POSITIVE_FIELDS and value <= 0:
                 raise UsageError(f"its {name} is {value}; it must be above 0")
             if name.endswith(("_bytes", "_s")) and value < 0:
                 raise UsageError(f"its {name} is {value}; it cannot be negative")
     return record
 
 
-_POSITIVE = ("step_times_s", "original_step_s", "predicted_slowdown")
+_POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
-def _checked(found: Baseline) -> Baseline:
-    """Return the baseline ``found`` if memopt could have recorded it.  Raises :class:`UsageError`.
+def _require_comparable(baseline: Baseline) -> Baseline:
+    """Return ``baseline`` if memopt could have recorded it.  Raises :class:`UsageError`.
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
-    if found.conditions is not None and (layout := found.conditions.layout) is not None:
+    if baseline.conditions is not None and (layout := baseline.conditions.layout) is not None:
         check_layout(layout)
-    _check_shorter(found)
-    memories = (found.memory, *(step.memory for step in found.shorter))
+    _check_shorter(baseline)
+    memories = (baseline.memory, *(step.memory for step in baseline.shorter))
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MAX_LEVELS:
         raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MAX_LEVELS}")
-    return found
+    return baseline
 
 
-def _check_shorter(found: Baseline) -> None:
-    """Raise :class:`UsageError` if ``found`` has shorter steps that memopt does not record, or too many of them."""
-    sizes = [step.size for step in found.shorter]
-    are_shorter = all(0 < step.size < found.header.spec.dims.get(step.dim, 0) for step in found.shorter)
-    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in found.shorter}) > 1:
+def _check_shorter(baseline: Baseline) -> None:
+    """Raise :class:`UsageError` if ``baseline`` has shorter steps that memopt does not record, or too many of them."""
+    sizes = [step.size for step in baseline.shorter]
+    are_shorter = all(0 < step.size < baseline.header.spec.dims.get(step.dim, 0) for step in baseline.shorter)
+    if not are_shorter or sizes != sorted({*sizes}) or len({step.dim for step in baseline.shorter}) > 1:
         raise UsageError("the sizes of its shorter steps do not ascend to the size of its inputs")
     if len(sizes) > MAX_RANGES:
         raise UsageError(f"it has {len(sizes)} shorter steps; memopt compares at most {MAX_RANGES}")
 
 
-def _upgraded(data: Any) -> Any:
+def _upgrade(data: Any) -> Any:
     """Convert JSON of schema version 1 to the present keys; keys that no longer exist are dropped."""
     if isinstance(data, list):
-        return [_upgraded(item) for item in data]
+        return [_upgrade(item) for item in data]
     if not isinstance(data, dict):
         return data
-    values = {key: _upgraded(value) for key, value in data.items()}
+    values = {key: _upgrade(value) for key, value in data.items()}
     if "segments" in values:  # a plan
         values.pop("level", None)
     if "predicted_tensor_peak_bytes" in values:  # a level
@@ -285,11 +290,11 @@ def _upgraded(data: Any) -> Any:
 
 _Record = TypeVar("_Record")
 _MAX_LEVELS = 200  # of nested modules in a baseline
-_RECORD = "Record one with `memopt baseline MODEL … -o FILE`."
+_RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
-def _summarized(summary: MemOptSummary) -> StepMemory:
+def _step_of_summary(summary: MemOptSummary) -> StepMemory:
     """Return the measured step of the applied level.  Raises :class:`UsageError` if it was not measured."""
     outcomes = (row.outcome for row in summary.levels if row.level == summary.applied_level)
     measured = next((outcome for outcome in outcomes if isinstance(outcome, Measurement)), None)
@@ -354,9 +359,9 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
     }
 
 
-def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
-    """Return the fastest pair of ``found`` as the mapping below ``recommended``; ``plan``: path of its plan, if any."""
-    answer = found.answer
+def fastest_data(fastest: FastestTraining, plan: str | None) -> dict[str, Any]:
+    """Return the fastest pair as the mapping below ``recommended``; ``plan``: path of the file of its plan."""
+    answer = fastest.answer
     assert isinstance(answer.outcome, BatchProbe), "the answer is a pair that was run"
     data: dict[str, Any] = {
         "batch_size": answer.batch,
@@ -365,12 +370,12 @@ def fastest_data(found: FastestTraining, plan: str | None) -> dict[str, Any]:
         "samples_per_s": answer.samples_per_s,
         "step_s": answer.outcome.step_s,
         "allocated_peak_bytes": answer.outcome.allocated_peak_bytes,
-        "budget_bytes": found.budget_bytes,
+        "budget_bytes": fastest.budget_bytes,
     }
-    if found.accumulation is not None:
-        data["accumulation"] = to_data(found.accumulation)
-    if found.original is not None:
-        original = found.runs[found.original]
+    if fastest.accumulation is not None:
+        data["accumulation"] = to_data(fastest.accumulation)
+    if fastest.original is not None:
+        original = fastest.runs[fastest.original]
         data["original"] = {"batch_size": original.batch, "samples_per_s": original.samples_per_s}
     return data
 

@@ -1,4 +1,4 @@
-"""Names of the files that memopt writes, none of which is the model that it reads."""
+"""Names of the files that memopt writes; none of them may be the model that memopt reads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
 
     ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:callable`` gives ``module.memopt.pt`` in the
     working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
-    :class:`UsageError` if ``output`` names no file, or that of the original model.
+    :class:`UsageError` if ``output`` names no file, or the original model.
     """
     file = file_of(location)
     model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
@@ -89,7 +89,7 @@ def check_outputs(paths: Iterable[Path], model: str, *, force: bool) -> None:
 
 
 def _require_other(file: str, path: Path) -> None:
-    """Raise :class:`UsageError` if ``path`` is the ``file`` from which the model is read, or by which it is built."""
+    """Raise :class:`UsageError` if ``path`` is the ``file`` of the model or of the code that builds it."""
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 

@@ -1,1 +1,1 @@
-"""The inputs of a step: the notation that describes them, and which dimension is the batch."""
+"""The inputs of a step: the notation for them, and their batch dimension."""

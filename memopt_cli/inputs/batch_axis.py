@@ -36,8 +36,8 @@ def check_batch(spec: InputSpec, batch: int) -> None:
 def with_batch(spec: InputSpec, batch: int) -> InputSpec:
     """Return the inputs of ``spec`` at ``batch`` samples.
 
-    The symbol ``B`` gets the size.  Without the symbol, dimension 0 of the first tensor does, and that of all other
-    tensors in which it is equal.
+    The symbol ``B`` gets the size.  Without the symbol, dimension 0 of the first tensor gets it, and dimension 0 of
+    all other tensors where it has the same size.
     Raises :class:`UsageError` for a data file, and for a script that does not take ``B``.
     """
     if spec.data_file is not None:

@@ -35,22 +35,22 @@ _INTEGER_RANGES = {
     "int32": range(-(2**31), 2**31),
     "int64": range(-(2**63), 2**63),
 }
-_FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64")
-DTYPES = (*_FLOATING, *_INTEGER_RANGES)
+_FLOATING_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
+DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
 MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
 """Files of settings in a folder written by ``save_pretrained``."""
 
-_SYMBOL = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
-_SIZE = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
-_BOUNDS = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
-_RATE = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
-_FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
-_EXAMPLE = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
+_SYMBOL_PATTERN = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
+_SIZE_PATTERN = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
+_RANGE_PATTERN = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
+_SPIKE_RATE_PATTERN = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
+_PERCENT_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
+_TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
+_FACTORY_PATTERN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
+_TENSOR_HINT = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
 
 
 def parse_tensor(text: str) -> TensorSpec:
@@ -72,21 +72,21 @@ def parse_tensor(text: str) -> TensorSpec:
             values=parse_values(values if has_values else _default_values(dtype), dtype or "float32"),
         )
     except UsageError as err:
-        raise UsageError(f"input {shortened(text, 200)}: {err.message}", hint=err.hint or _EXAMPLE) from err
+        raise UsageError(f"input {shortened(text, 200)}: {err.message}", hint=err.hint or _TENSOR_HINT) from err
 
 
 def format_tensor(spec: TensorSpec) -> str:
     """Return the shortest text that :func:`parse_tensor` reads back as ``spec``."""
     sizes = [str(size) for size in spec.shape]
-    plain = bool(sizes) and not any("x" in size for size in sizes)
+    is_plain = bool(sizes) and not any("x" in size for size in sizes)
     name = f"{spec.name}:" if spec.name is not None else ""
     dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
     values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
-    return name + ("x".join(sizes) if plain else f"[{','.join(sizes)}]") + dtype + values
+    return name + ("x".join(sizes) if is_plain else f"[{','.join(sizes)}]") + dtype + values
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:
-    """Raise :class:`UsageError` for the first of ``names`` that no shape has, so that its size would have no effect."""
+    """Raise :class:`UsageError` for the first of ``names`` that is in no shape: its size would have no effect."""
     symbols = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
     for name in names:
         if name not in symbols:
@@ -103,7 +103,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
         flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
         raise UsageError(
-            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example `{flags}`"
+            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example `{flags}`."
         )
 
 
@@ -130,7 +130,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         name, _, size = text.replace(" ", "").partition("=")
         if name.isidentifier() and size and not size.strip("0"):
             raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
-        if not name.isidentifier() or not _SIZE.fullmatch(size):
+        if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
             raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
@@ -148,13 +148,13 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     if not ranges:
         return list(texts), None
     if len(ranges) > 1:
-        raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give the other one a size.")
+        raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give one of them a single size.")
     match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
     if match is None:
         raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example `--dim S=128:4096`.")
     symbol, *ends = match.groups()
     if not ends[0].strip("0"):
-        raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"Write {symbol}=LOW:HIGH with a LOW from 1 on.")
+        raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"LOW must be at least 1 in {symbol}=LOW:HIGH.")
     low, high = (parse_dims([f"{symbol}={end}"])[symbol] for end in ends)
     if low > high:
         raise UsageError(f"the range {ranges[0]} is empty", hint="Write the smaller size first.")
@@ -169,7 +169,7 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
     """
     names = [] if text is None else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in STRATEGIES]:
-        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Give some of {','.join(STRATEGIES)}.")
+        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Known strategies: {', '.join(STRATEGIES)}.")
     return tuple(name for name in STRATEGIES if name in names)
 
 
@@ -185,7 +185,7 @@ def parse_limit(text: str) -> Limit:
         raise UsageError(
             f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
         )
-    percent, time = _PERCENT.fullmatch(amount), _TIME.fullmatch(amount)
+    percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)
     if percent:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
     if metric == "step":
@@ -199,15 +199,14 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
         hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
-        negative = amount.startswith("-")
-        reason = "a metric may grow by 0 or more" if negative else f"'{amount}' is not a memory size"
-        raise UsageError(f"'{text}': {reason}", hint=hint) from err
+        reason = "is negative, and a limit is 0 or more" if amount.startswith("-") else "is not a memory size"
+        raise UsageError(f"'{text}': '{amount}' {reason}", hint=hint) from err
 
 
 def parse_device(text: str) -> str:
     """Return ``text`` if it names a device, present or not.  Raises :class:`UsageError`."""
-    if not _DEVICE.fullmatch(text):
-        raise UsageError(f"'{text}' is none of auto, cpu, cuda:N")
+    if not _DEVICE_PATTERN.fullmatch(text):
+        raise UsageError(f"there is no device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
     return text
 
 
@@ -216,7 +215,7 @@ def parse_factory(text: str) -> tuple[str, str] | None:
 
     ``None`` if ``text`` has another form.
     """
-    match = _FACTORY.fullmatch(text)
+    match = _FACTORY_PATTERN.fullmatch(text)
     if match:
         return match[1], match[2]
     file, _, name = text.rpartition(":")
@@ -229,7 +228,7 @@ def is_factory(location: str) -> bool:
 
 
 def file_of(location: str) -> str:
-    """Return the file from which the model at ``location`` is read, or the file or module whose code builds it."""
+    """Return the file of the model at ``location``, or the file or module of the code that builds it."""
     factory = None if Path(location).exists() else parse_factory(location)
     return location if factory is None else factory[0]
 
@@ -240,7 +239,7 @@ def is_pretrained(location: str) -> bool:
 
 
 def base_of(folder: str, named: object) -> str | None:
-    """Return the folder of an adapter's base model; ``None`` if there is none.
+    """Return the folder of an adapter's base model, or ``None`` if there is none.
 
     ``named`` is the path in the adapter's settings, relative to the current folder or to the adapter's ``folder``.
     """
@@ -255,7 +254,7 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
         return ()
     sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
     if len(sizes) > _MAX_SIZES:
-        raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_FEWER)
+        raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_DIMENSIONS_HINT)
     return tuple(_parse_size(size, text) for size in sizes)
 
 
@@ -268,7 +267,7 @@ def parse_dtype(text: str) -> str:
 
 def parse_values(text: str, dtype: str) -> str:
     """Return ``text`` if it names values that a tensor of ``dtype`` can hold; raises :class:`UsageError`."""
-    rate, bounds = _RATE.fullmatch(text), _BOUNDS.fullmatch(text)
+    rate, bounds = _SPIKE_RATE_PATTERN.fullmatch(text), _RANGE_PATTERN.fullmatch(text)
     if bounds:
         _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
     elif rate and float(rate[1]) > 1:
@@ -282,17 +281,19 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` if ``tensor`` has more dimensions, or more bytes, than any tensor can have."""
+    """Raise :class:`UsageError` if ``tensor`` has more dimensions or bytes than a tensor can have."""
     if len(tensor.shape) > _MAX_SIZES:
-        raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_FEWER)
+        raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_DIMENSIONS_HINT)
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
     if items * _ITEM_BYTES >= 2**63:
-        raise UsageError(f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose less.")
+        raise UsageError(
+            f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose smaller sizes."
+        )
 
 
 _MAX_SIZES, _ITEM_BYTES = 64, 8
-"""Most dimensions of a tensor, since few of PyTorch's operators take more; and most bytes of an item."""
-_FEWER = f"Give at most {_MAX_SIZES}."
+"""Maximum number of dimensions of a tensor, since few operators of PyTorch take more; and of bytes of an item."""
+_DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
 
 
 def check_spec(spec: InputSpec) -> None:
@@ -303,7 +304,7 @@ def check_spec(spec: InputSpec) -> None:
     _require_few(spec.tensors)
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MAX_ITEMS:
-            raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_NAMED_SIZE)
+            raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_SIZE_HINT)
     for tensor in spec.tensors:
         _check_tensor(tensor)
         check_sizes(tensor, spec.dims)
@@ -315,21 +316,21 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
 
 
 MAX_INPUTS = 1000
-"""Most inputs of a step."""
+"""Maximum number of inputs of a step."""
 
 
 def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
         is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MAX_ITEMS
         if not is_size:
-            raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_NAMED_SIZE)
+            raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_SIZE_HINT)
     if tensor.name is not None:
         _parse_name(tensor.name)
     parse_values(tensor.values, parse_dtype(tensor.dtype))
 
 
 _MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
-_NAMED_SIZE = "A size is a whole number such as 8, or a symbol such as B."
+_SIZE_HINT = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def _default_values(dtype: str) -> str:
@@ -343,9 +344,9 @@ def _parse_name(text: str) -> str:
 
 
 def _parse_size(text: str, shape: str) -> int | str:
-    if _SIZE.fullmatch(text):
+    if _SIZE_PATTERN.fullmatch(text):
         return int(text)
-    if _SYMBOL.fullmatch(text):
+    if _SYMBOL_PATTERN.fullmatch(text):
         return text
     raise UsageError(
         f"{shortened(text)} in the shape {shortened(shape)} is neither a size above 0 nor a symbol such as B"
@@ -366,23 +367,25 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, outermost first; -1 is the length that the others leave.
+    """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, outermost first; -1 stands for the remaining length.
 
     Raises :class:`UsageError` for another form, an axis given twice, and any other length below 1.
     """
     axes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         name, _, length = part.partition("=")
-        if not name.isidentifier() or not (_SIZE.fullmatch(length) or length == "-1"):
-            raise UsageError(f"{shortened(text, 200)} is not a mesh: {shortened(part)} is not NAME=SIZE", hint=_MESH)
+        if not name.isidentifier() or not (_SIZE_PATTERN.fullmatch(length) or length == "-1"):
+            raise UsageError(
+                f"{shortened(text, 200)} is not a mesh: {shortened(part)} is not NAME=SIZE", hint=_MESH_HINT
+            )
         if name in axes:
-            raise UsageError(f"{shortened(text, 200)} is not a mesh: it has the axis {name} twice", hint=_MESH)
+            raise UsageError(f"{shortened(text, 200)} is not a mesh: it has the axis {name} twice", hint=_MESH_HINT)
         axes[name] = int(length)
     return axes
 
 
-_REST = "-1 is a length that the others leave: dp=-1,tp=2."
-_MESH = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_REST}"
+_REMAINDER_HINT = "-1 stands for the remaining length: dp=-1,tp=2."
+_MESH_HINT = f"Write its axes and their lengths, the outermost first: dp=32,tp=2. {_REMAINDER_HINT}"
 
 
 def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) -> RankLayout:
@@ -390,33 +393,36 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
     Raises :class:`UsageError` for a mesh of another number of ranks, or with more axes than FSDP or DDP takes.
     """
-    axes = {"dp": ranks} if mesh is None else _completed(mesh, ranks)
+    axes = {"dp": ranks} if mesh is None else _complete_mesh(mesh, ranks)
     product = math.prod(axes.values())
     if product != ranks:
         lengths = " × ".join(map(str, axes.values()))
         raise UsageError(
-            f"the mesh has {lengths} = {product} ranks, not {ranks}", hint=f"Let its lengths give {ranks}. {_REST}"
+            f"the mesh has {lengths} = {product} ranks, not {ranks}",
+            hint=f"The product of its lengths must be {ranks}. {_REMAINDER_HINT}",
         )
     most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
     if len(axes) > most:
         raise UsageError(
-            f"{parallel} takes a mesh of {most} {'axis' if most == 1 else 'axes at most'}, not of {len(axes)}",
-            hint="Give a function of yours that spreads the model over it: `--parallel file.py:function`.",
+            f"{parallel} takes a mesh of at most {most} {'axis' if most == 1 else 'axes'}, not of {len(axes)}",
+            hint="For other meshes, write a function that spreads the model: `--parallel file.py:function`.",
         )
     return RankLayout(ranks=ranks, parallel=parallel, mesh=axes)
 
 
-def _completed(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
+def _complete_mesh(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError`."""
     text = _mesh_text(mesh)
     rest = [name for name, length in mesh.items() if length == -1]
     if any(length < 1 and name not in rest for name, length in mesh.items()):
-        raise UsageError(f"the mesh {text} has an axis of a length below 1", hint=_MESH)
+        raise UsageError(f"the mesh {text} has an axis of a length below 1", hint=_MESH_HINT)
     if len(rest) > 1:
-        raise UsageError(f"the mesh {text} has {len(rest)} axes of length -1", hint="Give all but one a length.")
+        raise UsageError(
+            f"the mesh {text} has {len(rest)} axes of length -1", hint="Only one axis may have the length -1."
+        )
     fixed = math.prod(length for name, length in mesh.items() if name not in rest)
     if rest and ranks % fixed:
-        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Take a multiple of {fixed} ranks.")
+        raise UsageError(f"the mesh {text} does not divide {ranks} ranks", hint=f"Use a multiple of {fixed} ranks.")
     return {name: ranks // fixed if name in rest else length for name, length in mesh.items()}
 
 
@@ -434,7 +440,7 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 MAX_RANKS = 2**20
-"""Most ranks of a layout."""
+"""Maximum number of ranks of a layout."""
 
 
 def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from memopt_cli.text.documents import read_bytes
 from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.training.wrappers import compiled_notes, peeled, unwrapped, wrapper_notes
+from memopt_cli.training.wrappers import compiled_notes, split_wrappers, unwrapped, wrapper_notes
 
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
@@ -59,7 +59,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
-    around, module = peeled(loaded.module, keep_compiled=source.keeps_compiled)
+    around, module = split_wrappers(loaded.module, keep_compiled=source.keeps_compiled)
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
@@ -90,7 +90,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     key:
         The entry that is meant, in a file that holds several, as keys joined by dots.
     trust:
-        Whose classes may be built besides those of PyTorch and of well-known model libraries, for example
+        Packages and names whose classes may be built in addition to PyTorch and well-known model libraries, such as
         ``Trust(packages=("mymodels",))``.
 
     Returns
@@ -120,15 +120,15 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
 
 
 _FROM_A_SESSION = """
-If it came from a session, of which no script is left: define its classes and build the model here, load its weights
+If it came from a session without a script: define its classes and build the model here, load its weights
 (model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 
-def read_same(path: str, key: str | None, known: str | None) -> tuple[ModelFile, str]:
-    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` if the hash is not ``known``."""
+def read_same(path: str, key: str | None, expected_sha256: str | None) -> tuple[ModelFile, str]:
+    """Return the file at ``path`` and its hash.  Raises :class:`ChangedFileError` for a hash that is not expected."""
     file = read_file(path, key)
     sha256 = hashlib.sha256(file.data).hexdigest()
-    require_same(path, sha256, known)
+    require_same(path, sha256, expected_sha256)
     return file, sha256
 
 

@@ -28,7 +28,7 @@ _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG, _LONGEST_NAME = 1000, 80
-"""Bytes from which a record is no short text, and most characters of a record's name in a message."""
+"""Minimum bytes of a record that is not a short text, and maximum number of characters of a name in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ _HINT = "If it is your own, save it again, without compression; otherwise it is 
 
 
 class Archive:
-    """A checked zip archive, whose records are named without the folder that all of them are in.
+    """A checked zip archive; names of records are without the folder of the whole archive.
 
     Raises as :func:`check_archive` does.
     """
@@ -110,7 +110,7 @@ def record_names(data: bytes) -> frozenset[str]:
 
 
 class _HostileArchive(Exception):
-    """An archive that no program writes by itself, so that somebody made it by hand."""
+    """An archive that no program writes: somebody made it by hand."""
 
 
 def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:
@@ -132,7 +132,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
     count = _count_records(data)
     records = zipfile.ZipFile(io.BytesIO(data)).infolist()
     if len(records) != count:
-        raise ValueError("the archive is damaged, its directory is ambiguous")
+        raise ValueError("the archive is damaged: its directory is ambiguous")
     _check_names(record.orig_filename for record in records)
     for record in records:
         _check_fields(record.extra)
@@ -140,7 +140,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
         if record.flag_bits & 1 or not (stored or record.compress_type == zipfile.ZIP_DEFLATED):
             raise ValueError("the archive is encrypted, or compressed in an unknown way")
         if stored and record.file_size != record.compress_size:
-            raise ValueError("the archive is damaged, a record has two sizes")
+            raise ValueError("the archive is damaged: a record has two sizes")
     if sum(record.compress_size for record in records) > len(data):
         raise _HostileArchive("its records overlap")
     unpacked = sum(record.file_size for record in records)
@@ -150,7 +150,7 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
 
 
 def _check_fields(extra: bytes) -> None:
-    """Refuse a record with two extra fields of one kind, of which one reader takes the first and another the last."""
+    """Refuse a record with two extra fields of one kind: readers differ in which field they take."""
     seen, start = set[int](), 0
     while start < len(extra):
         kind, length = _FIELD.unpack_from(extra, start)
@@ -170,9 +170,9 @@ def _count_records(data: bytes) -> int:
         _, _, position, _ = _LOCATOR64.unpack_from(data, locator)
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
-            raise ValueError("the archive is damaged, it has two ends")
+            raise ValueError("the archive is damaged: it has two ends")
     if signature != b"PK\x05\x06" or comment or start + size != end:
-        raise ValueError("the archive is damaged, its end is not where it should be")
+        raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)
 
 

@@ -19,13 +19,13 @@ from torch.nn.modules import module as registration
 from memopt_cli.errors import FileFormatError
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
-_MODULES, _MODULES_PER_TENSOR = 10_000, 100
-"""Modules that any model may register, and how many more for each tensor of its weights."""
-_BYTES, _TIMES = 256 << 20, 8
-"""Bytes that any model may register, and how many more for each byte of weights: weights may be tied or converted to
-wider types, and a model has buffers besides."""
-_MEMORY, _SECONDS, _BYTES_PER_SECOND = 2 << 30, 30, 50_000_000
-"""Bytes and seconds that building any model may take, and the bytes of weights that allow one more second."""
+_FREE_MODULES, _MODULES_PER_TENSOR = 10_000, 100
+"""Number of modules that any model may register, and of further modules for each tensor of its weights."""
+_FREE_BYTES, _BYTES_PER_WEIGHT_BYTE = 256 << 20, 8
+"""Bytes that any model may register, and further bytes for each byte of weights: weights may be tied or converted to
+wider types, and a model also has buffers."""
+_BUILD_BYTES, _BUILD_S, _WEIGHT_BYTES_PER_S = 2 << 30, 30, 50_000_000
+"""Bytes and seconds that building any model may take, and bytes of weights that allow a further second."""
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
@@ -40,12 +40,12 @@ class _TooLong(BaseException):
 
 
 def check_paths(model: nn.Module, path: str) -> None:
-    """Raise :class:`FileFormatError` if the paths of the modules in ``model`` are far too long together.
+    """Raise :class:`FileFormatError` if the paths of the modules in ``model`` are far too long in all.
 
     Each name is in the paths of all modules below it: 1,000 nested modules with names of 10,000 characters take 10 MB
-    in the file, and 5 GB as paths.  Therefore no path is made here, only counted.
+    in the file, and 5 GB as paths.  Therefore this function makes no path, and only counts characters.
     """
-    pending, seen, characters_left = [(model, 0)], {id(model)}, _PATHS
+    pending, seen, characters_left = [(model, 0)], {id(model)}, _MAX_PATH_CHARACTERS
     while pending:
         owner, length = pending.pop()
         children = [(name, child) for name, child in children_of(owner).items() if child is not None]
@@ -53,22 +53,25 @@ def check_paths(model: nn.Module, path: str) -> None:
         characters_left -= sum(length + len(name) for name in names)
         if characters_left < 0:
             raise FileFormatError(
-                f"{path} was not loaded: the paths of its modules take more than {_PATHS} characters",
+                f"{path} was not loaded: the paths of its modules take more than {_MAX_PATH_CHARACTERS} characters",
                 hint="Give its modules shorter names.",
             )
-        fresh = [(name, child) for name, child in children if id(child) not in seen]
-        seen.update(id(child) for _, child in fresh)
-        pending += [(child, length + len(name) + 1) for name, child in fresh]
+        unseen_children = [(name, child) for name, child in children if id(child) not in seen]
+        seen.update(id(child) for _, child in unseen_children)
+        pending += [(child, length + len(name) + 1) for name, child in unseen_children]
 
 
-_PATHS: Final = 1 << 24
-"""Characters of all paths: 100,000 modules and tensors of real models have some 6 million."""
+_MAX_PATH_CHARACTERS: Final = 1 << 24
+"""Maximum number of characters of all paths: 100,000 modules and tensors of real models have some 6 million."""
 
 
 @contextmanager
 def bounded(tensors: int, nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for modules and tensors far beyond ``tensors`` weights of ``nbytes``."""
-    allowance = {"modules": _MODULES + _MODULES_PER_TENSOR * tensors, "bytes": _BYTES + _TIMES * nbytes}
+    allowance = {
+        "modules": _FREE_MODULES + _MODULES_PER_TENSOR * tensors,
+        "bytes": _FREE_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes,
+    }
 
     def take(what: str, amount: int) -> None:
         allowance[what] -= amount
@@ -99,21 +102,21 @@ def bounded(tensors: int, nbytes: int) -> Iterator[None]:
 def limited(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
 
-    This catches what :func:`bounded` does not see: memory and work outside of modules, such as long lists.  It does
+    It catches memory and work outside of modules, such as long lists, which :func:`bounded` does not see.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:
         yield
         return
     memory = resource.getrlimit(resource.RLIMIT_DATA)
-    seconds = _SECONDS + nbytes // _BYTES_PER_SECOND
+    seconds = _BUILD_S + nbytes // _WEIGHT_BYTES_PER_S
 
     def interrupt(*_: Any) -> None:
         raise _TooLong
 
     timing = signal.signal(signal.SIGPROF, interrupt)
     try:
-        limits = [_data_bytes() + _MEMORY + _TIMES * nbytes, *memory]
+        limits = [_data_bytes() + _BUILD_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes, *memory]
         lowest = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_DATA, (lowest, memory[1]))
         signal.setitimer(signal.ITIMER_PROF, seconds, 1)

@@ -1,7 +1,7 @@
-"""Guessing the inputs of a model of transformers or timm from its configuration, which says what it was made for.
+"""Guessing the inputs of a model of transformers or timm from its configuration.
 
 Attributes such as ``config.vocab_size`` are read by name, without importing the library, so a model of any other
-library that has the same attributes works, too.
+library that has the same attributes works as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memopt_cli.records import GUESS, InputSpec, TensorSpec
 
 _BATCH: Final = 2  # batch norms need more than one sample
 _LONGEST: Final = 1024
-"""Most tokens of a guessed input: some models take a hundred thousand, and nobody begins with as many."""
+"""Maximum number of tokens in a guessed input: some models take 100,000, but nobody begins with as many."""
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 """Names under which configurations say how long a sequence may be."""
 
@@ -64,8 +64,8 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 
 def _length(config: Any) -> int:
     """Return the largest power of two that ``config`` allows as a length, at most 1,024: for RoBERTa's 514, 512."""
-    known: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
-    return 1 << (min([_LONGEST, *known]).bit_length() - 1)
+    lengths: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
+    return 1 << (min([_LONGEST, *lengths]).bit_length() - 1)
 
 
 def _by_timm(module: nn.Module) -> tuple[TensorSpec, ...]:

@@ -17,16 +17,16 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 
 _SCRIPT: Final = "__torch__"
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-"""The class of a module that stayed TorchScript; what it holds is in an archive of its own."""
+"""The class of a module that stayed TorchScript; its parts are in an archive of its own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
-"""Most modules and containers nested in each other."""
+"""Maximum depth of nested modules and containers."""
 _MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Most values that are visited, and most characters of a name that is listed."""
+"""Maximum number of visited values, and of characters in a listed name."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
-"""The attribute in which a Sequential keeps its runs of layers, which are not among its children."""
+"""The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 
@@ -65,7 +65,7 @@ class Contents:
                 yield tensor, home
 
     def counted_modules(self) -> tuple[StoredModule, ...]:
-        """Return the modules with the numbers of their parameters and bytes, those of children included."""
+        """Return the modules with the numbers of their parameters and bytes, children included."""
         items, sizes = [0] * len(self.modules), [0] * len(self.modules)
         for tensor, home in self.distinct():
             if tensor.kind in ("parameter", "buffer"):
@@ -139,10 +139,10 @@ class _Walk:
 
     def _attributes(self, value: Any) -> dict[str, Any]:
         """Return the ``__dict__`` that the file gives the object ``value``; empty if another object already has it."""
-        value = _lifted_in(value)
+        value = _unwrap_segment(value)
         if not isinstance(value, Built):
             return {}
-        state = _made_of(value)[1] if _is_lifted(value) else value.state
+        state = _arguments_of(value)[1] if _is_lifted(value) else value.state
         if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
             state = state.items[0]
         if id(state) in self._seen:
@@ -204,43 +204,43 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
     if _class_of(value) == _TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
         value = value.arguments.items[0]
     if isinstance(value, Tuple):
-        named: Iterable[tuple[Any, Any]] = enumerate(value.items)
+        items: Iterable[tuple[Any, Any]] = enumerate(value.items)
     elif isinstance(value, Built) and str(value.callee) in _SEQUENCES:
-        named = enumerate(value.items)
+        items = enumerate(value.items)
     else:
-        named = entries_of(value)
-    for name, item in named:
+        items = entries_of(value)
+    for name, item in items:
         if isinstance(item, Built | Tuple) and isinstance(name, str | int):
             yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)
 
 
-def _made_of(value: Built) -> tuple[Any, ...]:
+def _arguments_of(value: Built) -> tuple[Any, ...]:
     """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
 
 
 def _is_lifted(value: Built) -> bool:
-    return value.callee == RESTORE_LIFTED and len(_made_of(value)) == 2
+    return value.callee == RESTORE_LIFTED and len(_arguments_of(value)) == 2
 
 
-def _lifted_in(value: Any) -> Any:
+def _unwrap_segment(value: Any) -> Any:
     """Return the lifted module inside ``value`` if that is a segment, else ``value``."""
     if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
-        made = _made_of(value)
-        return made[0] if made and isinstance(made[0], Built) else value
+        arguments = _arguments_of(value)
+        return arguments[0] if arguments and isinstance(arguments[0], Built) else value
     return value
 
 
 def _class_of(value: Any) -> str:
-    value = _lifted_in(value)
+    value = _unwrap_segment(value)
     if not isinstance(value, Built):
         return ""
-    made = _made_of(value)
+    arguments = _arguments_of(value)
     if _is_lifted(value):
-        program = made[0].items if isinstance(made[0], Tuple) else ()
+        program = arguments[0].items if isinstance(arguments[0], Tuple) else ()
         return printable(str(program[1])[:_LONGEST_NAME]) if len(program) > 1 else "Lifted"
-    if str(value.callee) in _RECONSTRUCTORS and made and isinstance(made[0], Global):
-        return str(made[0])
+    if str(value.callee) in _RECONSTRUCTORS and arguments and isinstance(arguments[0], Global):
+        return str(arguments[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""
 
 

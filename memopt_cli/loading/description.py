@@ -16,7 +16,7 @@ from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import Contents, contents_of, count_items
 from memopt_cli.loading.exported_contents import read_exported
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import judged
+from memopt_cli.loading.module_pickle import refusals_by_name
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
@@ -31,7 +31,7 @@ _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
 )
 _LONG = 200
-"""Most characters that are shown of a remark that the file carries."""
+"""Maximum number of characters shown of a remark in the file."""
 _QUOTED = re.compile(r'"([^"]*)"')
 
 
@@ -104,7 +104,7 @@ def _pickle(file: ModelFile) -> _Found:
 
 def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
     """Judge each name that ``pickled`` would import as loading without any flag does."""
-    for wanted, verdict in sorted(judged(file, pickled).items(), key=lambda pair: str(pair[0])):
+    for wanted, verdict in sorted(refusals_by_name(file, pickled).items(), key=lambda pair: str(pair[0])):
         match verdict:
             case None:
                 yield GlobalVerdict(name=str(wanted), verdict="allowed")
@@ -123,19 +123,19 @@ def _script(file: ModelFile) -> _Found:
         note = "Every operator in its code is known to be harmless."
     except UnsafeFileError as err:
         note = f"{err.message.partition(': ')[2].capitalize()}: loading it takes `--trust-pickle`."
-    registered = dict(_registered(archive))
+    registered = dict(_registered_names(archive))
     inputs = "traced_inputs.pkl" in archive.sizes
-    traced = contents_of(_unpickled(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
+    traced = contents_of(_describe_pickle(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
     return _Found(
         format=f"TorchScript ({'traced' if inputs else 'scripted'})",
-        contents=contents_of(_unpickled(archive, "data.pkl"), registered=registered),
+        contents=contents_of(_describe_pickle(archive, "data.pkl"), registered=registered),
         versions=_versions(archive),
         inputs=tuple(traced),
         notes=(note,),
     )
 
 
-def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
+def _registered_names(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]:
     """Yield each class in the code of ``archive`` with the attributes that it declares as parameters and buffers."""
     for record in archive.sizes:
         if record.startswith("code/") and record.endswith(".py"):
@@ -145,7 +145,7 @@ def _registered(archive: Archive) -> Iterator[tuple[str, dict[str, TensorKind]]]
                 yield f"{module}.{name}", kinds | dict.fromkeys(_QUOTED.findall(buffers), "buffer")
 
 
-def _unpickled(archive: Archive, record: str) -> Any:
+def _describe_pickle(archive: Archive, record: str) -> Any:
     data = archive.read(record)
     return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values()))).root
 
@@ -160,7 +160,7 @@ def _safetensors(file: ModelFile) -> _Found:
     return _Found(format="safetensors", contents=contents, versions=remarks)
 
 
-def _exported(file: ModelFile) -> _Found:
+def _describe_exported(file: ModelFile) -> _Found:
     archive = Archive(file.data, file.path)
     try:
         contents, versions, inputs = read_exported(archive)
@@ -183,7 +183,7 @@ def _versions(archive: Archive) -> dict[str, str]:
 
 _READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {
     "safetensors": _safetensors,
-    "exported": _exported,
+    "exported": _describe_exported,
     "torchscript": _script,
     "pickle": _pickle,
 }

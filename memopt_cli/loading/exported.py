@@ -59,7 +59,7 @@ _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MAX_PAIRS: Final = 10**6
-"""Most pairs of names of the same tensor, over all tensors: each name is compared with the others."""
+"""Maximum number of pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
     "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
 )
@@ -145,7 +145,7 @@ class _Program:
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
         module = self._assemble(builder.scopes)
-        examples = self._unpickled(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
+        examples = self._load_weights(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
         spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
         notes = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
         notes += mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
@@ -159,7 +159,7 @@ class _Program:
         """Read the parameters, buffers and constants by name; names that share memory in the file share a tensor."""
         read: dict[str, Tensor] = {}
         for folder, config in (("weights", "weights_config"), ("constants", "constants_config")):
-            read |= self._pickled(f"data/{folder}/model.pt")
+            read |= self._read_pickled_weights(f"data/{folder}/model.pt")
             record = f"data/{folder}/model_{config}.json"
             entries = read_json(self._archive.read(record))["config"] if record in self._archive.sizes else {}
             shared: dict[str, Tensor] = {}
@@ -168,17 +168,17 @@ class _Program:
                 record = entry["path_name"]
                 key = f"{record} {entry['tensor_meta']}"
                 if record not in stored:
-                    stored[record] = self._stored(f"data/{folder}/{record}", entry)
+                    stored[record] = self._tensor_or_bytes(f"data/{folder}/{record}", entry)
                 if key not in shared:
                     shared[key] = self._tensor(stored[record], entry)
                 read[name] = shared[key]
         return read
 
-    def _pickled(self, record: str) -> dict[str, Tensor]:
+    def _read_pickled_weights(self, record: str) -> dict[str, Tensor]:
         """Read the tensors of ``record``, in which PyTorch 2.8 pickles all of them."""
         read: dict[str, Tensor] = {}
         shared: dict[Any, Tensor] = {}
-        for name, tensor in self._unpickled(record).items() if record in self._archive.sizes else ():
+        for name, tensor in self._load_weights(record).items() if record in self._archive.sizes else ():
             view = (
                 memory_of(_as_tensor(tensor, name)),
                 tensor.storage_offset(),
@@ -189,13 +189,13 @@ class _Program:
             read[str(name)] = shared.setdefault(view, tensor)
         return read
 
-    def _stored(self, record: str, entry: Any) -> Tensor | bytearray:
+    def _tensor_or_bytes(self, record: str, entry: Any) -> Tensor | bytearray:
         """Return the tensor of ``record`` if it was pickled, else its bytes."""
         if not entry.get("use_pickle"):
             return bytearray(self._archive.read(record))
-        return _as_tensor(self._unpickled(record), entry["path_name"])
+        return _as_tensor(self._load_weights(record), entry["path_name"])
 
-    def _unpickled(self, record: str) -> Any:
+    def _load_weights(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)
 
     def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
@@ -286,9 +286,9 @@ class _Program:
         return arguments
 
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
-        """Return operators that copy outputs of the graph into the tensors that it changes, and the other outputs.
+        """Return operators that copy outputs of the graph into changed tensors, and the other outputs.
 
-        Export makes a graph functional: what it writes in place, such as running statistics, it returns instead.
+        Export makes a graph functional: the graph returns values that the model writes in place, as running statistics.
         """
         names = {target: name for name, (_, target) in self._names.items()}
         ops, returned = [], []
@@ -318,7 +318,7 @@ class _Tree:
     """The nesting of arguments or results: a container of trees, or a single value."""
 
     kind: str | None
-    """Class of the container, such as ``builtins.dict``; ``None`` for a single value."""
+    """Class of the container, such as ``builtins.dict``.  ``None``: a single value."""
     keys: tuple[Any, ...]
     """Keys of a dict, in the order of ``children``; empty for other containers."""
     children: tuple[_Tree, ...]
@@ -452,7 +452,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Name the kind of random values that is most like those of ``example``, as ``values`` of an input may say."""
+    """Return the kind of random values that is most like ``example``, as ``values`` of an input name it."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"
@@ -486,7 +486,7 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
     integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).
     """
     symbols: dict[str, str] = {}
-    taken = set[str]()
+    used_names = set[str]()
     for meta in metas:
         names = [text for text, _ in _hints(meta)]
         integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
@@ -496,8 +496,8 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
         else:
             usual = ("B", "B")
         for name, short in zip(names, usual, strict=False):
-            if name and short not in taken:
-                taken.add(symbols.setdefault(name, short))
+            if name and short not in used_names:
+                used_names.add(symbols.setdefault(name, short))
         for name in filter(None, names):
-            taken.add(symbols.setdefault(name, name[0].upper() + name[1:]))
+            used_names.add(symbols.setdefault(name, name[0].upper() + name[1:]))
     return symbols

@@ -89,10 +89,10 @@ class GraphReader:
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Autograd functions, with their source lines, of which export kept the forward and lost the backward."""
+        """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
         self._fresh = itertools.count()
         self._same: dict[str, Operand] = {}
-        """Name of a value that is another one -> that other one: the result of ``add_`` is its first operand."""
+        """Alias of a value -> the value: the result of ``add_`` is its first operand."""
 
     def read(self, graph: Any, prefix: str = "", bound: Sequence[Operand] = ()) -> tuple[tuple[Op, ...], list[Operand]]:
         """Return the operators and the outputs of ``graph``.
@@ -132,10 +132,10 @@ class GraphReader:
         key, operator = _find(node)
         schema = schema_of(operator).arguments
         operands = tuple(
-            arguments.get(a.name, (_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
+            arguments.get(a.name, (_as_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
         )
         # ``add_`` returns the tensor that it writes: uses of the result become uses of the operand.
-        if (same := _written(operator)) is not None and len(outputs) == 1:
+        if (same := _written_operand(operator)) is not None and len(outputs) == 1:
             self._same[outputs[0]] = operands[same]
             outputs = ()
         if is_collection:
@@ -217,12 +217,12 @@ def _constant(kind: str, value: Any) -> Any:
     if kind in ("as_int", "as_float", "as_bool", "as_string"):
         return float(value) if kind == "as_float" else value
     if kind in ("as_ints", "as_floats", "as_bools", "as_strings", "as_int_lists", "as_float_lists"):
-        return _stored(value)
+        return _as_stored(value)
     raise NotAllowed(f"an argument of kind {kind.removeprefix('as_')}")
 
 
-def _stored(value: Any) -> Any:
-    return tuple(map(_stored, value)) if isinstance(value, list) else value
+def _as_stored(value: Any) -> Any:
+    return tuple(map(_as_stored, value)) if isinstance(value, list) else value
 
 
 def size_text(size: Any) -> str:
@@ -255,8 +255,8 @@ def _find(node: Any) -> tuple[str, Any]:
     raise NotAllowed(f"the operator {target} ({_where(node)})")
 
 
-def _written(operator: Any) -> int | None:
-    """Return the position of the operand that ``operator`` writes and returns; ``None`` if it writes none."""
+def _written_operand(operator: Any) -> int | None:
+    """Return the position of the operand that ``operator`` writes and returns, or ``None`` if it writes none."""
     returned = schema_of(operator).returns
     if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
         return None

@@ -8,7 +8,7 @@ a method of that child, and a call of that method takes their place.  For exampl
     c = linear(b, fc.weight)   # in fc
 
 gives the root ``a = self.fc(x); b = relu(a); c = self.fc(b)``: both calls of ``fc`` have equal bodies, and share one
-method.  A method takes as arguments what its operators use and cannot find in their own module.
+method.  A method takes as arguments the values that its operators use but do not find in their own module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memopt_cli.runtime.lifted.program import VERSION, is_name, without_unused
 
 @dataclass(slots=True)
 class Scope:
-    """A module that was traced, with its methods and the constant tensors that they use."""
+    """A traced module, with its methods and the constant tensors that they use."""
 
     class_name: str
     methods: list[tuple[Any, ...]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Builder:
         self._tensors = tensors
 
     def attribute(self, name: str, scope: Path) -> Path | None:
-        """Return the path of the tensor ``name`` inside the module ``scope``; ``None`` if it is not in there."""
+        """Return the path of the tensor ``name`` inside the module ``scope``, or ``None`` if it is not in there."""
         for path in self._tensors.get(name, ()):
             if path[: len(scope)] == scope and len(path) > len(scope):
                 return path[len(scope) :]
@@ -114,8 +114,8 @@ class Method:
         """Add the operators ``ops``, after which the values ``later`` are used."""
         grouped = itertools.groupby(ops, lambda op: op.stack[depth] if len(op.stack) > depth else None)
         groups = [(call, list(group)) for call, group in grouped]
-        # Value -> index of the last group that uses it.  A child returns those of its values that a later group uses.
-        last = {name: index for index, (_, group) in enumerate(groups) for name in _used(group)}
+        # Value -> index of the last group that uses it.  A child returns its values that a later group uses.
+        last = {name: index for index, (_, group) in enumerate(groups) for name in _values_used(group)}
         last |= dict.fromkeys(later, len(groups))
         for index, (call, group) in enumerate(groups):
             if call is not None:
@@ -135,7 +135,7 @@ class Method:
 
     def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
         returned = set(_names(results))
-        for name in sorted({*_used(ops), *returned}):
+        for name in sorted({*_values_used(ops), *returned}):
             if name not in self._operands and self._builder.is_local(name, self._path):
                 self.operand(name)
         outer, self.nodes = self.nodes, []
@@ -146,12 +146,14 @@ class Method:
 
     def _child(self, call: Call, ops: list[Op], depth: int, after: set[str]) -> None:
         builder = self._builder
-        wanted = [name for name in _used(ops) if not builder.is_local(name, call.path)]
+        missing_names = [name for name in _values_used(ops) if not builder.is_local(name, call.path)]
         # Export passes sizes around as numbers.  A size of a tensor among the arguments is read from that tensor
         # inside the child instead, so that the child can be called with tensors of other sizes.
-        tensors = {size: (name, i) for name in reversed(wanted) for i, size in enumerate(builder.shapes.get(name, ()))}
-        derived = {n: tensors[builder.sizes[n]] for n in wanted if builder.sizes.get(n) in tensors}
-        arguments = [name for name in wanted if name not in derived]
+        tensors = {
+            size: (name, i) for name in reversed(missing_names) for i, size in enumerate(builder.shapes.get(name, ()))
+        }
+        derived = {n: tensors[builder.sizes[n]] for n in missing_names if builder.sizes.get(n) in tensors}
+        arguments = [name for name in missing_names if name not in derived]
         results = [name for op in ops for name in op.outputs if name in after]
         method = Method(builder, call.path, builder.scope(call.path, call.class_name))
         name = method.build(ops, depth + 1, arguments, derived, results)
@@ -189,22 +191,22 @@ class Method:
         return tuple(self._hints), ((), without_unused(self.nodes, results), tuple(results))
 
 
-def _used(ops: Iterable[Op]) -> list[str]:
+def _values_used(ops: Iterable[Op]) -> list[str]:
     """List the values that ``ops`` use and do not compute, in the order of their use."""
     used: dict[str, None] = {}
     defined: set[str] = set()
     for op in ops:
-        for name in itertools.chain(_names(op.operands), *map(_used_in_block, op.blocks)):
+        for name in itertools.chain(_names(op.operands), *map(_values_used_in_block, op.blocks)):
             if name not in defined:
                 used[name] = None
         defined |= set(op.outputs)
     return list(used)
 
 
-def _used_in_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
+def _values_used_in_block(block: tuple[tuple[Op, ...], tuple[Operand, ...]]) -> Iterator[str]:
     ops, results = block
     defined = {name for op in ops for name in op.outputs}
-    yield from _used(ops)
+    yield from _values_used(ops)
     yield from (name for name in _names(results) if name not in defined)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line
+from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line, type_in_words
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import made_of, refuse_attacks
-from memopt_cli.loading.pickles.entries import listed, place_notes, place_of, state_dicts_in
+from memopt_cli.loading.module_pickle import build_data, refuse_attacks
+from memopt_cli.loading.pickles.entries import list_paths, place_notes, place_of, state_dicts_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.user_code import UserCode, make_importable
@@ -41,12 +41,12 @@ def build(location: str) -> nn.Module:
         make_importable(Path(location).resolve().parent, first=False)
         factory = user_function(location, "MODEL")
     else:
-        factory = _imported(location)
-    built = _made(factory, location)
-    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(step_made, factory, location))
+        factory = _import_module(location)
+    built = _call_factory(factory, location)
+    return built if isinstance(built, nn.Module) else StepModels(built, functools.partial(make_step, factory, location))
 
 
-def _imported(location: str) -> Callable[[], Any]:
+def _import_module(location: str) -> Callable[[], Any]:
     module, _, name = location.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -64,19 +64,19 @@ def _imported(location: str) -> Callable[[], Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def step_made(factory: Callable[[], Any], location: str) -> Step:
+def make_step(factory: Callable[[], Any], location: str) -> Step:
     """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
-    built = _made(factory, location)
+    built = _call_factory(factory, location)
     if not isinstance(built, Step):
-        raise FileFormatError(f"{location}() returned an instance of {type(built).__name__}, not a memopt_cli.Step")
+        raise FileFormatError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
     return built
 
 
-def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
+def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every subprocess must build the same parameters
-            made = factory()
+            product = factory()
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
@@ -88,11 +88,11 @@ def _made(factory: Callable[[], Any], location: str) -> nn.Module | Step:
                 "With `--fake`, tensors have no values, and it reads some: leave `--fake` out, or do not read values."
             )
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
-    if not isinstance(made, nn.Module | Step):
+    if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
-            f"{location}() returned an instance of {type(made).__name__}, neither an nn.Module nor a memopt_cli.Step"
+            f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"
         )
-    return made
+    return product
 
 
 def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
@@ -136,16 +136,16 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         )
     where = next(iter(fitting or state_dicts))
     if len(fitting) > 1 or (len(state_dicts) > 1 and not fitting):
-        names = listed(dict.fromkeys(fitting or state_dicts))
+        names = list_paths(dict.fromkeys(fitting or state_dicts))
         if not fitting:
             raise FileFormatError(
-                f"{file.path} holds {len(state_dicts)} state dicts, none of which fits: {names}",
-                hint=f"Name one to see what differs: `{quoted_flag('--key', '.'.join(where))}`",
+                f"{file.path} holds {len(state_dicts)} state dicts, and none fits: {names}",
+                hint=f"Name one to see the differences: `{quoted_flag('--key', '.'.join(where))}`.",
             )
         notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    weights: Mapping[str, Tensor] = made_of(file, pickled, state_dicts[where])
+    weights: Mapping[str, Tensor] = build_data(file, pickled, state_dicts[where])
     return weights
 
 
@@ -162,14 +162,14 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
 
 def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
     """Return the prefix, such as ``module.``, that each of ``names`` adds to ``own``; ``None`` if they differ more."""
-    plain = {_plain(name) for name in names}
-    if not own or len(plain) != len(own):
+    plain_names = {_plain(name) for name in names}
+    if not own or len(plain_names) != len(own):
         return None
     first = next(iter(own))
-    for name in plain:
+    for name in plain_names:
         if name.endswith(first):
             prefix = name[: len(name) - len(first)]
-            if plain == {prefix + other for other in own}:
+            if plain_names == {prefix + other for other in own}:
                 return prefix
     return None
 
@@ -180,7 +180,7 @@ def _plain(name: str) -> str:
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Say why ``weights`` do not fit, with the first few names of each kind; empty if names, shapes and kinds agree."""
+    """Return the reason why ``weights`` do not fit, with the first few names of each kind, or empty."""
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other_shape = [

@@ -1,4 +1,4 @@
-"""A note on language models whose forward fills a key-value cache for generating text, which training does not need."""
+"""A note on language models whose forward fills a key-value cache: generating text needs it, but training does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is given the cache to fill: that of an attention, a block, a model."""
+    """Return whether the forward of ``module`` is given the cache to fill, as in an attention, a block or a model."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return isinstance(code, CodeType) and bool(_CACHES & set(code.co_varnames[: _parameters(code)]))
 
@@ -48,11 +48,11 @@ def _fills_cache(module: nn.Module) -> bool:
         return False
     # A class that can be an encoder or a decoder, such as BERT's, makes a cache only as a decoder.
     is_either = "is_decoder" in code.co_names
-    decodes = not is_either or vars(module).get("is_decoder") is True or _configured(module, "is_decoder")
-    return decodes and _configured(module, "use_cache")
+    decodes = not is_either or vars(module).get("is_decoder") is True or _makes_cache(module, "is_decoder")
+    return decodes and _makes_cache(module, "use_cache")
 
 
-def _configured(module: nn.Module, name: str) -> bool:
+def _makes_cache(module: nn.Module, name: str) -> bool:
     # Read from ``vars``: ``getattr`` would run a property, which may be code of the user's file.
     config: Any = getattr(vars(module).get("config"), "__dict__", {})
     return config.get(name) is True

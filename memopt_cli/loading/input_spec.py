@@ -46,7 +46,7 @@ _LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "ste
 """Names that an input script may use for the usual symbols."""
 
 _MAX_READ = 1 << 22
-"""Most values of an input that is made with data in a dry run."""
+"""Maximum number of values in an input that is made with data in a dry run."""
 
 
 # ---------------------------------------------------------------------------------------------- finding a spec
@@ -68,7 +68,7 @@ def find_spec(
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
     6. a guess from the layers of ``module``.
 
-    Dimensions in ``given`` replace those of the description from another source.
+    Dimensions in ``given`` replace the dimensions of the description from another source.
     Raises :class:`UsageError` if nothing is known of the inputs, a symbol has no size, or no input has a symbol.
     """
     if given is not None and given.has_inputs:
@@ -82,7 +82,7 @@ def find_spec(
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
-                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`",
+                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`.",
             )
         spec = described
         if given is not None:
@@ -99,7 +99,7 @@ def find_spec(
 def read_spec_file(path: str | Path) -> InputSpec:
     """Read ``inputs: [{name, shape, dtype, values}]`` and ``dims: {B: 8}``; a shape is a list, or text as for ``-i``.
 
-    Raises :class:`UsageError` that names the file for a key that is unknown or missing and for a value that is wrong.
+    Raises :class:`UsageError`, which names the file, for an unknown or missing key and for a wrong value.
     """
     path = Path(path)
     data = read_yaml(path, "Write for example inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
@@ -131,20 +131,20 @@ def _read_tensor(item: Any) -> TensorSpec:
     return TensorSpec(name=name, shape=sizes, dtype=dtype, values=parse_values(str(item["values"]), dtype))
 
 
-def _check_keys(data: Any, known: tuple[str, ...], where: str) -> None:
+def _check_keys(data: Any, known_keys: tuple[str, ...], where: str) -> None:
     if not isinstance(data, dict):
-        raise UsageError(f"{where} must be a mapping with the keys {', '.join(known)}")
-    refuse_unknown(data, known, where)
+        raise UsageError(f"{where} must be a mapping with the keys {', '.join(known_keys)}")
+    refuse_unknown(data, known_keys, where)
 
 
 def _without_unused(spec: InputSpec) -> InputSpec:
     """Return ``spec`` without the optional dimensions that neither a shape nor the input script uses."""
     if not spec.optional_dims:
         return spec
-    taken = {size for tensor in spec.tensors for size in tensor.shape}
+    used_names = {size for tensor in spec.tensors for size in tensor.shape}
     if spec.script is not None:
-        taken |= _sizes_taken(inspect.signature(user_function(spec.script, "--input-script")).parameters)
-    dims = {name: size for name, size in spec.dims.items() if name in taken or name not in spec.optional_dims}
+        used_names |= _sizes_taken(inspect.signature(user_function(spec.script, "--input-script")).parameters)
+    dims = {name: size for name, size in spec.dims.items() if name in used_names or name not in spec.optional_dims}
     return replace(spec, dims=dims, optional_dims=())
 
 
@@ -207,9 +207,9 @@ def make_inputs(
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
-        made = _read_data(spec.data_file, spec.data_sha256)
+        inputs = _read_data(spec.data_file, spec.data_sha256)
     elif spec.script is not None:
-        made = _run_script(spec.script, spec.dims, seed)
+        inputs = _run_script(spec.script, spec.dims, seed)
     else:
         tensors = []
         for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
@@ -218,10 +218,10 @@ def make_inputs(
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
         return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
-    made = _place(made, device, dtype)
-    if isinstance(made, Mapping):
-        return (), dict(made)
-    return (tuple(made) if isinstance(made, list | tuple) else (made,)), {}
+    inputs = _place(inputs, device, dtype)
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
 
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
@@ -261,8 +261,8 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
 
 
-def _read_data(path: str, known: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be ``known`` unless that is ``None``."""
+def _read_data(path: str, expected_sha256: str | None) -> Any:
+    """Read the arguments in the file at ``path``, whose hash must be the expected one.  ``None``: any hash."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -275,16 +275,16 @@ def _read_data(path: str, known: str | None) -> Any:
             f"`{quoted_flag('--input-data', str(path))}` has an unknown ending", hint=f"Known: {', '.join(readers)}."
         )
     data = _data_of(path)
-    require_same(path, _sha256(data), known)
-    made = reader(data, path)
-    if isinstance(made, Mapping | list | tuple):
-        _require_few(len(made), path)
-    if any(tensor.is_meta for tensor in _tensors_in(made)):
+    require_same(path, _sha256(data), expected_sha256)
+    inputs = reader(data, path)
+    if isinstance(inputs, Mapping | list | tuple):
+        _require_few(len(inputs), path)
+    if any(tensor.is_meta for tensor in _tensors_in(inputs)):
         raise FileFormatError(
             f"{path} holds a tensor of the meta device, which has no data",
             hint="Save it again with tensors that have data.",
         )
-    return made
+    return inputs
 
 
 def _data_of(path: str) -> bytes:
@@ -346,11 +346,11 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
     argument for a size in ``dims``.
     """
     function = user_function(script, "--input-script")
-    known = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
+    sizes = {**{long: dims[short] for long, short in _LONG_NAMES.items() if short in dims}, **dims}
     arguments = {}
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
-        size = known.get(name, known.get(name.upper()))
+        size = sizes.get(name, sizes.get(name.upper()))
         if size is not None:
             arguments[name] = size
         elif parameter.default is parameter.empty and parameter.kind in (
@@ -388,7 +388,7 @@ def batch_of(spec: InputSpec) -> int:
     if spec.data_file is not None:
         made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
-    elif spec.script is not None:  # its function may call the size anything, so look at what it returns
+    elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
         made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
         hint = NO_BATCH_ARGUMENT
     else:

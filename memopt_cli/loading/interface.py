@@ -28,12 +28,12 @@ UNCHECKED_SCRIPT: Final = "If you trust where it came from, add `--trust-pickle`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """A file's bytes, read once, so that the bytes that are checked are the bytes that are loaded."""
+    """A file's bytes, read once, so that memopt loads the same bytes as it checks."""
 
     path: str
     data: bytes
     key: str | None = None
-    """The entry of the file to load, as keys joined by dots; ``None`` for the only model in the file."""
+    """The entry of the file to load, as keys joined by dots.  ``None``: the only model in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Loaded:
     wrappers: tuple[Wrapper, ...] = ()
     """Wrappers (``nn.DataParallel``) that the model has in the file and ``module`` has not, outermost first."""
     example_spec: InputSpec | None = None
-    """The inputs that the file carries; ``None`` if it carries none."""
+    """The inputs that the file carries.  ``None``: it carries none."""
 
 
 class Format(Protocol):
@@ -74,7 +74,7 @@ def no_model(path: str, tensors: int) -> FileFormatError:
     )
 
 
-def require_same(path: str, found: str, known: str | None) -> None:
-    """Raise :class:`ChangedFileError` if the hash ``found`` differs from ``known``; ``None``: no hash is known yet."""
-    if known not in (None, found):
+def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:
+    """Raise :class:`ChangedFileError` if ``sha256`` is not the expected hash.  ``None``: no hash is expected yet."""
+    if expected_sha256 not in (None, sha256):
         raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

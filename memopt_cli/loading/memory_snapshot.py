@@ -34,14 +34,14 @@ _PLAIN: Final = frozenset(
 """Opcodes that make plain containers, numbers and texts, and call nothing."""
 _MAX_HOLDERS: Final = 200
 _MAX_BYTES: Final = 1 << 30
-"""Most source lines that are reported, and most bytes of a snapshot that is read."""
+"""Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
 _MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Opcodes that the largest pickle may have, that any may have, and the bytes of a pickle that allow one more.
+"""Maximum number of opcodes of the largest pickle, and of any pickle, and bytes of a pickle that allow a further one.
 
 Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
 ``pickle`` writes 3 to 5 bytes for each."""
 _LARGEST_STACK: Final = 100_000
-"""Most values on the unpickler's stack: ``pickle`` moves them into containers a thousand at a time."""
+"""Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _LONGEST_NAME: Final = 4096  # of a source file
 _HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
@@ -53,7 +53,7 @@ _PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in
 
 
 class _PlainUnpickler(_Unpickler):
-    """Python's own unpickler, the one that is written in Python, with a check before every opcode."""
+    """The unpickler of Python's library that is written in Python, with a check before every opcode."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -92,9 +92,9 @@ class _PlainUnpickler(_Unpickler):
             if not all(type(key) is str for key in keys):
                 return "a key in it is not text"
         if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
-            return "it makes far more values than it puts anywhere"
+            return "it makes far more values than it stores"
         if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
-            return f"it holds far more values than its {self._size} bytes would"
+            return f"it holds far more values than fit into its {self._size} bytes"
         return ""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -187,7 +187,7 @@ class _Reading:
     def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
         # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
-        made = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
+        allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
             action, size = event.get("action"), _amount(event.get("size", 0))
@@ -199,20 +199,20 @@ class _Reading:
                 blocks.pop((failure.device, _amount(event["addr"])), None)
             elif action == "free_completed":
                 address = _amount(event["addr"])
-                blocks[failure.device, address] = {**made.get(address, {}), "size": size}
+                blocks[failure.device, address] = {**allocated_at.get(address, {}), "size": size}
         return reserved
 
     def _each(self, parts: Iterable[Any]) -> Iterator[Any]:
         for part in parts:
             self.left -= 1
             if self.left < 0:
-                raise ValueError("it refers to its parts over and over")
+                raise ValueError("it refers to its parts far too often")
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
-        """Return the source line that allocated ``block``; empty if no stack was recorded."""
+        """Return the source line that allocated ``block``, or empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
-        frames = block.get("frames") or next((made["frames"] for made in past if made.get("frames")), ())
+        frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:
             self.known[id(frames)] = self._innermost(frames)
         return self.known[id(frames)]
@@ -234,7 +234,7 @@ class _Failure:
     """A moment at which memory ran out."""
 
     device: int | None = None
-    """Index of the device; ``None`` if memory never ran out."""
+    """Index of the device.  ``None``: memory never ran out."""
     moment: int = 0
     """Time in microseconds."""
     asked_bytes: int = 0
@@ -248,7 +248,7 @@ class _Failure:
 def _text(value: Any) -> str:
     """Return the text ``value``; a container is refused, since turning it into text could take forever."""
     if not isinstance(value, str):
-        raise TypeError("text is something else")
+        raise TypeError("a value that must be text is not text")
     return value
 
 

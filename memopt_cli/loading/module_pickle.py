@@ -19,7 +19,7 @@ from torch import nn
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
-from memopt_cli.loading.pickles.audit import Audit, claimed, uses_in
+from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
@@ -49,7 +49,7 @@ from memopt_cli.runtime.script_code import UnsafeScript
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
 _LONGEST_FLAGS: Final = 4000
-"""Most characters of flags in a hint; a file that would need more gets the hint to load it unchecked."""
+"""Maximum number of characters of flags in a hint; a longer hint would say to load the file unchecked."""
 
 
 class ModulePickle:
@@ -66,12 +66,12 @@ class ModulePickle:
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-            found = module_in(pickled.pickle.root, file.key, file.path)
+            located = module_in(pickled.pickle.root, file.key, file.path)
         vouched = Vouched(trust, UserCode(trust.code_paths))
-        made = _make(file, pickled, found.root, kinds_of(storages_of(pickled), vouched), vouched)
-        if not isinstance(made, nn.Module):
-            raise FileFormatError(f"{file.path} holds {type_in_words(made)}, not a model", hint=_SAVE_AGAIN)
-        return Loaded(module=made, notes=found.notes, wrappers=found.wrappers)
+        model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+        if not isinstance(model, nn.Module):
+            raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
+        return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
 
 
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
@@ -88,20 +88,20 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
         file = ModelFile(path=path, data=data)
         pickled = read_pickled(file, limit)
         refuse_attacks(file, pickled.scan, UserCode(()))
-        return made_of(file, pickled, pickled.pickle.root)
+        return build_data(file, pickled, pickled.pickle.root)
     except (UnsafeFileError, FileFormatError) as err:
         kind = UnsafeFileError if isinstance(err, UnsafeFileError) else FileFormatError
         raise kind(err.message, hint="Save tensors in plain lists and dicts, with torch.save(tensors, path).") from err
 
 
-def made_of(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
+def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """Make the tensors and plain containers that ``root`` reaches.  Raises as :func:`load_tensors` does."""
     nobody = Vouched(Trust(), UserCode(()))
     return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
-def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
-    """Map each name that loading ``file`` would import to its refusal; ``None`` if it is allowed without any flag.
+def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
+    """Map each name that loading ``file`` would import to its refusal.  ``None``: allowed without any flag.
 
     If the file holds one model, only the names that the model needs are listed.
     """
@@ -111,14 +111,13 @@ def judged(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missi
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
-    known, unclaimed = claimed(uses_in(root), kinds_of(storages_of(pickled), nobody))
+    known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
-    if not any(
-        isinstance(verdict, Denied) for verdict in refused.values()
-    ):  # after a refusal, loading would import nothing
+    # After a refusal, loading would import nothing.
+    if not any(isinstance(verdict, Denied) for verdict in refused.values()):
         audit = Audit(root, known, nobody.vouches)
         refused |= dict(audit.refused)
         if not refused:
@@ -134,7 +133,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """Load ``file`` by Python's own unpickler, and return the only module in it, or its entry ``file.key``."""
     UserCode(trust.code_paths).run_scripts()
     try:
-        loaded = _unpickled(file)
+        loaded = _load_with_pickle(file)
     except Exception as err:  # a damaged file can make the unpickler raise anything
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
@@ -160,15 +159,13 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
-def _unpickled(file: ModelFile) -> Any:
+def _load_with_pickle(file: ModelFile) -> Any:
     try:
         return torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(
-            file.data
-        )  # ``torch.load`` reads only its own formats; this is for a file of ``pickle.dump``
+        return pickle.loads(file.data)  # a file of ``pickle.dump``: ``torch.load`` reads only its own formats
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:
@@ -188,7 +185,7 @@ def storages_of(pickled: PickledFile) -> Stored:
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with uncollected():
-        audit = audited(file, pickled, root, kinds, vouched)
+        audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
         with watched(file.path):
             return build(pickled.pickle, root, audit.recipes)
@@ -199,7 +196,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
-def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+def audit_objects(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
     """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
     Names are checked first, then the classes that they import, then the objects as a whole: a file that no flag could
@@ -207,12 +204,12 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
     Raises :class:`UnsafeFileError` for an object that must not be made, :class:`FileFormatError` for a broken one.
     """
     _refuse_many(file, pickled.scan.wanted)
-    known, unclaimed = claimed(uses_in(root), kinds)
-    _refuse_libraries(file, known)
+    claims, unclaimed = assign_kinds(uses_in(root), kinds)
+    _refuse_libraries(file, claims)
     verdicts = _unknown(unclaimed)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts, vouched.trust)  # before anything is imported
-    audit = Audit(root, known, vouched.vouches)
+    audit = Audit(root, claims, vouched.vouches)
     _refuse(file, [*verdicts, *audit.refused], vouched.trust)
     _refuse_exhausting(file, audit)
     _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
@@ -220,7 +217,7 @@ def audited(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Ki
 
 
 def _unknown(unclaimed: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
-    """Refuse each name of ``unclaimed``, the uses that no kind claims, once for each way in which it is used."""
+    """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use."""
     uses = {(use.name, use.how): use for use in unclaimed}
     return [(name, unknown(use)) for (name, _), use in uses.items()]
 
@@ -239,12 +236,12 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
         )
 
 
-def _refuse_libraries(file: ModelFile, known: Iterable[tuple[Use, Kind]]) -> None:
+def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, Kind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
-    wanted = {use.name.module for use, kind in known if isinstance(kind, Libraries)} - sys.modules.keys()
-    if len(wanted) > _MAX_IMPORTS:
+    modules = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
+    if len(modules) > _MAX_IMPORTS:
         raise FileFormatError(
-            f"{file.path} cannot be read: it uses {len(wanted)} modules of libraries; no model uses more than "
+            f"{file.path} cannot be read: it uses {len(modules)} modules of libraries; no model uses more than "
             f"{_MAX_IMPORTS}",
             hint=_BY_HAND,
         )
@@ -272,7 +269,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise Unvouched(
-            f"{file.path} was not loaded: {listed(reasons)}",
+            f"{file.path} was not loaded: {list_names(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
             else f"Remove {names} from the model and save it again. {UNCHECKED}",
@@ -311,11 +308,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
         else unchecked(together((trust, together_with)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
-    message = f"{file.path} was not loaded: {listed(beyond_help or denied)}"
+    message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"
     return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
 
 
-def listed(denied: Mapping[Global, Denied]) -> str:
+def list_names(denied: Mapping[Global, Denied]) -> str:
     """Say why the first few names in ``denied`` were denied, and how many more there are."""
     texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import math
 import os
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -28,6 +25,7 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_o
 from memopt_cli.loading.bounds import bounded, limited
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.loading.regex_cost import LONGEST_NAME, ListCost, matching_steps
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watched
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
@@ -40,34 +38,37 @@ _WEIGHTS: Final = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_CODE: Final = {
+_REFUSED_SETTINGS: Final = {
     "auto_map": "names code of its own",
     **dict.fromkeys(("use_kernels", "_use_kernels", "kernel_config"), "asks for kernels of a hub"),
-    "attribute_map": "gives attributes other names",
+    "attribute_map": "renames attributes, by which a setting could reach one that memopt has not checked",
     "custom_pipelines": "names code of its own",
     **dict.fromkeys(
         ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
-        "is for a model of another library, which reads files and hubs by it",
+        "names files or models on a hub, which another library would read",
     ),
     "megatron_config": "names a module to import",
-    "layer_replication": "copies layers, as often as it says",
-    "quantization_config": "is of a quantized model, whose kernels memopt does not know",
+    "layer_replication": "copies layers any number of times",
+    "quantization_config": "belongs to a quantized model, whose kernels memopt does not know",
 }
-"""Settings that make a library import something else, or a model that cannot be trained -> why they are refused."""
+"""Setting -> the reason why it is refused: it makes a library import code, or makes a model that cannot be trained."""
 _IMPLEMENTATIONS: Final = {
     "attn_implementation": ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm", None),
 }
 """Implementations of attention and of experts that are transformers' own: any other name is a kernel on a hub."""
-_SHOWN: Final = 3
-"""Names of weights that an error lists."""
+_MAX_LISTED: Final = 3
+"""Maximum number of names of weights in an error."""
+
+_OFFLINE: Final = "HF_HUB_OFFLINE"
+"""Environment variable that keeps libraries from looking names up on a hub."""
 
 _IN_CODE: Final = "Build it in code of your own: package.module:callable."
 _SAVE: Final = "Save it again with model.save_pretrained(folder)."
 
 
 def load_pretrained(location: str) -> tuple[Loaded, str]:
-    """Load the model in the folder ``location``, in training mode on the CPU, with a hash of the files that make it.
+    """Load the model in the folder ``location``, in training mode on the CPU, with a hash of its files.
 
     Raises :class:`UsageError` for a folder without a model, :class:`UnsafeFileError` for settings that name code, and
     :class:`FileFormatError` if the folder is damaged, or if the library is missing or refuses it.
@@ -97,9 +98,6 @@ def _offline() -> Iterator[None]:
             os.environ[_OFFLINE] = before
 
 
-_OFFLINE: Final = "HF_HUB_OFFLINE"
-
-
 def _model(folder: Path, digest: Any) -> nn.Module:
     settings = _settings(folder / MODEL_SETTINGS, digest)
     if "_diffusers_version" in settings:
@@ -109,7 +107,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or not name.isidentifier() or len(name) > _LONGEST_NAME:
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > LONGEST_NAME:
         raise FileFormatError(
             f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shortened(names)})", hint=_SAVE
         )
@@ -138,14 +136,14 @@ def _model(folder: Path, digest: Any) -> nn.Module:
 
 
 def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse numbers in ``settings`` far beyond the weights: libraries make lists of that length before any module."""
+    """Refuse numbers in ``settings`` far beyond the weights: libraries make lists of such lengths before any module."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
-    most = max(_MAX_COUNTED, len(weights), largest)
+    most = max(_MAX_COUNT, len(weights), largest)
     for key, value in _all_settings(settings):
-        counted = sum(_whole_numbers(value)) if _COUNT.fullmatch(key) else 0
+        counted = sum(_whole_numbers(value)) if _COUNT_NAME.fullmatch(key) else 0
         if counted > most:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key[:_LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
+                f"{folder} was not loaded: its {key[:LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
                 "have",
                 hint=_SAVE,
             )
@@ -158,12 +156,12 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield max(value, 0)
 
 
-_COUNT: Final = re.compile(
+_COUNT_NAME: Final = re.compile(
     r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"
     r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
 )
 """Names of settings that count things: ``num_hidden_layers``, ``depths``."""
-_MAX_COUNTED: Final = 10_000  # that a setting may ask for, even beside few weights
+_MAX_COUNT: Final = 10_000  # a setting may ask for this number even if there are few weights
 
 
 @contextmanager
@@ -198,21 +196,21 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
-    for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of another shape than")):
-        keys = sorted((key if isinstance(key, str) else str(key[0]))[:_LONGEST_NAME] for key in info.get(kind) or ())
+    for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of other shapes than")):
+        keys = sorted((key if isinstance(key, str) else str(key[0]))[:LONGEST_NAME] for key in info.get(kind) or ())
         if keys:
-            more = ", …" if len(keys) > _SHOWN else ""
-            raise FileFormatError(f"{folder} {what} {name}: {', '.join(keys[:_SHOWN])}{more}", hint=_SAVE)
+            more = ", …" if len(keys) > _MAX_LISTED else ""
+            raise FileFormatError(f"{folder} {what} {name}: {', '.join(keys[:_MAX_LISTED])}{more}", hint=_SAVE)
 
 
 def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Load an adapter and its base model, which may be in any folder of this machine: a note names the folder."""
     settings = _settings(folder / ADAPTER_SETTINGS, digest)
-    named = settings.get("base_model_name_or_path")
-    base_folder = base_of(str(folder), named)
+    base_name = settings.get("base_model_name_or_path")
+    base_folder = base_of(str(folder), base_name)
     if base_folder is None:
         raise FileFormatError(
-            f"{folder} is an adapter of {shortened(named)}, which is not a folder here",
+            f"{folder} is an adapter of {shortened(base_name)}, which is not a folder on this machine",
             hint="Save the base with save_pretrained, and put its folder into "
             f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
@@ -227,14 +225,16 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     _refuse_ranks(folder, settings, weights)
     peft = _library("peft", folder)
     with _building(folder, "peft", weights):
-        return _adapted(peft, model, settings, adapter), (f"The adapter is applied to the base in {base.resolve()}.",)
+        return _apply_adapter(peft, model, settings, adapter), (
+            f"The adapter is applied to the base in {base.resolve()}.",
+        )
 
 
-def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
+def _apply_adapter(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Put the adapter on ``model`` as ``PeftModel.from_pretrained`` does, but by checked settings, not the folder's."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
-    known = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
-    config = kind.from_peft_type(**kind.check_kwargs(**known))
+    settings_of_kind = {key: value for key, value in settings.items() if key != "runtime_config"}  # as PEFT itself does
+    config = kind.from_peft_type(**kind.check_kwargs(**settings_of_kind))
     config.inference_mode = False
     wrapper = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
     adapted: nn.Module = wrapper(model, config)
@@ -243,16 +243,16 @@ def _adapted(peft: Any, model: nn.Module, settings: dict[str, Any], weights: dic
 
 
 def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse adapters whose kind or settings memopt does not know: some make PEFT read other models and files."""
+    """Refuse adapters whose kind or settings memopt does not know: PEFT might read other models and files."""
     kind = settings.get("peft_type")
     if kind not in _ADAPTERS:
         raise UnsafeFileError(
-            f"{folder} was not loaded: it is an adapter of the kind {shortened(kind)}, which may read other files",
-            hint=f"Known kinds: {', '.join(_ADAPTERS)}. Build others in code of your own: package.module:callable.",
+            f"{folder} was not loaded: its peft_type is {shortened(kind)}, whose adapters may read other files",
+            hint=f"memopt loads {', '.join(_ADAPTERS)}. Build other adapters in code: package.module:callable.",
         )
     steps = 0.0
     for key, value in settings.items():
-        texts, shown = [value] if isinstance(value, str) else list(_texts(value)), key[:_LONGEST_NAME]
+        texts, shown = [value] if isinstance(value, str) else list(_texts(value)), key[:LONGEST_NAME]
         if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
             raise UnsafeFileError(
                 f"{folder} was not loaded: memopt does not know its {shown}, which may name a file: "
@@ -260,11 +260,11 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
                 hint=f"Remove {shown} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
-            steps += _PARSING + _most_steps(text)
+            steps += matching_steps(text)
             if steps > _MAX_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
-                    f"{text[:_LONGEST_NAME]!r}",
+                    f"{text[:LONGEST_NAME]!r}",
                     hint="List the names of the modules instead.",
                 )
 
@@ -272,20 +272,16 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
 def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> None:
     """Refuse lists of names that PEFT would take forever to compare with the ``places`` module names of the base.
 
-    PEFT takes some names for regular expressions.  If there are more than Python's cache of compiled expressions
-    holds, PEFT compiles each again for every name of the base.
+    PEFT takes some names for regular expressions.
     """
-    listed = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
-    names = sum(map(len, listed.values()))
-    compilations = 1 if names <= _REMEMBERED or settings["peft_type"] == "ADALORA" else places
+    lists = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
+    listed = sum(map(len, lists.values()))
+    cost = ListCost(places=places, listed=listed, recompiles=settings["peft_type"] != "ADALORA")
     steps = 0.0
-    for key, texts in listed.items():
+    for key, texts in lists.items():
         for text in texts:
-            steps += _COMPARING * (names + places) + _SUFFIX * len(text) * (1 + text.count("."))
-            if key in _EXPRESSIONS:
-                steps += places * _most_steps(rf"(.*\.)?({text})$")
-                steps += compilations * (_COMPILING + _COMPILING_CHARACTER * len(text))
-            if steps > _MAX_STEPS_OF_LISTS:
+            steps += cost.steps_for(text, is_expression=key in _EXPRESSIONS)
+            if steps > _MAX_LIST_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has {len(texts)} names in its {key}, which take far too long to be "
                     f"found among the {places} of its base",
@@ -300,8 +296,8 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
     numbers = {key: _numbers(value) for key, value in settings.items() if key not in _FREE_NUMBERS}
     numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
     for key, sizes in numbers.items():
-        if any(not number <= max(_MAX_COUNTED, largest) for number in sizes):
-            what = f"its {key[:_LONGEST_NAME]}, {max(sizes):.15g}"
+        if any(not number <= max(_MAX_COUNT, largest) for number in sizes):
+            what = f"its {key[:LONGEST_NAME]}, {max(sizes):.15g}"
             raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
 
 
@@ -332,81 +328,11 @@ _PATTERNS: Final = frozenset(
 )
 """Settings that name modules; PEFT takes a single text for a regular expression, and a list for names."""
 _EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
-"""Settings in which the items of a list are regular expressions, too."""
+"""Settings in which also the items of a list are regular expressions."""
 _MAX_STEPS: Final = 4 * 10**6
-"""Steps of the regular expression engine to match all expressions of an adapter with one name, at most."""
-_PARSING: Final = 50
-"""Steps to parse an expression in this file."""
-_MAX_STEPS_OF_LISTS: Final = 10**10
-"""Steps of some 10 ns for all lists of an adapter, at most."""
-_COMPARING, _SUFFIX, _COMPILING, _COMPILING_CHARACTER = 10, 10, 10_000, 250
-"""Steps to compare two names, to keep a character of a suffix, to compile an expression, and a character of it."""
-_REMEMBERED: Final = 400
-"""Expressions that Python's cache surely holds: it has 512 places, shared with everything else in the process."""
-_LONGEST_NAME: Final = 80
-"""Characters of a module's name that estimates assume, and that messages show."""
-
-
-def _most_steps(pattern: str) -> float:
-    """Return the most ways in which ``pattern`` can match a name, all of which may be tried; infinite if unknown.
-
-    A gap, such as ``.*``, takes any number of characters.  The two gaps in ``.*layer.*`` can share out the 80
-    characters of a name in ``comb(82, 2)`` = 3,321 ways.  A repetition of anything but single characters, as in
-    ``(a+)+``, has exponentially many.
-    """
-    if len(pattern) > _LONGEST_PATTERN:
-        return math.inf
-    try:
-        gaps, ways = _freedom(sre_parser.parse(pattern))
-    except (re.error, RecursionError, OverflowError):
-        return math.inf
-    return ways * math.comb(_LONGEST_NAME + gaps, gaps)
-
-
-def _freedom(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
-    """Return the number of gaps in the sequence ``parts``, and the number of ways to match the rest."""
-    gaps, ways = 0, 1.0
-    for kind, value in parts:
-        more, times = _freedom_of(str(kind), value)
-        gaps, ways = gaps + more, ways * times
-    return gaps, ways
-
-
-def _freedom_of(kind: str, value: Any) -> tuple[int, float]:
-    if kind in _ONE_CHARACTER or kind == "AT":
-        return 0, 1
-    if kind == "SUBPATTERN":
-        return _freedom(value[-1])
-    if kind in ("ASSERT", "ASSERT_NOT"):
-        return _freedom(value[1])
-    if kind == "BRANCH":
-        return _choice(value[1])
-    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        _, most, repeated = value
-        if most <= 1:
-            gaps, ways = _freedom(repeated)
-            return gaps, 1 + ways
-        is_simple = [str(part) for part, _ in repeated] in [[single] for single in _ONE_CHARACTER]
-        return (1, 1) if is_simple else (0, math.inf)
-    return 0, math.inf
-
-
-def _choice(alternatives: Iterable[Any]) -> tuple[int, float]:
-    """Return the most gaps in one of ``alternatives``, and the number of ways to match any of them.
-
-    Alternatives that begin with different characters exclude each other, so their ways do not add up.
-    """
-    gaps, ways = 0, Counter[Any]()
-    for alternative in alternatives:
-        more, times = _freedom(alternative)
-        gaps = max(gaps, more)
-        begins = str(alternative[0]) if len(alternative) and str(alternative[0][0]) == "LITERAL" else ""
-        ways[begins] += times  # type: ignore[assignment]
-    return gaps, ways.pop("", 0) + max(ways.values(), default=0)
-
-
-_ONE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
-_LONGEST_PATTERN: Final = 4000  # characters of a regular expression that is analysed
+"""Maximum number of steps of the regular expression engine to match all expressions of an adapter with one name."""
+_MAX_LIST_STEPS: Final = 10**10
+"""Maximum number of steps, of some 10 ns each, for all lists of an adapter."""
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -415,7 +341,7 @@ _LONGEST_PATTERN: Final = 4000  # characters of a regular expression that is ana
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
     try:
         data = read_bytes(path, MAX_BYTES)
-        settings = _decoded(read_json(data, infinite=True))
+        settings = _decode_numbers(read_json(data, infinite=True))
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE) from err
@@ -426,25 +352,25 @@ def _settings(path: Path, digest: Any) -> dict[str, Any]:
     return settings
 
 
-def _decoded(settings: Any) -> Any:
+def _decode_numbers(settings: Any) -> Any:
     """Return ``settings`` with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(settings, list):
-        return [_decoded(value) for value in settings]
+        return [_decode_numbers(value) for value in settings]
     if not isinstance(settings, dict):
         return settings
     if settings.keys() == {"__float__"} and settings["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(settings["__float__"])
-    return {key: _decoded(value) for key, value in settings.items()}
+    return {key: _decode_numbers(value) for key, value in settings.items()}
 
 
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
     for key, value in _all_settings(settings):
-        if key in _CODE and value:
-            raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_CODE[key]}", hint=_IN_CODE)
+        if key in _REFUSED_SETTINGS and value:
+            raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_REFUSED_SETTINGS[key]}", hint=_IN_CODE)
         if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
             raise UnsafeFileError(
-                f"{path.parent} was not loaded: its {key[:_LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
-                hint=f"Remove {key[:_LONGEST_NAME]} from {path.name}.",
+                f"{path.parent} was not loaded: its {key[:LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
+                hint=f"Remove {key[:LONGEST_NAME]} from {path.name}.",
             )
 
 
@@ -481,11 +407,11 @@ def files_of_weights(folder: Path) -> list[str]:
     return _files_of_weights(folder, (_ADAPTER_WEIGHTS,) if is_adapter else _WEIGHTS)
 
 
-def _files_of_weights(folder: Path, known: Sequence[str]) -> list[str]:
-    found = next((name for name in known if (folder / name).is_file()), None)
-    if found is None:
-        raise FileFormatError(f"{folder} has no weights: no {known[0]}", hint=_SAVE)
-    return _shards(folder / found) if found.endswith(".json") else [found]
+def _files_of_weights(folder: Path, names: Sequence[str]) -> list[str]:
+    first = next((name for name in names if (folder / name).is_file()), None)
+    if first is None:
+        raise FileFormatError(f"{folder} has no weights: no {names[0]}", hint=_SAVE)
+    return _shards(folder / first) if first.endswith(".json") else [first]
 
 
 def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
@@ -505,7 +431,9 @@ def _read(path: Path, digest: Any) -> bytes:
     try:
         data = read_bytes(path)
     except OSError as err:
-        raise FileFormatError(f"{path} cannot be read: {err.strerror}", hint="Check who may read it.") from err
+        raise FileFormatError(
+            f"{path} cannot be read: {err.strerror}", hint="Check the permissions of the file."
+        ) from err
     digest.update(data)
     return data
 
@@ -518,9 +446,7 @@ def _shards(index: Path) -> list[str]:
         raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
-            raise FileFormatError(
-                f"{index} names something that is not a file beside it: {shortened(name)}", hint=_SAVE
-            )
+            raise FileFormatError(f"{index} names a file that does not lie beside it: {shortened(name)}", hint=_SAVE)
     return list(names)
 
 
@@ -532,5 +458,6 @@ def _library(name: str, folder: Path) -> Any:
         return importlib.import_module(name)
     except Exception as err:  # importing runs the package's code, which may raise anything
         raise FileFormatError(
-            f"{folder} needs {name}, which cannot be imported: {first_line(err)}", hint=f"pip install {name}"
+            f"{folder} needs {name}, which cannot be imported: {first_line(err)}",
+            hint=f"Install it: `pip install {name}`.",
         ) from err

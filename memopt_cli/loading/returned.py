@@ -1,7 +1,7 @@
-"""Checking the optimized model's file, which comes from a subprocess that the original may have taken over.
+"""Checking the optimized model's file: the original may have taken over the subprocess that wrote it.
 
 A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
-use no class of a library, or of the user's, that the original does not use.  It may hold nothing besides the model: its
+use no class of a library, or of the user's, that the original does not use.  It may hold only the model: its
 later reader may be ``torch.load``, which makes everything in a file, needed or not.
 """
 
@@ -18,8 +18,8 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS
 from memopt_cli.loading import format_of, read_file, read_same
 from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.module_pickle import ModulePickle, audited, refuse_attacks, storages_of
-from memopt_cli.loading.pickles.audit import claimed, uses_in
+from memopt_cli.loading.module_pickle import ModulePickle, audit_objects, refuse_attacks, storages_of
+from memopt_cli.loading.pickles.audit import assign_kinds, uses_in
 from memopt_cli.loading.pickles.kinds import kinds_of
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Recipe
 from memopt_cli.loading.pickles.kinds.modules import Libraries
@@ -48,10 +48,10 @@ def check_returned(path: str, source: ModelSource) -> int:
     trust = Trust(packages=("peft",)) if adapts else source.trust
     vouched = Vouched(trust, UserCode(trust.code_paths))
     with uncollected():
-        known = None if is_folder else _classes_of_original(source, vouched)
+        original_classes = None if is_folder else _classes_of_original(source, vouched)
         file = replace(read_file(path), path="the file")
         try:
-            _check(file, known, vouched)
+            _check(file, original_classes, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
                 f"the subprocess returned something that is not an optimized model: {err.message}", hint=_HINT
@@ -65,10 +65,10 @@ def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
 
 
-def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
+def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
-    ``known``: the :func:`_classes` of the original; ``None`` for a folder of ``save_pretrained``, which names none.
+    ``original_classes``: the :func:`_classes` of the original.  ``None``: it is a folder, which names no classes.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")
@@ -76,8 +76,10 @@ def _check(file: ModelFile, known: set[tuple[str, bool]] | None, vouched: Vouche
     refuse_attacks(file, pickled.scan, vouched.code)
     if NESTED in pickled.scan.wanted or _makes_more(pickled):
         raise UnsafeFileError("it creates objects that are not part of the model")
-    audited(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
-    if known is not None and (added := {name for name, _ in set(_classes(pickled, vouched)) - known}):
+    audit_objects(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
+    if original_classes is not None and (
+        added := {name for name, _ in set(_classes(pickled, vouched)) - original_classes}
+    ):
         raise UnsafeFileError(
             f"it has {', '.join(sorted(added))}, which the original does not have, or has in another form"
         )
@@ -87,15 +89,15 @@ def _makes_more(pickled: PickledFile) -> bool:
     """Return whether the file imports or makes anything that its model does not use.
 
     A nested class is no exception: to name ``Outer.Inner``, protocol 2 imports ``Outer`` and makes a call that asks it
-    for ``Inner``, both of which the model uses only by that name.
+    for ``Inner``, and the model uses both only by that name.
     """
     root = pickled.pickle.root
     reached = {id(value) for value in reachable(root)}
     used = {str(use.name) for use in uses_in(root)}
     used |= {name.rpartition(".")[0] for name in used}
     dropped = [step.node for step in pickled.pickle.steps if id(step.node) not in reached]
-    made = (str(within_class(node)) for node in dropped if isinstance(node, Built))
-    return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), made))
+    callees = (str(within_class(node)) for node in dropped if isinstance(node, Built))
+    return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), callees))
 
 
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
@@ -104,13 +106,13 @@ def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool
     A class has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.
     """
-    known, _ = claimed(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
+    known, _ = assign_kinds(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
     recipes: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
     for use, kind in known:
         if not isinstance(kind, Libraries | Vouched):
             continue
-        named = use.name, use.how
-        recipe = recipes[named] = recipes.get(named) or kind.recipe(use)
+        key = use.name, use.how
+        recipe = recipes[key] = recipes.get(key) or kind.recipe(use)
         known_class = recipe.kind if isinstance(recipe, Recipe) else None
         name = (
             f"{known_class.__module__}.{known_class.__qualname__}" if isinstance(known_class, type) else str(use.name)

@@ -21,14 +21,14 @@ from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_line
 from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
 
 _DEEPEST: Final = 400
-"""Most objects nested in each other: PyTorch takes them apart by recursion."""
+"""Maximum depth of nested objects: PyTorch takes them apart by recursion."""
 _MAX_ITEMS: Final = 4_000_000
-"""Most values in one object, each counted as often as it is reached: PyTorch makes that many Python objects."""
+"""Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
 _MIN_CODE, _EXPANSION, _MAX_CODE = 1 << 18, 8, 4 << 20
 """Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
 code takes 300 of memory."""
 _READ: Final = 4
-"""Most bytes of storages that a pickle may read, for each byte of its storages."""
+"""Maximum bytes of storages that a pickle may read, for each byte of its storages."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
 """Pickles whose tensors are made when the archive is loaded; the pickle of traced inputs has no data."""
 _NAMES: Final = re.compile(
@@ -75,7 +75,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
     kinds = {record: kind_of(record) for record in archive.sizes}
     code = [name for name in kinds if kinds[name] == "code"]
     if sum(archive.sizes[name] for name in code) > min(_MIN_CODE + _EXPANSION * len(data), _MAX_CODE):
-        raise ValueError("it has far more code than a model of its size does")
+        raise ValueError("it has far more code than a model of its size needs")
     trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in code})
     if misplaced := [name for name in trees if not name.startswith("code/") or not name.endswith(".py")]:
         raise UnsafeScript(f"a record named {misplaced[0]}, which memopt does not know")
@@ -94,13 +94,13 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     check_classes(data)
     pickle = scan_pickle(io.BytesIO(data), scan)
     _check_opcodes(data)
-    made = [step.node for step in pickle.steps if step.action == "make"]
+    nodes = [step.node for step in pickle.steps if step.action == "make"]
     for wanted in scan.wanted:
         if not _NAMES.fullmatch(str(wanted)):
             raise UnsafeScript(f"the name {wanted} in {record}")
     scan.wanted.clear()
     walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
-    for node in made:
+    for node in nodes:
         _check_known(node)
         if reason := walk.endless(node):
             raise ValueError(f"its objects {reason}")
@@ -110,10 +110,10 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     if record in _NEEDED:
         folder = record.removesuffix(".pkl") + "/"
         sizes = {n.removeprefix(folder): size for n, size in archive.sizes.items() if n.startswith(folder)}
-        check_tensors(made, sizes, 0)
-        # PyTorch reads a storage again wherever a pickle names it; the pickles that it writes name it once.
-        if sum(storage.size_bytes for storage in map(storage_of, made) if storage) > _READ * sum(sizes.values()):
-            raise ValueError("it reads its storages again and again")
+        check_tensors(nodes, sizes, 0)
+        # PyTorch reads a storage each time that a pickle names it; its own pickles name a storage once.
+        if sum(storage.size_bytes for storage in map(storage_of, nodes) if storage) > _READ * sum(sizes.values()):
+            raise ValueError("it reads its storages far too often")
     elif record.endswith(".debug_pkl"):
         check_lines(pickle.root)
     return pickle

@@ -37,8 +37,8 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
                 methods.append(lifting.method(name, method.schema, own=True))
             except Unliftable as reason:
                 failures[name] = str(reason)
-    _, _, named = program_of(script).qualified_name.rpartition(".")
-    program = (VERSION, named if is_name(named) else "Lifted", tuple(methods), functions.reached(methods))
+    _, _, class_name = program_of(script).qualified_name.rpartition(".")
+    program = (VERSION, class_name if is_name(class_name) else "Lifted", tuple(methods), functions.reached(methods))
     return ScriptClass(program, tuple(constants), failures)
 
 
@@ -92,7 +92,7 @@ class _Functions:
         return self.names[qualified]
 
     def reached(self, methods: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-        """Return the functions that ``methods`` call, directly or not, in the order in which they were lifted."""
+        """Return the functions that ``methods`` call, directly or not, in the order of lifting."""
         wanted, queue = set(), list(methods)
         while queue:
             for node in nodes_of(queue.pop()[3]):

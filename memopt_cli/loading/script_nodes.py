@@ -32,7 +32,7 @@ class Unliftable(Exception):
 
 
 def find_module(script: Any, path: Path) -> Any:
-    """Return the module at ``path`` in ``script``; ``None`` if there is none."""
+    """Return the module at ``path`` in ``script``, or ``None`` if there is none."""
     for name in path:
         script = children_of(script)[name] if script is not None and name in children_of(script) else None
     return script

@@ -21,7 +21,7 @@ _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
-"""Most bytes of one source: it is put together from lines, and a line that is stored once may be used many times."""
+"""Largest size of one source in bytes: its lines are stored once, and each may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -51,7 +51,7 @@ class _Class:
 
 
 class ScriptObjects:
-    """The classes that an archive's code declares, to which its objects are compared."""
+    """The classes that an archive's code declares; its objects are compared with them."""
 
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
@@ -85,7 +85,7 @@ class ScriptObjects:
             return
         name = str(node.callee)
         if (node.items or node.entries or node.has_state) and node.how in ("called", "stored"):
-            raise ValueError(f"it fills what {name} made")
+            raise ValueError(f"it fills an object that {name} made")
         if node.how == "created":
             self._check_object(node, name)
         elif node.how == "called" and name.startswith("__torch__."):
@@ -95,7 +95,7 @@ class ScriptObjects:
             match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
-            raise ValueError("a container is not of the type that it is given")
+            raise ValueError("a container does not have its declared type")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
         """Return whether making ``node`` copies the tensors of its state, as packed weights of quantized layers do."""
@@ -109,12 +109,12 @@ class ScriptObjects:
         if not node.has_state or node.items or node.entries:
             raise ValueError(f"an object of {name} is not made in one step")
         if name.startswith(NATIVE):
-            if not is_packed(name, _untagged(node.state)):
+            if not is_packed(name, _strip_type_tag(node.state)):
                 raise ValueError(f"an object of {name} has a state that PyTorch does not write")
             return
         if known is None or known.base in ("Enum", "NamedTuple", "Interface", "ModuleInterface"):
             raise ValueError(f"its code has no class {name}")
-        state = _untagged(node.state)
+        state = _strip_type_tag(node.state)
         if not _is_plain(state, DICT) and not known.restores:
             raise ValueError(f"an object of {name} has no attributes")
         for attribute, value in entries_of(state):
@@ -137,7 +137,7 @@ class ScriptObjects:
             case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
                 return any(self._fits(value, inner) for inner in kinds)
             case ast.Subscript(value=ast.Name(id=name), slice=inner):
-                return self._contains(_untagged(value), name, inner)
+                return self._contains(_strip_type_tag(value), name, inner)
             case ast.Attribute():
                 return self._is_object(value, ast.unparse(kind))
         return False
@@ -172,8 +172,8 @@ def _is_plain(value: Any, kind: Global) -> bool:
     return isinstance(value, Built) and value.how == "plain" and value.callee == kind
 
 
-def _untagged(value: Any) -> Any:
-    """Return the container inside ``value`` if that is a call which gives a container its type, else ``value``."""
+def _strip_type_tag(value: Any) -> Any:
+    """Return the container in ``value``, a call that gives a container its type; ``value`` itself otherwise."""
     match value:
         case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
             return value.argument_items()[0]
@@ -219,7 +219,7 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
         case None, (str(text), None | str(), int(line)) if line >= 0:
             return len(text.encode("utf-8", "replace"))
         case list(), (lines, int(name), int(line)) if 0 <= name < len(sizes) and line >= 0:
-            indices = _untagged(lines)
+            indices = _strip_type_tag(lines)
             if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
                 size = sum(sizes[i] for i in indices.items)
                 return size if size <= _LONGEST_SOURCE else -1

@@ -99,7 +99,7 @@ def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
 
 
 class _Lifting:
-    """Lifts a tree of script modules, and collects notes on those that must stay TorchScript."""
+    """Lifts a tree of script modules, and collects notes on the modules that must stay TorchScript."""
 
     def __init__(self, root: ScriptModule, unit: Any) -> None:
         self.notes: list[str] = []
@@ -161,7 +161,7 @@ class _Lifting:
             _note(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
     def _reason(self, script: Any) -> str:
-        """Say why ``script`` cannot be lifted; empty if it can."""
+        """Return the reason why ``script`` cannot be lifted, or empty."""
         name = program_of(script).qualified_name
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")
@@ -187,7 +187,7 @@ class _Lifting:
 
 
 def _is_tensor(script: Any, name: str) -> bool:
-    """Return whether ``name`` is a parameter or buffer, which can be read even in a part that stays TorchScript."""
+    """Return whether ``name`` is a parameter or buffer: these can be read even in a part that stays TorchScript."""
     return name in parameters_of(script) or name in buffers_of(script)
 
 

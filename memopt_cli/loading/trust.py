@@ -45,7 +45,7 @@ _HANDLE: Final = Global("torch.utils.hooks", "RemovableHandle")
 _CODE_PICKLERS: Final = ("cloudpickle", "dill")
 """Packages that store functions as code."""
 _CYTHON: Final = "__pyx_unpickle_"
-"""Prefix of the functions that unpickle classes of compiled modules, which have no source to look at."""
+"""Prefix of the functions that unpickle classes of compiled modules, without a source to look at."""
 _DISTRIBUTIONS: Final = {
     "cv2": "opencv-python",
     "sklearn": "scikit-learn",
@@ -101,7 +101,7 @@ def is_attack(wanted: Global) -> bool:
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
-    """Return the package among ``wanted`` that stores functions as code; empty if there is none."""
+    """Return the package among ``wanted`` that stores functions as code, or empty if there is none."""
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 
@@ -116,7 +116,7 @@ def attack(wanted: Global) -> Denied:
 
 
 def unknown(use: Use) -> Denied | Missing:
-    """Return the refusal of a name that no kind of object claims, with the flags that would allow it."""
+    """Return the refusal of an unclaimed name, with the flags that would allow the name."""
     wanted = use.name
     if wanted.module == "__main__":
         return needs_script(wanted)
@@ -127,12 +127,12 @@ def unknown(use: Use) -> Denied | Missing:
     here = _is_here(wanted)
     if wanted.package in TOO_WIDE:
         remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None
-        return Denied("is not something that memopt builds from a file", remedy)
+        return Denied("is not a name that memopt builds objects of", remedy)
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
         return Denied("is code in this folder, which nobody vouched for", Trust(code_paths=(".",)))
-    # A name that the source only imports may be a function, too; that shows when the package is imported later.
+    # A name that the source only imports may also be a function; this shows when the package is imported later.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))
     return Denied("comes from a package that memopt does not know", remedy)
@@ -143,8 +143,12 @@ def how_to_install(wanted: Global) -> str:
     if not wanted.package.isidentifier():
         return "The file was made by hand, or is damaged."
     name = _DISTRIBUTIONS.get(wanted.package, wanted.package)
-    known = name != wanted.package or any(wanted.package == library.partition(".")[0] for library in LIBRARIES)
-    install = f"pip install {name}" if known else "install its package, if you trust where the file came from"
+    is_known_library = name != wanted.package or any(
+        wanted.package == library.partition(".")[0] for library in LIBRARIES
+    )
+    install = (
+        f"pip install {name}" if is_known_library else "install its package, if you trust where the file came from"
+    )
     if _is_here(wanted):
         return f"If the {wanted.package} in this folder is your own: `--code-path .`; else {install}."
     return f"If it is code of your own, name the folder that holds it: `--code-path FOLDER`; else {install}."

@@ -40,7 +40,7 @@ class UserCode:
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
     def find(self, wanted: Global) -> Any:
-        """Import the module of ``wanted``, and return the class or function that it defines under that name.
+        """Import the module of ``wanted``, and return its class or function of that name.
 
         Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
         only imports, such as ``os.system``, is not the user's own code.
@@ -106,7 +106,7 @@ class UserCode:
 
 
 def file_in(folder: Path, module: str) -> Path | None:
-    """Return the file in ``folder`` from which Python would import ``module``; ``None`` if there is none."""
+    """Return the file in ``folder`` from which Python would import ``module``, or ``None`` if there is none."""
     parts = module.split(".")
     if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
         return None

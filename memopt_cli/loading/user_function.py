@@ -18,31 +18,31 @@ from memopt_cli.text.misnamed import definitions
 
 
 def user_function(
-    reference: str, flag: str, known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    reference: str, flag: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Callable[..., Any]:
     """Return the function that ``reference``, ``file.py:function``, names.
 
-    The file runs without any check: a user who names it on the command line wants it to run.  ``known``: reference ->
-    function, for functions in memory.  Raises :class:`UsageError`, which names ``flag``, if there is none.
+    The file runs without any check: a user who names it on the command line wants it to run.  ``functions``: reference
+    -> function, for functions in memory.  Raises :class:`UsageError`, which names ``flag``, if there is no function.
     """
-    if reference in known:
-        return known[reference]
+    if reference in functions:
+        return functions[reference]
     path, _, name = reference.rpartition(":")
-    said = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
-    if Path(path).suffix != ".py":  # Python would run other files, too: byte code, a library of machine code
-        raise UsageError(f"{said}: '{path}' is not a Python file", hint=_HINT)
+    flag_text = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
+    if Path(path).suffix != ".py":  # Python would run other files as well: byte code, a library of machine code
+        raise UsageError(f"{flag_text}: '{path}' is not a Python file", hint=_HINT)
     if not Path(path).is_file():
-        raise UsageError(f"{said}: there is no file '{path}'", hint=_HINT)
-    function = getattr(_module_of(path, said), name, None)
+        raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_HINT)
+    function = getattr(_module_of(path, flag_text), name, None)
     if not callable(function):
-        raise UsageError(f"{said}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
+        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
     return function  # type: ignore[no-any-return]
 
 
 _HINT = "Give `file.py:function`."
 
 
-def _module_of(path: str, said: str) -> ModuleType:
+def _module_of(path: str, flag_text: str) -> ModuleType:
     """Run the file at ``path`` as a module, once for all functions in it, and again only if the file has changed.
 
     All functions of a file must see the same classes.  Therefore a file that the user's code has imported already is
@@ -52,7 +52,7 @@ def _module_of(path: str, said: str) -> ModuleType:
     earlier = sys.modules.get(name)
     if earlier is not None and vars(earlier).get(_STAMP) == stamp:
         return earlier
-    main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it as ``__mp_main__``, too
+    main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it also as ``__mp_main__``
     imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
@@ -64,7 +64,7 @@ def _module_of(path: str, said: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"{said}: running {path} failed: {first_line(err)}") from err
+        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}") from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())
@@ -72,7 +72,7 @@ def _module_of(path: str, said: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """A finder that answers an import of a file that :func:`_module_of` ran, so that the file does not run twice."""
+    """A finder that answers imports of files that :func:`_module_of` ran, so that no file runs twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -104,4 +104,4 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 _PREFIX = "memopt_user_"
 _STAMP = "_memopt_stamp"
-"""The attribute of a module that holds the path, the time and the size of the file that it was run from."""
+"""Attribute of a module: the path, the time and the size of its file."""

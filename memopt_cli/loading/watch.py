@@ -42,7 +42,7 @@ class _Watch:
     hint: str
     """Advice for the user if that is refused."""
     earlier_threads: frozenset[int]
-    """Ids of the threads that ran before, which the file cannot influence."""
+    """Ids of earlier threads; the file cannot influence them."""
 
 
 _watches: list[_Watch] = []
@@ -55,7 +55,7 @@ _kept_bytecode = sys.dont_write_bytecode
 def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
 
-    The watch covers this thread, and those that are started inside the block.  ``path`` and ``hint`` are for the error.
+    The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.
     """
     global _installed, _kept_bytecode
     if not _installed:
@@ -76,7 +76,7 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Suspend the watch for this thread inside the block, in which code runs that the user vouched for."""
+    """Suspend the watch for this thread inside the block, for code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:
@@ -90,13 +90,13 @@ def _look(event: str, details: tuple[Any, ...]) -> None:
         return
     if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
-    wanted = event in _REFUSED or (event == "open" and _writes(*details))
-    if not wanted and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
+    is_refused = event in _REFUSED or (event == "open" and _writes(*details))
+    if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:
         raise UnsafeFileError(
-            f"{watch.path} was not loaded: a library that makes its objects wanted to do something else ({event})",
+            f"{watch.path} was not loaded: while a library built its objects, it tried to reach outside ({event})",
             hint=watch.hint,
         )
 

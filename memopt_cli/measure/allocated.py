@@ -23,13 +23,13 @@ from memopt_cli.records import Phase
 from memopt_cli.trace.workspace import ASIDE_LABEL, OperatorRun, Workspaces, argument_shapes, find_workspaces
 
 MarkedStep = Callable[[Callable[[Phase], None]], object]
-"""A step that calls its argument with each phase that it enters."""
+"""A step that calls its argument with each phase as it begins."""
 
 _MEMORY_EVENT = "[memory]"
 """The name by which the profiler calls an allocation or a release."""
-_ENDED = "memopt::ended"
-_STEPS = 3
-"""Steps after which growth is judged: the first may allocate memory that the next ones reuse, which is no leak."""
+_STEP_ENDED = "memopt::ended"
+_GROWTH_STEPS = 3
+"""Number of steps by which growth is judged: the first may allocate memory that later steps reuse, which is no leak."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
@@ -39,9 +39,9 @@ class Allocated:
     """The memory of one step, as the allocator saw it."""
 
     peak_bytes: int
-    """Most bytes that the allocator had handed out at an instant."""
+    """Peak of the bytes that the allocator had handed out."""
     reserved_bytes: int
-    """Most bytes that the allocator had taken from the device; on the CPU the same as ``peak_bytes``."""
+    """Peak of the bytes that the allocator had taken from the device; on the CPU the same as ``peak_bytes``."""
     step_s: float
     """Wall time of the step in seconds; recording its memory takes a few per cent."""
     backend: str
@@ -66,7 +66,7 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
 
 
 def growth(step: Callable[[], object], device: str) -> int:
-    """Return the least bytes by which allocated memory grows from one of three calls of ``step`` to the next.
+    """Return the smallest growth of allocated memory in bytes from one of three calls of ``step`` to the next.
 
     Garbage is collected after each call, since tensors in reference cycles are no leak.
     """
@@ -75,7 +75,7 @@ def growth(step: Callable[[], object], device: str) -> int:
 
 
 def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
-    for _ in range(_STEPS):
+    for _ in range(_GROWTH_STEPS):
         step()
         gc.collect()
         torch.cuda.synchronize(device)
@@ -83,20 +83,20 @@ def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
 
 
 def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
-    with _profiled(record_shapes=False) as profiled:
-        for _ in range(_STEPS):
+    with _recorded_allocations(record_shapes=False) as profiled:
+        for _ in range(_GROWTH_STEPS):
             step()
             gc.collect()
-            with record_function(_ENDED):
+            with record_function(_STEP_ENDED):
                 pass
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
-    ends_ns = [e.start_ns() for e in results.events() if e.name() == _ENDED]
+    ends_ns = [e.start_ns() for e in results.events() if e.name() == _STEP_ENDED]
     return [sum(change for start_ns, change in allocations if start_ns < end_ns) for end_ns in sorted(ends_ns)]
 
 
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
-    with _profiled(record_shapes=True) as profiled:
+    with _recorded_allocations(record_shapes=True) as profiled:
         step_s = _seconds(lambda: step(_mark))
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
@@ -117,7 +117,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
 
 
 @contextlib.contextmanager
-def _profiled(*, record_shapes: bool) -> Iterator[profile]:
+def _recorded_allocations(*, record_shapes: bool) -> Iterator[profile]:
     """Record the allocations in the block by PyTorch's profiler, which writes no lines to the terminal about it.
 
     It reads how much to log at its first use in a process, so that a user's own setting stays as it is.
@@ -149,7 +149,7 @@ def _mark(phase: Phase) -> None:
 
 
 def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
-    """Yield the operators in ``events`` by time, each before those that it calls.
+    """Yield the operators in ``events`` by time, each before the operators that it calls.
 
     Operators inside an ``ASIDE_LABEL`` event are left out: they are memopt's own, not the step's.
     """
@@ -176,15 +176,15 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
         pending += [(child, aside) for child in event.children]
         if event.name == _MEMORY_EVENT and not (aside and event.extra_fields.alloc_size > 0):
             seen.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
-    known: set[int] = set()  # addresses of memory that this profile saw allocated
+    known_addresses: set[int] = set()  # addresses of memory that this profile saw allocated
     allocations = []
     for start_ns, change, address in sorted(seen):
         if change > 0:
-            known.add(address)
-        elif address not in known:
+            known_addresses.add(address)
+        elif address not in known_addresses:
             continue
         else:
-            known.remove(address)
+            known_addresses.remove(address)
         allocations.append((start_ns, change))
     return allocations
 

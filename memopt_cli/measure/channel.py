@@ -1,7 +1,7 @@
 """The pipes to a profiling subprocess: messages go out, bytes come in, until a deadline.
 
-A subprocess that exceeds its time limit, is killed by a signal or runs out of memory does not raise an error here: each
-is a value that the caller gets instead of the answer (:data:`Ended`).  The subprocess may have been taken over by the
+A subprocess that exceeds its time limit, is killed by a signal or runs out of memory raises no error here: the caller
+gets a value instead of the answer (:data:`Ended`).  The subprocess may have been taken over by the
 model that it runs, so nothing that it sends, or fails to send, may block this end.
 """
 
@@ -21,13 +21,13 @@ from memopt_cli.measure import processes
 from memopt_cli.records import Crashed, OutOfMemory, TimedOut
 from memopt_cli.text.documents import printable
 
-_TAIL_BYTES = 4000  # of the subprocess's output, which the error of a crash shows
-_PATIENCE_S = 5.0
-"""Seconds that a subprocess has to end by itself before it is killed."""
-_LOOK_S = 1.0
-"""Seconds after which memopt looks again whether a silent subprocess is alive."""
-_CHUNK = 1 << 20  # most bytes of one read
-_MIN_BYTES_A_SECOND = 1 << 20
+_TAIL_BYTES = 4000  # size of the end of the subprocess's output that the error of a crash shows
+_EXIT_TIMEOUT_S = 5.0
+"""Seconds in which a subprocess may end by itself before it is killed."""
+_ALIVE_CHECK_S = 1.0
+"""Seconds between checks whether a silent subprocess is alive."""
+_READ_BYTES = 1 << 20  # largest size of one read
+_MIN_BYTES_PER_S = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 
 Ended = TimedOut | OutOfMemory | Crashed
@@ -38,7 +38,7 @@ class Channel:
     """A subprocess and the pipes to it."""
 
     def __init__(self, timeout_s: float, *, steps: bool) -> None:
-        """Start a subprocess, which has ``timeout_s`` for each answer, and for each part of a file.
+        """Start a subprocess, which has ``timeout_s`` for each answer and for each piece of a file.
 
         With ``steps``, the modules that steps without data need are imported before it is forked.
         """
@@ -59,7 +59,7 @@ class Channel:
         self.more_time()
 
     def wait_for_start(self) -> int | None:
-        """Wait until the subprocess is started, and return its id; ``None`` if it has ended, or cannot be started."""
+        """Wait until the subprocess is started, and return its id.  ``None``: it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
         except processes.Lost:
@@ -70,7 +70,7 @@ class Channel:
         self._jobs.close()
         if patiently and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
-                self.process.wait(_PATIENCE_S)
+                self.process.wait(_EXIT_TIMEOUT_S)
         self.end()
         self._replies.close()
         self._output.close()
@@ -82,11 +82,11 @@ class Channel:
         self._deadline = time.monotonic() + self._timeout_s
 
     def time_for(self, size_bytes: int) -> None:
-        """Extend the time limit by the seconds that a slow disk takes for ``size_bytes`` of a file that have come.
+        """Extend the time limit by the seconds that a slow disk takes for ``size_bytes`` of a received file.
 
         Starting the time limit again for each part would let a file that comes byte by byte go on forever.
         """
-        later = self._deadline + size_bytes / _MIN_BYTES_A_SECOND
+        later = self._deadline + size_bytes / _MIN_BYTES_PER_S
         self._deadline = min(later, time.monotonic() + self._timeout_s)
 
     def send(self, message: Any) -> None:
@@ -99,11 +99,11 @@ class Channel:
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or why there is none; a line beyond ``most_bytes`` makes no sense."""
+        """Return the next line with its newline, or the reason for none; a line beyond ``most_bytes`` is refused."""
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.nonsense()
+            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.refuse_answer()
             if failure is not None:
                 return failure
         return self.take(end + 1)
@@ -124,8 +124,8 @@ class Channel:
                 if left_s <= 0:
                     self.end()
                     return TimedOut(limit_s=self._timeout_s)
-                if selector.select(min(left_s, _LOOK_S)):
-                    chunk = self._replies.read(_CHUNK)
+                if selector.select(min(left_s, _ALIVE_CHECK_S)):
+                    chunk = self._replies.read(_READ_BYTES)
                     if chunk == b"":
                         return self._post_mortem()
                     self._buffer += chunk or b""  # ``None``: the subprocess itself has emptied the pipe by reading it
@@ -135,16 +135,16 @@ class Channel:
 
     # ------------------------------------------------------------------------------------------ its end
 
-    def nonsense(self) -> Crashed:
-        """End the subprocess, because its answer makes no sense."""
+    def refuse_answer(self) -> Crashed:
+        """End the subprocess, because its answer cannot be read."""
         self.end()
-        return Crashed(reason="its answer makes no sense", output_tail=self._tail())
+        return Crashed(reason="it sent an answer that memopt cannot read", output_tail=self._tail())
 
     def _post_mortem(self) -> OutOfMemory | Crashed:
         """Return why a subprocess that has closed its pipe gave no answer."""
         assert self.process is not None
         try:
-            code = self.process.wait(_PATIENCE_S)
+            code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
@@ -153,11 +153,13 @@ class Channel:
             return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
         self.end()
         if code == -signal.SIGKILL:
-            return OutOfMemory(detail="the profiling subprocess was killed, as the system does when memory runs out")
+            return OutOfMemory(
+                detail="the profiling subprocess was killed (SIGKILL), most likely because memory ran out"
+            )
         reason = f"exit code {code}"
         if code < 0:
-            known = -code in signal.valid_signals() and -code in list(signal.Signals)
-            reason = f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+            has_name = -code in signal.valid_signals() and -code in list(signal.Signals)
+            reason = f"killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
         return Crashed(reason=reason, output_tail=self._tail())
 
     def _tail(self) -> str:

@@ -29,7 +29,7 @@ def conditions_of(settings: StepSettings) -> Conditions:
 
 
 def _backend(device: str) -> tuple[str, ...]:
-    """Name the libraries whose kernels PyTorch uses on ``device``, besides its own."""
+    """Return the names of the libraries whose kernels PyTorch uses on ``device`` in addition to its own."""
     if device == "cpu":
         return ("mkldnn",) if _is_used(torch.backends.mkldnn) else ()
     libraries = {"cudnn": _is_used(torch.backends.cudnn), "rocm": torch.version.hip is not None}

@@ -40,7 +40,7 @@ def _may_have_gpu() -> bool:
     """Return whether there may be a GPU: PyTorch is built for GPUs, and the driver's library can be opened."""
     if "torch" in sys.modules:
         return True
-    built_for = _built_for()
+    built_for = _gpu_kinds_built_for()
     if built_for != {"cuda"} or sys.platform != "linux":
         return bool(built_for)
     try:
@@ -50,7 +50,7 @@ def _may_have_gpu() -> bool:
     return True
 
 
-def _built_for() -> set[str]:
+def _gpu_kinds_built_for() -> set[str]:
     """Return the kinds of GPUs that PyTorch's ``version.py`` names, ``cuda`` or ``hip``; both if it cannot be read."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None

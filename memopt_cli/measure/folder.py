@@ -14,7 +14,7 @@ class Folder:
     """A temporary folder, removed on request, when nothing refers to it any more, or when this process ends."""
 
     def __init__(self, inside: str | None = None) -> None:
-        """Make the folder ``inside`` another one, by default that of temporary files."""
+        """Make the folder ``inside`` another folder, by default the folder of temporary files."""
         self.path = tempfile.mkdtemp(prefix="memopt-", dir=inside)
         self._removal = weakref.finalize(self, _remove_in, os.getpid(), self.path)
 
@@ -24,7 +24,7 @@ class Folder:
 
 
 def _remove_in(process: int, path: str) -> None:
-    """Remove ``path`` if this is the ``process`` that made it: forks of it run its finalizers, too."""
+    """Remove ``path`` if this is the ``process`` that made it: its forks run its finalizers as well."""
     if os.getpid() == process:
         remove(path)
 
@@ -59,7 +59,7 @@ def _empty(path: str) -> None:
 
 
 def _first_folder(here: int) -> str | None:
-    """Return the name of the first folder in ``here``, and remove the files before it; ``None`` if there is none."""
+    """Return the name of the first folder in ``here``, removing files before it; ``None`` if there is none."""
     with os.scandir(here) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

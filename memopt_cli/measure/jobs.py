@@ -3,7 +3,7 @@
 To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
 answer and the function::
 
-    class CountJob(StepJob[Counted]):                                    # answered by a ``Counted``, or a failure
+    class CountJob(SizedJob[Counted]):                                    # answered by a ``Counted``, or a failure
         answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
 
 The worker has no list of jobs: it imports the function that the job names.
@@ -47,13 +47,13 @@ ORIGINAL = Plan()
 """The empty plan, which stands for the model as the user wrote it."""
 
 PER_TENSOR: Final = 512 << 20
-"""Bytes of memory for an answer about each tensor or module of a model, of which there may be some 100,000."""
+"""Bytes of memory for an answer about each tensor or module of a model, which may have some 100,000 of them."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
 Data = Literal["full size", "small batch", "none"]
-"""The steps that may run on real tensors: steps of any size; steps of a few samples, if the full step does not fit or
-must not be tried; or none, in which case the parameters are tensors without data, too."""
+"""The steps that may run on real tensors.  ``full size``: steps of any size.  ``small batch``: steps of a few samples,
+since the full step does not fit or must not be tried.  ``none``: no steps, and the parameters have no data either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +65,23 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks, whose peaks and times are estimated; ``None`` to measure the step's device."""
+    """A device that this machine lacks; its peaks and times are estimated.  ``None``: the step's device is measured."""
     layer_runs: bool = False
-    """Whether flat Sequentials are divided into runs of layers, each of which can be a segment."""
+    """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True
-    """Whether segments in chunks test that no row of the batch changes the result of another.  The test takes as long
-    as a few forwards, and is needless where all results of a plan are compared with the original's."""
+    """Whether segments in chunks test that no row of the batch changes the result of another row.  The test takes as
+    long as a few forwards, and is needless if all results of a plan are compared with the original's."""
     layout: RankLayout | None = None
-    """The layout of the model over ranks, if the subprocess is one rank of many: of a predicted group, whose steps run
-    without data, or of a real one.  ``None`` for a single device."""
+    """The layout of the model over ranks, if the subprocess is one rank of many.  The group may be predicted, and its
+    steps run without data, or real.  ``None``: a single device."""
     rank: int = 0
     """Index of the subprocess's rank."""
     compiler_cache: str | None = None
-    """Folder for the cache of PyTorch's compiler; ``None`` for the user's own cache, or that of the sandbox."""
+    """Folder for the cache of PyTorch's compiler.  ``None``: the sandbox's cache, or the user's if not confined."""
     place: PlaceName = "device"
     """Place where plans may send stored tensors; the speed of these copies is measured when a step is recorded."""
     offload_folder: str | None = None
-    """Folder for the file of stored tensors, if ``place`` is a file; ``None`` for the folder of temporary files."""
+    """Folder for the file of stored tensors, if ``place`` is a file.  ``None``: the folder of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -90,31 +90,60 @@ class Subject:
 
 
 class Job(Generic[Answer]):
-    """A question about the subject."""
+    """A task for the subprocess, which it answers with an ``Answer``."""
 
     __slots__ = ()
     answered_by: ClassVar[str]
     """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
     most_bytes: ClassVar[int] = 16 << 20
-    """Bytes of memory that reading the answer may take: its sender is not trusted."""
+    """Largest memory in bytes that reading the answer may take: its sender is not trusted."""
 
 
 class StepJob(Job[Answer]):
-    """A question for which steps of the loaded model run: its function takes the ``Bench`` of the model and the job."""
+    """A job that runs steps of the loaded model: its function takes the ``Bench`` of the model and the job."""
 
     __slots__ = ()
     compiles: ClassVar[bool] = False
     """Whether a plan that compiles the model does so for this job; others record, count or compare the eager step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedJob(StepJob[Answer]):
+    """A job that runs steps at chosen sizes of the inputs."""
+
+    dims: dict[str, int] = field(default_factory=dict, hash=False)
+    """Symbol -> size, for the sizes that differ from the description of the inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakJob(SizedJob[BatchProbe]):
+    """A job that measures the allocated peak of a step under a plan."""
+
+    plan: Plan
+    batch: int
+    """Batch size, of each copy if there are several."""
+    limit_bytes: int | None = None
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineStepJob(StepJob[Answer]):
+    """A job that learns online from a sequence of ``time_steps``."""
+
+    rule: OnlineRule
+    symbol: str
+    """Symbol of the time steps in the inputs."""
+    time_steps: int
+
+
 def class_of(name: str) -> type[Job[Any]]:
-    """Return the class of jobs called ``name``, which comes from the process that asks, and is trusted."""
+    """Return the class of jobs called ``name``; the name comes from the parent process, which is trusted."""
     kind: type[Job[Any]] = globals()[name]
     return kind
 
 
 def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
-    """Return the type of the answer to jobs of the class ``kind``."""
+    """Return the type of the answer to jobs of the class ``kind``, which may be a union of types."""
     (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
     answer: type[Answer]
     (answer,) = get_args(base)
@@ -123,7 +152,7 @@ def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionsJob(Job[Conditions]):
-    """A question for the conditions (device, libraries, settings) under which the subprocess would measure."""
+    """Reports the conditions under which the subprocess would measure: device, libraries and settings."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.conditions:conditions"
 
@@ -133,7 +162,7 @@ class ConditionsJob(Job[Conditions]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob(Job[ModelFacts]):
-    """A question for the facts of the model that a command needs; no step is run.
+    """Describes the model as far as a command needs, without running a step.
 
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
@@ -143,18 +172,18 @@ class DescribeJob(Job[ModelFacts]):
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
-    """The description of the inputs that the user gave; ``None`` if they gave none."""
+    """The user's description of the inputs.  ``None``: not given."""
     remembered: InputSpec | None = None
-    """The description that the user gave for an earlier command; ``None`` if none is known."""
+    """The description from an earlier command.  ``None``: none is known."""
     plan: Plan = ORIGINAL
-    """A plan that must suit the model, or the answer is a failure."""
+    """A plan; the answer is a failure if it does not suit the model."""
     replicas: bool = False
-    """Whether copies of the model must be trainable as one, or the answer is a failure."""
+    """Whether the answer is a failure if copies of the model cannot be trained as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectJob(Job[Inspection]):
-    """A question for the contents of the file at ``path``, of which nothing is run."""
+    """Lists the contents of the file at ``path`` without running any of it."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
     most_bytes: ClassVar[int] = PER_TENSOR
@@ -163,7 +192,7 @@ class InspectJob(Job[Inspection]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotJob(Job[SnapshotFacts]):
-    """A question for the memory in a pickle of ``torch.cuda.memory._snapshot()``, of which nothing is run."""
+    """Reads the memory in a pickle of ``torch.cuda.memory._snapshot()`` without running any of it."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
     path: str
@@ -171,14 +200,14 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The answer that a model was sent completely, or that a saved file needs no more than its original."""
+    """The size of a model file that was sent completely."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob(Job[Saved]):
-    """A request for the model as a file, with ``plan`` installed.
+    """Sends the model as a file, with ``plan`` installed.
 
     The file comes in pieces before the answer.  This job names no function: the worker itself sends the pieces.
     """
@@ -187,11 +216,18 @@ class SaveJob(Job[Saved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareJob(Job[Saved]):
-    """A request to compare the saved file at ``path`` with its original.
+class Accepted:
+    """The size of a saved file that can do no more than its original."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareJob(Job[Accepted]):
+    """Checks that the saved file at ``path`` can do no more than its original.
 
     A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
-    compares them; the answer is a failure if the saved one could do anything that the original could not.
+    compares them.  The answer is a failure if the saved file could do more than the original.
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
@@ -200,7 +236,7 @@ class CompareJob(Job[Saved]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChanged:
-    """The answer to any job for which the model would be loaded from a file that has changed; it ends the command."""
+    """The answer to any job if a file of the model has changed since it was first read; it ends the command."""
 
     message: str
     hint: str
@@ -217,11 +253,11 @@ class Traced:
     fake: bool
     """Whether the step was recorded on fake tensors."""
     dry_run_bytes: int | None
-    """The tensor peak of the step on fake tensors; ``None`` if the model does not run on them."""
+    """The tensor peak of the step on fake tensors.  ``None``: the model does not run on fake tensors."""
     note: str = ""
-    """The reason why the model does not run on fake tensors; empty if it does."""
+    """The reason why the model does not run on fake tensors, or empty."""
     unknown: tuple[str, ...] = ()
-    """Sentences on what is not known of the step, and why."""
+    """Sentences on facts of the step that are not known, and why."""
     checkpoints: tuple[str, ...] = ()
     """Paths of the modules whose forward calls ``torch.utils.checkpoint``; empty under a plan."""
 
@@ -233,7 +269,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob(StepJob[Traced]):
-    """A request to record a step of the model."""
+    """Records a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
     most_bytes: ClassVar[int] = 1 << 30  # two hundred thousand operators
@@ -244,7 +280,7 @@ class TraceJob(StepJob[Traced]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordJob(StepJob[StepTrace]):
-    """A request to record a step on data without the seconds of its operators, which only planning needs."""
+    """Records a step on data without the seconds of its operators, which only planning needs."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:record_step"
     most_bytes: ClassVar[int] = TraceJob.most_bytes
@@ -252,30 +288,21 @@ class RecordJob(StepJob[StepTrace]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountJob(StepJob[Counted]):
-    """A question for the tensor peak under a plan."""
+class CountJob(SizedJob[Counted]):
+    """Counts the tensor peak of a step under a plan."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count"
     plan: Plan
     fake: bool
     """Whether to take a dry run, on fake tensors."""
     batch: int | None = None
-    """Batch size; ``None`` for the size in the description of the inputs.  Workspaces are not known at other sizes, so
-    a dry run gives the tensor peak alone."""
-    dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, for the sizes that differ from the description of the inputs."""
+    """Batch size.  ``None``: the size in the description of the inputs.  At other sizes workspaces are not known, so a
+    dry run gives only the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingFound:
-    """The rule by which a module may run in chunks, or the reason why it may not."""
-
-    rule: ChunkRule | Refused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingJob(StepJob[ChunkingFound]):
-    """A question for whether the module at ``path`` can run in chunks."""
+class ChunkingJob(StepJob[ChunkRule | Refused]):
+    """Tries whether the module at ``path`` can run in chunks, and returns the rule or the reason."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.chunks:try_in_chunks"
     path: str
@@ -294,14 +321,14 @@ class Measured:
     fingerprint: Fingerprint
     not_as_planned: tuple[str, ...] = ()
     """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
-    broken: str = ""
-    """PyTorch's reason for a graph break, after which parts of a model that the plan compiles run uncompiled.  Empty if
-    the compiled model is one graph, and where nothing is compiled."""
+    graph_break: str = ""
+    """PyTorch's reason for a graph break, which leaves parts of a compiled model uncompiled.  Empty if the compiled
+    model is one graph, or if nothing is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureJob(StepJob[Measured]):
-    """A request to time steps under a plan, and to measure its tensor peak and its allocated peak.
+    """Times steps under a plan, and measures its tensor peak and its allocated peak.
 
     The tensors of compiled code are seen by the allocator alone, so a plan that compiles the model has one peak.
     """
@@ -311,16 +338,16 @@ class MeasureJob(StepJob[Measured]):
     compiles: ClassVar[bool] = True
     plan: Plan
     steps: int = 3
-    """Number of timed steps, at least."""
+    """Minimum number of timed steps."""
     warm_up: bool = True
-    """Whether to take a step before the timed ones; without it, the first of them includes one-time costs."""
+    """Whether to take a step before the timed steps; otherwise the first timed step includes one-time costs."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedJob(StepJob[Fingerprint]):
-    """A question for the results of the original's step with each parameter rounded up or down, at random."""
+    """Takes a step of the original with each parameter rounded up or down at random, and returns its results."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:take_rounded"
     most_bytes: ClassVar[int] = PER_TENSOR
@@ -332,97 +359,72 @@ class TimedInTurns:
 
     original_times_s: tuple[float, ...]
     planned_times_s: tuple[tuple[float, ...], ...]
-    """Times under each plan, in the order of the job; a plan far beyond the limit has only the first."""
+    """Times under each plan, in the order of the job; a plan far beyond the limit on the slowdown has a single time."""
     waited: float = 0.0
     """Share of the time in which the steps waited for a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimedInTurns]):
-    """A question for the slowdown of plans, by steps in turns: what else the machine does slows all of them."""
+    """Times the original and plans in turns, so that other work of the machine slows all of them alike."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
     plans: tuple[Plan, ...]
     turns: int = 3
-    """Number of timed steps of the original, and of each plan, at least."""
+    """Minimum number of timed steps of the original, and of each plan."""
     most_slowdown: float | None = None
-    """The limit on the slowdown; a plan that is far beyond it after one turn is timed no more.  ``None``: no limit."""
+    """Limit on the slowdown; a plan far beyond the limit is timed in one turn only.  ``None``: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeJob(StepJob[BatchProbe]):
-    """A question for the allocated peak at another batch size."""
+class ProbeJob(PeakJob):
+    """Measures the allocated peak of a step at another batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:probe"
     compiles: ClassVar[bool] = True
-    plan: Plan
-    batch: int
-    dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, for the sizes that differ from the description of the inputs."""
-    limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasJob(StepJob[BatchProbe]):
-    """A question for the allocated peak of a step of many copies of the model, trained as one."""
+class ReplicasJob(PeakJob):
+    """Measures the allocated peak of a step of many copies of the model, trained as one."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.model_batching:probe"
-    plan: Plan
-    batch: int
-    """Batch size of each copy."""
     replicas: int
     """Number of copies, at least 2."""
-    dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, for the sizes that differ from the description of the inputs."""
-    limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 # ---------------------------------------------------------------------------------------------- online learning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineJob(StepJob[BatchProbe]):
-    """A question for the allocated peak and the time of online learning from a sequence of ``steps`` time steps."""
+class OnlineJob(OnlineStepJob[BatchProbe]):
+    """Measures the allocated peak and the time of learning online."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:probe"
-    rule: OnlineRule
-    symbol: str
-    """Symbol of the time steps in the inputs."""
-    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgreementJob(StepJob[GradientAgreement]):
-    """A question for the difference between the online gradient of a sequence and its gradient through time."""
+class AgreementJob(OnlineStepJob[GradientAgreement]):
+    """Compares the online gradient of a sequence with its gradient through time."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.online:compare"
-    rule: OnlineRule
-    symbol: str
-    """Symbol of the time steps in the inputs."""
-    steps: int
 
 
 # ---------------------------------------------------------------------------------------------- many ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InGroup:
-    """The measurements of all ranks, or the reason why one was lost."""
+class GroupJob(Job[RanksMeasured | RankLost]):
+    """Measures a step on the subject's rank of a real group, together with the other ranks.
 
-    outcome: RanksMeasured | RankLost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupJob(Job[InGroup]):
-    """A request to measure a step on the subject's rank of a real group, together with the other ranks."""
+    The answer has the measurements of all ranks, or the reason why one was lost.
+    """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.ranks:measure"
     most_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     spec: InputSpec | None
-    """The description that the user gave of the inputs of one rank's step; ``None`` if they gave none."""
+    """The user's description of the inputs of one rank's step.  ``None``: not given."""
     timeout_s: float
     """Seconds that one rank waits for another."""
 
@@ -441,52 +443,50 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizesJob(StepJob[Sizes]):
-    """A question for the least sizes of the inputs at which every segment of a plan still runs in all its chunks."""
+    """Finds the smallest sizes of the inputs at which every segment of a plan still runs in all its chunks."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_least_sizes"
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyJob(StepJob[Verification]):
-    """A request to verify a plan against the original at a batch size."""
+class VerifyJob(SizedJob[Verification]):
+    """Verifies a plan against the original at a batch size."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:verify_plan"
     plan: Plan
     batch: int
-    dims: dict[str, int] = field(default_factory=dict, hash=False)
-    """Symbol -> size, for the sizes that differ from the description of the inputs."""
-    further: bool = False
-    """Whether to compare the steps after the first, too."""
-    asked_s: float = 0.0
-    """Seconds of a step of the original at full size, if ``batch`` and ``dims`` are smaller: the slower it is, the
-    longer the further steps may take."""
+    further_steps: bool = False
+    """Whether to compare the steps after the first as well."""
+    original_step_s: float = 0.0
+    """Seconds of a step of the original at full size, if ``batch`` and ``dims`` are smaller: the slower that step is,
+    the longer the further steps may take."""
 
 
 # ---------------------------------------------------------------------------------------------- consecutive steps
 
 
 Mode = Literal["training", "eval", "as it came"]
-"""The mode of the model's modules: training for all; eval for all, which draws fewer random numbers; or the mode in
-which each was saved."""
+"""The mode of the model's modules.  ``eval`` draws fewer random numbers; ``as it came`` is the mode in which each
+module was saved."""
 
 
 Compiling = Literal["as they are", "drawing alike", "keeping all"]
-"""The way in which compiled parts are compiled: as they are; to draw the random numbers of uncompiled ones; or to keep
-all that backward needs, whatever PyTorch's memory budget is."""
+"""The way in which compiled parts are compiled.  ``drawing alike``: they draw the same random numbers as uncompiled
+parts.  ``keeping all``: they keep all that backward needs, whatever PyTorch's memory budget is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowJob(StepJob[FollowedSteps]):
-    """A question for the results of consecutive steps with an optimizer."""
+    """Takes consecutive steps with an optimizer, and returns their results."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
     most_bytes: ClassVar[int] = PER_TENSOR
     compiles: ClassVar[bool] = True
     plan: Plan = ORIGINAL
     steps: int = 3
-    watched: int | None = None
-    """Index of a step whose calls of modules are recorded, too; ``None`` for no step."""
+    watched_step: int | None = None
+    """Index of the step whose calls of modules are recorded as well.  ``None``: no step."""
     double: bool = False
     """Whether everything is computed in float64."""
     mode: Mode = "training"

@@ -62,7 +62,7 @@ class LocalSession(Session):
 
     @property
     def ended(self) -> bool:
-        """``False``: a crash would end this process, too."""
+        """``False``: a crash would end this process as well."""
         return False
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:

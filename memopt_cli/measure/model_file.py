@@ -25,10 +25,10 @@ from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
 from memopt_cli.measure.jobs import (
     ORIGINAL,
+    Accepted,
     CompareJob,
     DescribeJob,
     InspectJob,
-    Saved,
     SaveJob,
     SnapshotJob,
     Subject,
@@ -75,7 +75,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
     if others:
         raise UsageError(
             f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
-            hint=f"Name one of them: memopt inspect {quoted_path(str(folder / first))}",
+            hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
     inspection = description.describe(read_file(str(folder / first)))
     return replace(inspection, notes=(*inspection.notes, f"The weights of {job.path}; its settings are beside it."))
@@ -87,7 +87,7 @@ def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
 
 
 def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
-    """Return the facts of a model that a command needs, and remove the plan that it carries.
+    """Return the facts of a model for a command, and remove the plan that the model carries.
 
     Raises :class:`StepError` and :class:`UsageError` for a model whose step cannot be recorded, and as
     :func:`find_spec`, :func:`apply_plan` and :func:`refuse_unsupported` do.
@@ -148,9 +148,9 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     write_model(model, job.plan, file)
 
 
-def compare_saved(subject: Subject, job: CompareJob) -> Saved:
+def compare_saved(subject: Subject, job: CompareJob) -> Accepted:
     """Compare the saved model at the path of ``job`` with the original.  Raises :class:`MemoptError`."""
-    return Saved(size_bytes=check_returned(job.path, subject.source))
+    return Accepted(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
@@ -173,10 +173,10 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
 
 def _refuse_names(model: nn.Module) -> None:
     """Refuse names that cannot be printed: they go to terminals, logs and plans."""
-    named = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
-    odd = next((path for path in named if not path.isprintable()), None)
-    if odd is not None:
-        raise StepError(f"a part of the model is named {odd!r}", hint="Give it a name that can be printed.")
+    paths = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
+    unprintable = next((path for path in paths if not path.isprintable()), None)
+    if unprintable is not None:
+        raise StepError(f"a part of the model is named {unprintable!r}", hint="Give it a name that can be printed.")
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -68,7 +68,7 @@ class Subprocess:
         return self._code
 
     def end(self) -> None:
-        """Kill the process and all that it has started, and wait for that; a process not started yet never starts."""
+        """Kill the process and its descendants, and wait for their end; a process not started yet never starts."""
         with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
             self._await_pid(0.0)
             self._status.shutdown(socket.SHUT_WR)

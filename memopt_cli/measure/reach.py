@@ -25,28 +25,28 @@ class UserFunction:
     reference: str
     """``file.py:function``, or a name for a function in memory; empty if there is no function."""
     function: Callable[..., Any] | None = None
-    """The function in memory; ``None`` if it is loaded by its reference."""
+    """The function in memory.  ``None``: it is loaded by its reference."""
     obstacle: str = ""
     """The reason why a subprocess cannot import the function; empty if it can."""
 
 
-def user_function(given: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return the user's function that is ``given`` itself or by its reference; messages call it a ``what``."""
-    if given is None or isinstance(given, str):
-        return UserFunction(reference=given or "")
-    name = getattr(given, "__qualname__", type(given).__name__)
-    module = sys.modules.get(getattr(given, "__module__", None) or "")
+def locate_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
+    """Return how a step reaches the user's ``function``, given itself or by reference; messages call it a ``what``."""
+    if function is None or isinstance(function, str):
+        return UserFunction(reference=function or "")
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    if file is None or not name.isidentifier() or getattr(module, name, None) is not given:
+    if file is None or not name.isidentifier() or getattr(module, name, None) is not function:
         reference, reason = f"{what} {name}{IN_MEMORY}", "no file has it by name at its top"
     else:
         reference, reason = f"{os.path.abspath(file)}:{name}", _unreachable_alone(module, name)
     obstacle = f"a subprocess cannot import the {what} {name} ({reason})" if reason else ""
-    return UserFunction(reference=reference, function=given, obstacle=obstacle)
+    return UserFunction(reference=reference, function=function, obstacle=obstacle)
 
 
 def _unreachable_alone(module: ModuleType | None, name: str) -> str:
-    """Say why running the file of ``module`` in a subprocess does not define ``name``; empty if it does."""
+    """Return the reason why running the file of ``module`` in a subprocess does not define ``name``, or empty."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))
@@ -58,7 +58,7 @@ def _unreachable_alone(module: ModuleType | None, name: str) -> str:
 
 
 def unreachable(name: str) -> str:
-    """Say why a subprocess cannot import the qualified ``name``; empty if it can."""
+    """Return the reason why a subprocess cannot import the qualified ``name``, or empty."""
     package, _, rest = name.partition(".")
     if package == "__main__":
         return _unreachable_in_main(rest)
@@ -67,7 +67,7 @@ def unreachable(name: str) -> str:
 
 
 def main_script() -> Path | None:
-    """Return the file that Python was started with; ``None`` if it cannot be imported by itself."""
+    """Return the file that Python was started with, or ``None`` if it cannot be imported by itself."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or getattr(main, "__package__", None) or not file.endswith(".py"):
@@ -76,19 +76,19 @@ def main_script() -> Path | None:
 
 
 def _unreachable_in_main(name: str) -> str:
-    """Say why importing the script without its main part does not define ``name``; empty if it does."""
+    """Return the reason why importing the script without its main part does not define ``name``, or empty."""
     script = main_script()
     if script is None or not script.is_file():
         return "__main__ is not a script"
     tree = ast.parse(script.read_bytes())
-    if not _called_from_main_part(tree):
+    if not _is_called_from_main_part(tree):
         return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
-    if name.partition(".")[0] not in _defined(tree.body):
+    if name.partition(".")[0] not in _defined_names(tree.body):
         return f"{script.name} defines it in its main part"
     return ""
 
 
-def _called_from_main_part(tree: ast.Module) -> bool:
+def _is_called_from_main_part(tree: ast.Module) -> bool:
     """Return whether the script is now running a line inside ``if __name__ == "__main__"``.
 
     A subprocess that imports the script runs every other line again: a call of memopt there would start it again.
@@ -112,7 +112,7 @@ def _is_main_part(node: ast.stmt) -> bool:
     return "__name__" in test and "__main__" in test
 
 
-def _defined(body: list[ast.stmt]) -> set[str]:
+def _defined_names(body: list[ast.stmt]) -> set[str]:
     """Return the names of the classes and functions that a script defines outside of its main part, at any depth."""
     nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
     return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

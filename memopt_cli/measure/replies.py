@@ -1,7 +1,7 @@
 """Reading the answers of a profiling subprocess, which a hostile model may have made up.
 
-An answer becomes a record only if it has the type that the job names and its numbers are possible: no negative bytes,
-no index of an operator that does not exist.  Everything else is refused.
+An answer becomes a record only if it has the type that the job names, and if its numbers are possible: no negative
+bytes, no index of a missing operator.  Everything else is refused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(line: bytes, job: Job[Answer]) -> Answer | Failure | FileChanged:
 
 
 def _check_amounts(value: Any, name: str = "") -> None:
-    """Raise :class:`ValueError` for impossible bytes and seconds in ``value``, recognized by the names of fields."""
+    """Raise :class:`ValueError` for impossible bytes and seconds in ``value``; names of fields end with their unit."""
     if is_dataclass(value):
         for f in fields(value):
             _check_amounts(getattr(value, f.name), f.name)
@@ -78,11 +78,11 @@ def _check_amounts(value: Any, name: str = "") -> None:
         for item in value:
             _check_amounts(item, name)
     elif isinstance(value, int | float):
-        most = next((most for unit, most in _MAX.items() if name.endswith(unit)), None)
+        most = next((most for unit, most in _MAX_BY_UNIT.items() if name.endswith(unit)), None)
         _require(most is None or 0 <= value <= most)
 
 
-_MAX: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
+_MAX_BY_UNIT: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
 """Unit at the end of a field's name, longer ones first -> the largest value."""
 
 
@@ -108,17 +108,17 @@ def _check_trace(trace: StepTrace) -> None:
     _require(len({module.path for module in trace.modules}) == len(trace.modules))
 
 
-def _require(holds: bool) -> None:
-    if not holds:
+def _require(is_possible: bool) -> None:
+    if not is_possible:
         raise ValueError
 
 
-def _with_named_inputs(found: InputSpec, given: InputSpec | None) -> InputSpec:
-    """Return ``found`` with the files that the user named.
+def _with_named_inputs(spec: InputSpec, users_spec: InputSpec | None) -> InputSpec:
+    """Return ``spec`` with the files that the user named.
 
     A subprocess must not name files of its own: the next subprocess would read its data, or run its script.
     """
-    named = (given.data_file, given.script) if given is not None else (None, None)
-    if found.tensors and any(named):
-        raise ValueError(named)
-    return replace(found, data_file=named[0], script=named[1])
+    files = (users_spec.data_file, users_spec.script) if users_spec is not None else (None, None)
+    if spec.tensors and any(files):
+        raise ValueError(files)
+    return replace(spec, data_file=files[0], script=files[1])

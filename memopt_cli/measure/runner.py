@@ -64,7 +64,7 @@ class Session:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the subprocess; ``None`` if there is none, or it has ended."""
+        """The process id of the subprocess.  ``None``: there is none, or it has ended."""
         return self._channel.wait_for_start() if self._channel is not None else None
 
     @property
@@ -94,7 +94,7 @@ class Session:
             if piece_bytes == 0:
                 saved = self._answer(job, channel)
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
-                return saved if is_whole else channel.nonsense()
+                return saved if is_whole else channel.refuse_answer()
             received_bytes += piece_bytes
             if received_bytes > most_bytes:
                 channel.end()
@@ -112,7 +112,7 @@ class Session:
                 piece_bytes -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
-        """Send ``job``, and return the channel for its answer; ``None`` if the subprocess has ended."""
+        """Send ``job``, and return the channel for its answer.  ``None``: the subprocess has ended."""
         if self.ended or self._channel is None:
             return None
         self._channel.wait_for_start()  # starting takes no time from the job; a failed start shows in the answer
@@ -127,7 +127,7 @@ class Session:
         try:
             answer = read(line, job)
         except Exception:  # reading an answer that is made up may raise anything
-            return channel.nonsense()
+            return channel.refuse_answer()
         if isinstance(answer, FileChanged):
             raise ChangedFileError(answer.message, hint=answer.hint)
         return answer
@@ -140,8 +140,8 @@ def import_path(source: ModelSource) -> list[str]:
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:
-        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        return [*sys.path, *(entry for entry in named if entry and Path(entry).resolve() == here)]
+        users_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        return [*sys.path, *(entry for entry in users_path if entry and Path(entry).resolve() == here)]
     if here == own:
         return sys.path
     return [entry for entry in sys.path if Path(entry).resolve() != here]  # an empty entry is the current folder

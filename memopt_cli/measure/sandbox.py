@@ -53,7 +53,7 @@ CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CA
 
 _IN_MEMORY: Final = "/dev/shm"
 _LARGEST_FILE_BYTES: Final = 16 << 30
-"""Bytes of a file that a confined process writes, at most; a model that it saves goes to the parent instead."""
+"""Largest file in bytes that a confined process writes; a model that it saves goes to the parent instead."""
 _CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
@@ -143,7 +143,7 @@ def _places_of_files() -> Iterator[str]:
 
 
 def _give_up_privileges(libc: ctypes.CDLL) -> None:
-    """Drop root's privileges except that to read all files; dropping needs no privilege."""
+    """Drop all of root's privileges but the privilege to read every file; dropping needs no privilege."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITIES, 0))
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, the lower halves first
     if libc.capget(header, sets) == 0:
@@ -162,7 +162,7 @@ def is_refusal(error: BaseException) -> bool:
         if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
             path = getattr(seen, "filename", None)
             is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
-            return not is_unreadable  # a file that its mode makes unreadable is so without a sandbox, too
+            return not is_unreadable  # a file whose mode forbids reading is unreadable without a sandbox as well
         seen = seen.__cause__ or seen.__context__
     return False
 

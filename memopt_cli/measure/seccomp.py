@@ -4,7 +4,7 @@ Landlock does not cover sockets with a path, memory and queues with a key, limit
 modes, times and attributes of files.
 
 A refused call fails with ``EACCES``, as under Landlock.  Two kinds of calls fail as if the kernel did not have them, so
-that libraries fall back to an older call: those newer than the tables below, and those that pass their arguments in
+that libraries fall back to an older call: calls newer than the tables below, and calls that pass their arguments in
 memory (``clone3``), where a filter cannot look.  A filter sees only the numbers in registers: it cannot tell whether a
 thread id belongs to this process.
 
@@ -86,7 +86,7 @@ _IOCTLS: Final = (0x5401, 0x802C542A, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x
 _GPU: Final = (0x0000, 0x4600, 0x4B00, 0x6400)
 """Kinds of requests to nvidia-uvm, nvidia, kfd and dri."""
 _FCNTLS: Final = (*range(8), 9, 11, *range(36, 39), *range(1027, 1041))
-"""Commands of ``fcntl``, without those that choose whom to signal, and that lease the file."""
+"""Commands of ``fcntl``, except the commands that choose whom to signal and that lease the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _numbers(table: str, machine: str) -> Iterator[int]:
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06  # BPF_LD, BPF_ALU | BPF_AND, BPF_JMP …
 _ERROR, _ALLOW = 0x00050000, 0x7FFF0000  # verdicts: fail with the errno in the lower bits, or run the call
 _NUMBER, _ARCHITECTURE = 0, 4
-"""Offsets in the data that the filter sees: the number of the call, and the architecture.  Arguments of 8 bytes begin
+"""Offsets of the number of the call and of the architecture in the data of the filter.  Arguments of 8 bytes begin
 at offset 16, lower half first."""
 
 

@@ -1,8 +1,8 @@
 """The fork server: ``python -m memopt_cli.measure.server early|late CONTROL_FD PARENT_PID``.
 
-Importing PyTorch takes seconds.  This process does so once (``early``), then forks a profiling subprocess for every
-session that asks for one; ``late``, each imports it for itself, in a fresh interpreter.  It runs none of the user's
-code.
+Importing PyTorch takes seconds.  With ``early``, this process imports it once, and forks a profiling subprocess for
+every session that asks for one.  With ``late``, each subprocess imports PyTorch itself, in a fresh interpreter.  The
+server runs none of the user's code.
 
 The messages on the control socket are single bytes, named in :mod:`memopt_cli.measure.processes`:
 
@@ -12,7 +12,7 @@ The messages on the control socket are single bytes, named in :mod:`memopt_cli.m
 - ``STEPS_FOLLOW`` imports the modules that running steps needs.
 - ``LIBRARIES_FOLLOW`` imports the libraries of a model; with the byte comes a file of their names.
 
-A subprocess that was taken over by its model must not survive its session.  It leads a process group, which is killed
+A subprocess that its model has taken over must not survive its session.  It leads a process group, which is killed
 as a whole.  A process that leaves the group becomes an orphan when its parent dies.  Linux hands orphans to the nearest
 "subreaper" among their ancestors, which is the server: it kills all children that belong to no living session.
 """
@@ -141,7 +141,7 @@ class _Server:
                 status.close()
 
     def _kill_orphans(self) -> None:
-        """Kill the children that belong to no living subprocess, except those that imports start in the server."""
+        """Kill the children that belong to no living subprocess; children of imports in the server stay."""
         sessions = {os.getpid(), *self._alive}
         for _ in range(_SWEEPS):
             orphans = [pid for pid in _children() if _session(pid) not in sessions]

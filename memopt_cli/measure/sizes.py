@@ -11,9 +11,9 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, base_of, is_factory
 from memopt_cli.records import ModelSource
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 
-_WIDENING, _MARGIN_BYTES = 4, 1 << 30
-"""Bytes of a saved model for each byte of its original, and a constant on top: weights of 8 bits may be trained in 32,
-and a model may make buffers, such as masks, that its file does not hold."""
+_BYTES_PER_ORIGINAL_BYTE, _MARGIN_BYTES = 4, 1 << 30
+"""Largest size of a saved model for each byte of its original, and bytes on top: weights of 8 bits may be trained in
+32, and a model may make buffers, such as masks, that its file does not hold."""
 _UNBOUNDED_BYTES: Final = 1 << 50
 """The bound for models of the user's own code, larger than any disk."""
 
@@ -30,7 +30,7 @@ def most_saved_bytes(source: ModelSource) -> int:
     """
     if not is_confined(source):
         return _UNBOUNDED_BYTES
-    return _WIDENING * sum(map(_bytes_of, _places(source))) + _MARGIN_BYTES
+    return _BYTES_PER_ORIGINAL_BYTE * sum(map(_bytes_of, _places(source))) + _MARGIN_BYTES
 
 
 def _places(source: ModelSource) -> Iterator[str]:
@@ -39,14 +39,14 @@ def _places(source: ModelSource) -> Iterator[str]:
         yield source.weights
     with contextlib.suppress(OSError, ValueError):  # no adapter, or none that can be loaded
         settings = read_json(read_bytes(os.path.join(source.location, ADAPTER_SETTINGS), MAX_BYTES))
-        named = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-        base = base_of(source.location, named)
+        base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+        base = base_of(source.location, base_name)
         if base is not None:
             yield base
 
 
 def _bytes_of(path: str) -> int:
-    """Return the bytes of the file at ``path``, or of those in a folder; 0 if there is none."""
+    """Return the bytes of the file at ``path``, or of the files in the folder; 0 if there is none."""
     try:
         if not os.path.isdir(path):
             return os.stat(path).st_size

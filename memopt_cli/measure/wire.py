@@ -16,20 +16,20 @@ from memopt_cli.text.documents import printable, whole_number
 
 SIZE: Final = struct.Struct("!Q")
 """The size of a piece in bytes."""
-_MEMORY: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
-"""Character of JSON -> the most bytes of memory for the Python object that it starts or separates, without its text."""
-_COPIES, _WIDTH = 4, 5
-"""Bytes of memory for a character of the line, in all copies of it; and further bytes if the line has escapes, which
-may become characters of 4 bytes."""
+_OBJECT_BYTES: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
+"""Character of JSON -> largest memory in bytes for the Python object that it starts or separates, without its text."""
+_BYTES_PER_CHARACTER, _BYTES_PER_ESCAPED_CHARACTER = 4, 5
+"""Bytes of memory for a character of the line, all copies of it included.  Escapes in a line may become characters of
+4 bytes, so a line with escapes takes further bytes for each character."""
 
 
 def memory_of(text: str) -> int:
-    """Return the most bytes of memory that reading ``text``, a line of JSON, takes, without reading it.
+    """Return the largest memory in bytes that reading ``text``, a line of JSON, may take, without reading it.
 
     For example, ``[],`` has 3 bytes in the line, and an empty list in a list takes up to 190 bytes of memory.
     """
-    values = sum(size * text.count(character) for character, size in _MEMORY.items())
-    return values + len(text) * (_COPIES + _WIDTH * ("\\" in text))
+    values = sum(size * text.count(character) for character, size in _OBJECT_BYTES.items())
+    return values + len(text) * (_BYTES_PER_CHARACTER + _BYTES_PER_ESCAPED_CHARACTER * ("\\" in text))
 
 
 def reply_in(line: bytes, most_bytes: int) -> Any:
@@ -40,8 +40,8 @@ def reply_in(line: bytes, most_bytes: int) -> Any:
     """
     text = line.decode("ascii").rstrip("\n")
     if not text.isprintable() or memory_of(text) > most_bytes:
-        raise ValueError("it would take far more memory than such an answer does")
-    return json.loads(_ESCAPE.sub(lambda found: _printable(found[0]), text), parse_int=whole_number)
+        raise ValueError("it would take far more memory than such an answer needs")
+    return json.loads(_ESCAPE.sub(lambda match: _printable(match[0]), text), parse_int=whole_number)
 
 
 _ESCAPE: Final = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u....|.)")

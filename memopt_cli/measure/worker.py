@@ -37,8 +37,8 @@ from memopt_cli.training.wrappers import uncompiled
 
 Answer = TypeVar("Answer")
 
-_PIECE = 1 << 20
-"""Least bytes of a saved model that are sent as one piece."""
+_PIECE_BYTES = 1 << 20
+"""Smallest piece in bytes in which a saved model is sent, except the last."""
 
 
 class Worker:
@@ -54,9 +54,8 @@ class Worker:
         self._subject = subject
         self._build = build
         self._functions = functions
-        if (
-            subject.offload_folder is not None and not sandbox.is_confined()
-        ):  # a confined process may write only to its own folder
+        # A confined process may write only to its own folder.
+        if subject.offload_folder is not None and not sandbox.is_confined():
             set_offload_folder(subject.offload_folder)
 
     @functools.cached_property
@@ -76,7 +75,7 @@ class Worker:
         keeps_compiled = self._subject.source.keeps_compiled or plan.compile is not None
         try:
             compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
-            with self.bench.cleared(), compiled:
+            with self.bench.restored(), compiled:
                 return answer(self.bench, job)
         except InputsRejected as error:
             spec, location = self._subject.spec, self._subject.source.location
@@ -91,7 +90,7 @@ class Worker:
     def close(self) -> None:
         """Leave the contexts that the bench keeps open for further jobs, such as a group of ranks."""
         if "bench" in vars(self):
-            self.bench.held.close()
+            self.bench.rank_step.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""
@@ -146,7 +145,7 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
     replies.flush()
     pieces = Pieces(replies.buffer)
     try:
-        with io.BufferedWriter(pieces, _PIECE) as file:
+        with io.BufferedWriter(pieces, _PIECE_BYTES) as file:
             worker.save(job, cast(BinaryIO, file))
             file.flush()
             size_bytes = pieces.size_bytes
@@ -164,9 +163,8 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    is_explained = (
-        isinstance(error, FileFormatError) and hint
-    )  # the hint tells the cause, such as a script that trains when it is imported
+    # The hint of a file's error tells the cause, such as a script that trains when it is imported.
+    is_explained = isinstance(error, FileFormatError) and hint
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):

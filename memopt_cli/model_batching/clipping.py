@@ -25,7 +25,7 @@ def clip_grad_norm_per_model(parameters: Iterable[nn.Parameter], max_norm: float
 
     Returns
     -------
-    The norms before scaling, (models,), as ``torch.nn.utils.clip_grad_norm_`` gives for each model alone.
+    The norms before scaling, (models,), as ``torch.nn.utils.clip_grad_norm_`` gives for each model by itself.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -32,22 +32,22 @@ ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
     "vmap": VmapRoute,
     "loop": LoopRoute,
 }
-"""Name -> the class of the route, called with a stacked model and the number of models; in the order of trying them."""
+"""Name -> class of the route, called with a stacked model and the number of models; in the order of trying them."""
 
 TOLERANCE = 1e-10
 """Largest relative difference from the loop, in float64, with which a route counts as computing the same."""
 STORED_TOLERANCE = 1e-5
-"""The limit in place of :data:`TOLERANCE` for models that cannot run in float64, in the model's own precision."""
-_FEW_MODELS = 2
+"""The limit for models that cannot run in float64, and are compared in their own precision."""
+_COMPARED_MODELS = 2
 """Number of models that are compared."""
-_FEW_SAMPLES = 3
-"""Number of samples of each that are compared; not the number of models, so that mixed-up axes show."""
-_COMPARING_SHARE = 0.1
-"""Once a route can be used, others are compared for at most this share of the time of a step on all samples …"""
-_SHORT_S = 0.25
-"""… but for at least this many seconds, …"""
-_COMPARING_S = 1.0
-"""… and for at most this many."""
+_COMPARED_SAMPLES = 3
+"""Number of compared samples of each model; it differs from the number of models, so that mixed-up axes show."""
+_COMPARISON_SHARE = 0.1
+"""Once a route can be used, other routes are compared for at most this share of the time of a step on all samples."""
+_MIN_COMPARISON_S = 0.25
+"""Smallest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
+_MAX_COMPARISON_S = 1.0
+"""Largest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,18 @@ class RouteTrial:
 
     name: RouteName
     refused: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Reason why the route cannot be used, or empty."""
     difference: float = 0.0
-    """Largest relative difference from the loop in float64, over outputs, gradients and buffers; NaN without one."""
+    """Largest relative difference from the loop in float64, over outputs, gradients and buffers.  NaN: not compared."""
     step_s: float = math.nan
-    """Median seconds of its forward and backward, on few samples if all would take long; NaN if not timed."""
+    """Median seconds of its forward and backward, on few samples if all would take long.  NaN: not timed."""
     used: bool = False
     """Whether this route was chosen to run the models."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The subject of a trial: stacked models, their number, and their inputs (models, samples, …)."""
+class TrialInputs:
+    """Stacked models, their number, and their inputs (models, samples, …), for a trial of a route."""
 
     tree: nn.Module
     models: int
@@ -75,17 +75,17 @@ class Given:
     kwargs: dict[str, Any]
 
     @property
-    def size(self) -> int:
-        """Elements of all inputs, at least 1."""
+    def element_count(self) -> int:
+        """Number of elements of all inputs, at least 1."""
         return max(1, sum(tensor.numel() for tensor in tensors_of((self.args, self.kwargs))))
 
-    def few(self) -> Given:
+    def reduced(self) -> TrialInputs:
         """Return a copy with few models and few samples of each.
 
-        All models stay if a registered batch module is among the modules, which was made for their number.
+        All models stay if a registered batch module is among the modules, since it was made for their number.
         """
-        knows_number = any(isinstance(m, AbstractBatchModule) for m in self.tree.modules())
-        count = self.models if knows_number else min(self.models, _FEW_MODELS)
+        has_fixed_number = any(isinstance(m, AbstractBatchModule) for m in self.tree.modules())
+        count = self.models if has_fixed_number else min(self.models, _COMPARED_MODELS)
         samples = next((t.shape[1] for t in tensors_of((self.args, self.kwargs)) if t.dim() > 1), 0)
 
         def cut(leaf: Any) -> Any:
@@ -93,10 +93,10 @@ class Given:
                 return leaf
             # Samples are in dimension 1, if that is as long as in the first input that has one.
             is_sampled = leaf.dim() > 1 and leaf.shape[1] == samples
-            return leaf[:count, :_FEW_SAMPLES] if is_sampled else leaf[:count]
+            return leaf[:count, :_COMPARED_SAMPLES] if is_sampled else leaf[:count]
 
         args, kwargs = map_leaves(cut, (self.args, self.kwargs))
-        return Given(first_models(self.tree, count), count, args, kwargs)
+        return TrialInputs(first_models(self.tree, count), count, args, kwargs)
 
 
 class RouteModel(nn.Module):
@@ -114,84 +114,91 @@ class RouteModel(nn.Module):
 class Reference:
     """Two steps of the loop, in float64 if the model can be run in it."""
 
-    def __init__(self, whole: Given) -> None:
-        self._draws = False
-        self.given = whole.few()
-        """A few models and samples; all, if the model fails on few samples."""
+    def __init__(self, full_inputs: TrialInputs) -> None:
+        self._draws_numbers = False
+        self.inputs = full_inputs.reduced()
+        """A few models and samples; all of them, if the model fails on few samples."""
         self._run()
         if self._effects is None:
-            self.given = whole
+            self.inputs = full_inputs
             self._run()
-        step_s = self._took_s / 2 * whole.size / self.given.size
-        self.patience_s = min(_COMPARING_S, max(_SHORT_S, _COMPARING_SHARE * step_s))
+        step_s = self._two_steps_s / 2 * full_inputs.element_count / self.inputs.element_count
+        self.patience_s = min(_MAX_COMPARISON_S, max(_MIN_COMPARISON_S, _COMPARISON_SHARE * step_s))
         """Seconds after which no further route is compared once one can be used."""
 
     def _run(self) -> None:
+        """Take the steps in float64, or if that fails, in the model's own precision."""
+        if not self._try_steps(is_double=True):
+            self._try_steps(is_double=False)
+
+    def _try_steps(self, *, is_double: bool) -> bool:
+        """Take the steps, and return whether they ran; if not, ``_failure`` says why."""
         self._effects: dict[str, Tensor] | None = None
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]]
-        for self._is_double in (True, False):
-            given = self.given.args, self.given.kwargs
-            self._inputs = in_double(given) if self._is_double else given
-            started = time.perf_counter()
-            try:
-                self._effects = self._effects_of("loop")
-                return
-            except Exception as error:
-                self._failure = first_line(error)
-            finally:
-                self._took_s = time.perf_counter() - started
+        self._is_double = is_double
+        arguments = self.inputs.args, self.inputs.kwargs
+        self._arguments = in_double(arguments) if is_double else arguments
+        started = time.perf_counter()
+        try:
+            self._effects = self._effects_of("loop")
+        except Exception as error:
+            self._failure = first_line(error)
+        self._two_steps_s = time.perf_counter() - started
+        return self._effects is not None
 
     def trial_of(self, name: RouteName) -> RouteTrial:
         """Return a trial of the route ``name``: whether it can be built, runs, and computes the same as the loop."""
         refused, relative = "", 0.0
         if name != "loop":
             try:
-                refused, relative = self._compared(name)
-            except Refused as reason:
-                refused = str(reason)
+                refused, relative = self._compare(name)
+            except Refused as refusal:
+                refused = str(refusal)
             except Exception as error:
                 refused = first_line(error)
         return RouteTrial(name=name, refused=refused, difference=relative)
 
-    def _compared(self, name: RouteName) -> tuple[str, float]:
+    def _compare(self, name: RouteName) -> tuple[str, float]:
+        """Return a reason why the route ``name`` cannot be used, or empty, and its largest relative difference."""
         if self._effects is None:
-            return f"it cannot be compared with the loop, whose step fails: {self._failure}", 0.0
+            return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._effects_of(name))
         if worst.relative <= (TOLERANCE if self._is_double else STORED_TOLERANCE):
             return "", worst.relative
         return f"{worst.name} differs from the loop's by {worst.relative:.1e} of its magnitude", worst.relative
 
     def _effects_of(self, name: RouteName) -> dict[str, Tensor]:
-        if not self._draws:
-            left = self._two_steps(name)
-            self._draws = any(_has_drawn(t) for key, t in left.items() if _RANDOM in key)
-        if self._draws:  # only then, since a dispatch mode costs time, and makes PyTorch import its compiler
+        if not self._draws_numbers:
+            step_effects = self._two_steps(name)
+            self._draws_numbers = any(_has_drawn(t) for key, t in step_effects.items() if _GENERATOR_KEY in key)
+        # Dropout is left on otherwise, since a dispatch mode costs time, and makes PyTorch import its compiler.
+        if self._draws_numbers:
             with _WithoutDropout():  # type: ignore[no-untyped-call]
-                left = self._two_steps(name)
-        return {key: tensor for key, tensor in left.items() if _RANDOM not in key}
+                step_effects = self._two_steps(name)
+        return {key: tensor for key, tensor in step_effects.items() if _GENERATOR_KEY not in key}
 
     def _two_steps(self, name: RouteName) -> dict[str, Tensor]:
-        """Return the effects of two steps; the second starts from the buffers and the state that the first left."""
-        model = RouteModel(name, self._different_models(), self.given.models)
-        args, kwargs = self._inputs
+        """Return the effects of two steps; the second starts from the buffers and the state after the first."""
+        model = RouteModel(name, self._different_models(), self.inputs.models)
+        args, kwargs = self._arguments
         step = Step(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=loss_of)
         return {f"{key} of step {number}": tensor for number in (1, 2) for key, tensor in effects(step).items()}
 
     def _different_models(self) -> nn.Module:
         """Return a copy of the models with weights that differ.
 
-        It is made again for each route: copying one that is kept would take longer, and twice the memory.
+        Each route gets a new copy of the original: a copy of a copy would take longer, and twice the memory.
         """
         if self._is_double:
-            tree = first_models(self.given.tree, self.given.models, dtype=torch.float64)
+            tree = first_models(self.inputs.tree, self.inputs.models, dtype=torch.float64)
             tree.double()  # modules may convert more by themselves than parameters and buffers
         else:
-            tree = first_models(self.given.tree, self.given.models)
+            tree = first_models(self.inputs.tree, self.inputs.models)
         _make_different(tree)
         return tree
 
 
-_RANDOM = "random generator"
+_GENERATOR_KEY = "random generator"
+"""Text in the names of effects that are states of random generators."""
 
 
 def _has_drawn(generators: Tensor) -> bool:
@@ -203,14 +210,14 @@ def _has_drawn(generators: Tensor) -> bool:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return a scalar whose gradient is that of a step without a loss.
+    """Return a scalar whose gradient equals the gradient of a step without a loss.
 
     Calling backward on outputs with given gradients would be the same, but makes PyTorch import SymPy, which takes a
     second.
     """
     roots, cotangents = seeds_of_backward(output, None, StepSettings().seed)
-    weighed = [root if given is None else root * given for root, given in zip(roots, cotangents, strict=True)]
-    return torch.stack([(t.real if t.is_complex() else t).sum().double() for t in weighed]).sum()
+    weighted = [root if factor is None else root * factor for root, factor in zip(roots, cotangents, strict=True)]
+    return torch.stack([(t.real if t.is_complex() else t).sum().double() for t in weighted]).sum()
 
 
 def settings_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepSettings:
@@ -236,7 +243,7 @@ def _make_different(tree: nn.Module) -> None:
 
 
 class _WithoutDropout(TorchDispatchMode):
-    """A mode in which dropout keeps all values, also in a recomputation: routes would draw different masks."""
+    """A mode in which dropout keeps all values, in recomputations as well; routes would draw different masks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -244,12 +251,12 @@ class _WithoutDropout(TorchDispatchMode):
             case "aten::bernoulli_" | "aten::bernoulli" as name:
                 default = 0.5 if name.endswith("_") else args[0]  # ``bernoulli_`` omits a probability of 0.5
                 probability = torch.as_tensor(args[1] if len(args) > 1 else kwargs.get("p", default))
-                kept = (probability > 0).to(args[0]).expand_as(args[0])
-                return args[0].copy_(kept) if name.endswith("_") else kept.clone()
+                mask = (probability > 0).to(args[0]).expand_as(args[0])
+                return args[0].copy_(mask) if name.endswith("_") else mask.clone()
             case "aten::native_dropout":
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         names = [argument.name for argument in schema_of(func).arguments]
         if "dropout_p" in names and len(args) > names.index("dropout_p"):
-            at = names.index("dropout_p")
-            args = (*args[:at], 0.0, *args[at + 1 :])
+            position = names.index("dropout_p")
+            args = (*args[:position], 0.0, *args[position + 1 :])
         return func(*args, **kwargs)

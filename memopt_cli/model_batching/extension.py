@@ -1,4 +1,4 @@
-"""Batch modules: the user's own kernels, for types of modules that memopt has no kernel for."""
+"""Batch modules: kernels by the user, for types of modules that memopt has no kernel for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ B = TypeVar("B", bound="AbstractBatchModule")
 class AbstractBatchModule(nn.Module):
     """Many copies of one module, with a kernel of the user's own.
 
-    A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the same names as
-    there, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
+    A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
+    class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
     input and output is (image·model), the model fastest.  Values are loaded after construction.  The result is
-    checked against ``base_class`` run model by model, as every route is.
+    compared with ``base_class`` run model by model, as the result of every route is.
     """
 
     base_class: ClassVar[type[nn.Module]] = nn.Module
@@ -52,26 +52,26 @@ class AbstractBatchModule(nn.Module):
 
         Raises :class:`UsageError` if the two do not have the same parameters and buffers.
         """
-        theirs = dict(original.named_parameters()) | dict(original.named_buffers())
-        ours = dict(self.named_parameters()) | dict(self.named_buffers())
-        for name in sorted(theirs.keys() | ours.keys()):
-            shared = name in self.shared_buffers
-            wanted = _shape(theirs.get(name), None if shared else self.batch)
-            found = _shape(ours.get(name), None)
-            if wanted != found:
+        sources = dict(original.named_parameters()) | dict(original.named_buffers())
+        targets = dict(self.named_parameters()) | dict(self.named_buffers())
+        for name in sorted(sources.keys() | targets.keys()):
+            is_shared = name in self.shared_buffers
+            expected_shape = _shape(sources.get(name), None if is_shared else self.batch)
+            actual_shape = _shape(targets.get(name), None)
+            if expected_shape != actual_shape:
                 raise UsageError(
-                    f"{type(self).__name__} at '{path or '(root)'}' has '{name}' of shape {found}; for {self.batch} "
-                    f"models of {type(original).__name__} it should be {wanted}"
+                    f"{type(self).__name__} at '{path or '(root)'}' has '{name}' of shape {actual_shape}; for "
+                    f"{self.batch} models of {type(original).__name__} it should be {expected_shape}"
                 )
             with torch.no_grad():
-                ours[name].copy_(theirs[name])
-            ours[name].requires_grad_(theirs[name].requires_grad)
+                targets[name].copy_(sources[name])
+            targets[name].requires_grad_(sources[name].requires_grad)
         self.train(original.training)
-        empty: dict[int, Any] = {id(t): _empty_like(t) for t in theirs.values()}
-        object.__setattr__(self, "original", copy.deepcopy(original, empty))
+        empty_tensors: dict[int, Any] = {id(t): _empty_like(t) for t in sources.values()}
+        object.__setattr__(self, "original", copy.deepcopy(original, empty_tensors))
 
 
-_registered: dict[type[nn.Module], type[AbstractBatchModule]] = {}
+_batch_classes: dict[type[nn.Module], type[AbstractBatchModule]] = {}
 """Class of a module -> the batch class that replaces it."""
 
 
@@ -90,22 +90,22 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     Raises
     ------
     UsageError
-        If it is no such class, or has no ``base_class``.
+        If it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
     """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(
             f"{getattr(batch_class, '__name__', batch_class)} is not an AbstractBatchModule",
-            hint="Register the batch class; it names the class that it replaces in base_class.",
+            hint="Register the batch class, whose base_class names the class that it replaces.",
         )
     if batch_class.base_class is nn.Module:
         raise UsageError(f"{batch_class.__name__}.base_class does not say which class it replaces")
-    _registered[batch_class.base_class] = batch_class
+    _batch_classes[batch_class.base_class] = batch_class
     return batch_class
 
 
 def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
-    """Return the batch class registered for the very type of ``module``; ``None`` if only a base has one, or none."""
-    return _registered.get(type(module))
+    """Return the batch class registered for the type of ``module`` itself.  ``None``: there is no such class."""
+    return _batch_classes.get(type(module))
 
 
 def _shape(tensor: Tensor | None, models: int | None) -> tuple[int, ...] | None:

@@ -22,13 +22,13 @@ def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
     check_models(models)
     dimension = 1 if order == "b g" else 0
     length = tensor.shape[dimension] if tensor.dim() > dimension else 0
-    merged = order.startswith("(")
-    if length == 0 or (length % models if merged else length != models):
-        wanted = f"a multiple of {models}" if merged else f"{models}"
+    is_merged = order.startswith("(")
+    if length == 0 or (length % models if is_merged else length != models):
+        expected_length = f"a multiple of {models}" if is_merged else f"{models}"
         raise UsageError(
-            f"a tensor of shape {tuple(tensor.shape)} in data order '{order}' has no {models} models in it: "
-            f"dimension {dimension} should be {wanted}",
-            hint="Every tensor that is passed in must hold all models; say in which order with data_order=.",
+            f"a tensor of shape {tuple(tensor.shape)} in data order '{order}' does not hold {models} models: "
+            f"dimension {dimension} should be {expected_length}",
+            hint="Every tensor must hold all models. data_order= tells their order.",
         )
     match order:
         case "g b":
@@ -59,7 +59,7 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     data_order:
         Order of models (g) and images (b) in it.
     batch:
-        Number of models; ``None`` reads it off the shape, which is not possible in the order ``(g b)``.
+        Number of models.  ``None``: it is read from the shape, which the order ``(g b)`` does not allow.
 
     Returns
     -------
@@ -76,8 +76,8 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     if batch is None:
         if data_order == "(g b)" or tensor.dim() < 2:
             raise UsageError(
-                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not tell how many models "
-                "are in it",
+                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not tell the number of "
+                "models",
                 hint="Give the number: merge_batch(tensor, data_order, batch=…).",
             )
         batch = tensor.shape[data_order == "b g"]
@@ -110,7 +110,7 @@ def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Te
 
 
 def inner_batch_size(tensor: Tensor, batch: int) -> int:
-    """Return how many images each of ``batch`` models has in ``tensor``.
+    """Return the number of images of each of ``batch`` models in ``tensor``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Map functions over models with ``vmap``, also those whose outputs are not only tensors."""
+"""Map functions over models with ``vmap``, including functions whose outputs are not all tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
     """Return the outputs of ``function`` for each model, stacked.
 
     ``axes`` says which of ``inputs`` have the models in dimension 0, as ``in_dims`` of ``vmap`` does.  Random numbers
-    differ from model to model.  A part of the output that is no tensor is taken from one of the models.
+    differ from model to model.  A part of the output that is no tensor comes from any of the models.
     """
-    structure: list[Any] = []
+    skeletons: list[Any] = []
 
-    def one(*given: Any) -> list[Tensor]:
-        tensors, skeleton = split_tensors(function(*given))
-        structure.append(skeleton)
+    def run_model(*model_inputs: Any) -> list[Tensor]:
+        tensors, skeleton = split_tensors(function(*model_inputs))
+        skeletons.append(skeleton)
         return tensors
 
-    mapped = torch.func.vmap(one, in_dims=axes, randomness="different")
-    return join_tensors(mapped(*inputs), structure[-1])
+    mapped = torch.func.vmap(run_model, in_dims=axes, randomness="different")
+    return join_tensors(mapped(*inputs), skeletons[-1])
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:

@@ -25,20 +25,21 @@ class BatchModule(nn.Module):
 
     There are ``batch`` copies of ``model``.  Every parameter and buffer is (batch, …); ``models`` holds them under the
     model's own names.  The copies start with the weights of ``model``; :meth:`load_state_dicts` gives each its own.
-    ``model`` does not change; but with ``inplace`` it shares the tensors of the first copy from then on, and takes no
-    memory of its own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
+    ``model`` does not change.  With ``inplace`` it shares the tensors of the first copy, and takes no memory of its
+    own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
 
-    Three routes can run the copies: ``fused`` kernels over a traced graph, ``vmap``, and the per-model ``loop``.  Only
-    routes whose outputs, gradients and buffers equal the loop's are used, and of these the fastest.  They are compared
-    and timed on few models and samples: with ``example_inputs`` (models, images, …) at construction, or else with the
-    first inputs, and again for each new combination of training modes.  :attr:`trials` has the results.  ``route``
-    names one route to use without timing; it is still compared with the loop.  With ``check=False`` nothing is compared
-    or timed: the first call uses the first of the three routes that runs.
+    Three routes can run the copies: ``fused`` kernels over a traced graph, ``vmap``, and the per-model ``loop``.  The
+    fastest route is used that gives the loop's outputs, gradients and buffers.  Routes are compared and timed on few
+    models and samples: with ``example_inputs`` (models, images, …) at construction, or else with the first inputs, and
+    again for each new combination of training modes.  :attr:`trials` has the results.  ``route`` names a route to use
+    without timing; it is still compared with the loop.  With ``check=False`` nothing is compared or timed: the first
+    call uses the first of the three routes that runs.
 
-    Nothing in here couples the models, but code outside may.  The sum of their losses does not (a model's loss has no
-    gradient in the others), nor do SGD, Adam, AdamW and RMSprop; Adafactor and clipping by the global norm do (see
-    :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  A step of an optimizer with momentum or
-    weight decay changes every model, also those without a gradient, as it does with a single model.
+    A BatchModule does not couple its models, but other code may.  The sum of their losses does not couple them, since a
+    model's loss has no gradient in the others; SGD, Adam, AdamW and RMSprop do not either.  Adafactor and clipping by
+    the global norm couple them (see :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  A step of
+    an optimizer with momentum or weight decay changes every model, even without a gradient, as it changes a single
+    model.
 
     Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute
     them, vmap is refused.
@@ -66,7 +67,7 @@ class BatchModule(nn.Module):
         self.models = stack_model(model, batch)
         if inplace:
             share_first(self.models, model)
-        self._wanted = route
+        self._route_name = route
         self._check = check
         self._routes: dict[_Mode, Route] = {}
         self._trials: list[RouteTrial] = []
@@ -78,7 +79,7 @@ class BatchModule(nn.Module):
 
     @property
     def trials(self) -> tuple[RouteTrial, ...]:
-        """The latest trial of each route; empty before the first."""
+        """The latest trial of each route.  Before the first trial: empty."""
         return tuple(self._trials)
 
     def forward(
@@ -92,10 +93,10 @@ class BatchModule(nn.Module):
     ) -> Any:
         """Return the outputs of all models.
 
-        Tensors are given in ``data_order`` and returned in ``output_order``, by default the same.  An argument that is
-        no tensor is passed to every model.  An output of one value per model is (models,).  As in torchmb,
-        ``merge=False`` says that tensors are merged already, in the order ``(b g)``, and ``split=False`` returns them
-        in that order.
+        Tensors are in ``data_order``; outputs are in ``output_order``, by default the same.  An argument that is no
+        tensor is passed to every model.  An output with one value per model is (models,).  As in torchmb, with
+        ``merge=False`` the tensors are merged already, in the order ``(b g)``, and ``split=False`` returns tensors in
+        that order.
         """
         output_order = output_order or data_order if split else "(b g)"
         data_order = data_order if merge else "(b g)"
@@ -109,9 +110,9 @@ class BatchModule(nn.Module):
         return map_leaves(lambda leaf: in_order(leaf, output_order) if isinstance(leaf, Tensor) else leaf, output)
 
     def choose_again(self) -> None:
-        """Try the routes again with the next inputs.
+        """Choose a route again with the next inputs.
 
-        Call this after attributes of modules have changed, the rate of a dropout, for example.
+        Call this after attributes of modules have changed, such as the rate of a dropout.
         """
         self._routes.clear()
 
@@ -140,11 +141,11 @@ class BatchModule(nn.Module):
         return unstack(self.models, self.batch, device)
 
     def _mode(self) -> _Mode:
-        # With the classes, since installing or removing a segment exchanges a module's class.
+        # Classes are part of the mode, since installing or removing a segment exchanges a module's class.
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
-        route, self._trials = select(self.models, self.batch, self._wanted, args, dict(kwargs), check=self._check)
+        route, self._trials = select(self.models, self.batch, self._route_name, args, dict(kwargs), check=self._check)
         self._routes[self._mode()] = route
         return route
 
@@ -152,11 +153,11 @@ class BatchModule(nn.Module):
         return self.__dict__ | {"_routes": {}, "_trials": []}  # a loaded module chooses its route again
 
     def extra_repr(self) -> str:
-        return f"batch={self.batch}, route={self._wanted}"
+        return f"batch={self.batch}, route={self._route_name}"
 
 
 def refuse_batched(model: nn.Module) -> None:
-    """Raise :class:`UsageError` if ``model`` is, or has, a :class:`BatchModule`, whose step cannot be recorded."""
+    """Raise :class:`UsageError` if ``model`` is or has a :class:`BatchModule`: its step cannot be recorded."""
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(

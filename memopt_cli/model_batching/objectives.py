@@ -44,7 +44,7 @@ def batch_loss(
 
     Returns
     -------
-    Losses (models,), each that of ``loss_func`` for the model alone; with ``"none"`` those of all images, in
+    Losses (models,), each as ``loss_func`` gives for the model by itself.  With ``"none"``: losses of all images, in
     ``data_order``.
 
     Raises
@@ -54,7 +54,7 @@ def batch_loss(
     """
     if reduction not in ("none", "mean", "sum"):
         raise UsageError(f"unknown reduction '{reduction}'", hint="Known: 'none', 'mean', 'sum'.")
-    loss = _with_reduction(loss_func, reduction, options)
+    loss = _bind_reduction(loss_func, reduction, options)
     pairs = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
     try:
         losses: Tensor = torch.func.vmap(loss, randomness="different")(*pairs)
@@ -71,7 +71,7 @@ def batch_topk(
     count: bool = False,
     data_order: DataOrder = "g b",
 ) -> Tensor:
-    """Return top-k accuracies, (len(k), models): fractions of images whose target is among the ``k`` highest scores.
+    """Return top-k accuracies, (len(k), models): shares of images with their target among the ``k`` highest scores.
 
     Parameters
     ----------
@@ -101,20 +101,23 @@ def batch_topk(
     if not k or min(k) < 1 or max(k) > scores.shape[-1]:
         raise UsageError(f"k={tuple(k)}: each must be between 1 and the number of classes, {scores.shape[-1]}")
     hits = scores.topk(max(k), dim=-1).indices == classes.unsqueeze(-1)
-    found = torch.stack([hits[..., :n].any(dim=-1).sum(dim=1) for n in k])
-    return found if count else found / classes.shape[1]
+    counts = torch.stack([hits[..., :n].any(dim=-1).sum(dim=1) for n in k])
+    return counts if count else counts / classes.shape[1]
 
 
 batch_accuracy = batch_topk
 
 
-def _with_reduction(
+def _bind_reduction(
     loss_func: Callable[..., Tensor] | nn.Module, reduction: Reduction, options: dict[str, Any]
 ) -> Callable[..., Tensor]:
     if not isinstance(loss_func, nn.Module):
         return functools.partial(loss_func, reduction=reduction, **options)
     if not hasattr(loss_func, "reduction"):
-        raise UsageError(f"{type(loss_func).__name__} has no reduction, and is not a loss module of torch.nn")
+        raise UsageError(
+            f"{type(loss_func).__name__} has no reduction, so it is no loss module of torch.nn",
+            hint="Give a loss module with a reduction, or a function of torch.nn.functional.",
+        )
     loss = copy.copy(loss_func)
     vars(loss)["reduction"] = reduction
     return functools.partial(loss, **options)

@@ -24,37 +24,37 @@ def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
     names the module that cannot be batched.
     """
     batched = BatchModule(step.model, models)
-    args, kwargs = _for_each((example.args, example.kwargs), models)
+    args, kwargs = _repeat_inputs((example.args, example.kwargs), models)
     with torch.no_grad():
         batched(*args, **kwargs)
     gc.collect()  # traced graphs of the routes that were tried are reference cycles, which hold memory until then
-    (used,) = [trial for trial in batched.trials if trial.used]
+    (chosen,) = [trial for trial in batched.trials if trial.used]
     batched.register_forward_pre_hook(lambda *_: batched.reset())
-    args, kwargs = _for_each((step.args, step.kwargs), models)
+    args, kwargs = _repeat_inputs((step.args, step.kwargs), models)
     optimizer = step.make_optimizer(batched)
-    together = replace(step, model=batched, args=args, kwargs=kwargs, loss=_summed(step.loss), optimizer=optimizer)
-    return together, used.name
+    loss = _sum_losses(step.loss)
+    return replace(step, model=batched, args=args, kwargs=kwargs, loss=loss, optimizer=optimizer), chosen.name
 
 
-def _for_each(inputs: Any, models: int) -> Any:
-    """Return ``inputs`` with every tensor once for each model, (models, …)."""
+def _repeat_inputs(inputs: Any, models: int) -> Any:
+    """Return ``inputs`` with each tensor repeated for each model, (models, …)."""
 
-    def repeated(leaf: Any) -> Any:
+    def repeat(leaf: Any) -> Any:
         return leaf.detach().expand(models, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(repeated, inputs)
+    return map_leaves(repeat, inputs)
 
 
-def _summed(loss: Callable[[Any], Tensor] | None) -> Callable[[Any], Any]:
-    """Return a function that sums the models' losses: those of ``loss``, or those that the models return.
+def _sum_losses(loss: Callable[[Any], Tensor] | None) -> Callable[[Any], Any]:
+    """Return a function that sums the models' losses, by ``loss`` or as the models return them.
 
-    If there is no loss, it returns the output.
+    If there is no loss, the function returns the output.
     """
 
-    def of_all(output: Any) -> Any:
+    def sum_losses(output: Any) -> Any:
         tensors, skeleton = split_tensors(output)
-        each = [join_tensors(piece, skeleton) for piece in zip(*(t.unbind(0) for t in tensors), strict=True)]
-        losses = [value for one in each if (value := (loss or loss_entry)(one)) is not None]
+        outputs = [join_tensors(piece, skeleton) for piece in zip(*(t.unbind(0) for t in tensors), strict=True)]
+        losses = [value for model_output in outputs if (value := (loss or loss_entry)(model_output)) is not None]
         return torch.stack(losses).sum() if losses else output
 
-    return of_all
+    return sum_losses

@@ -1,4 +1,4 @@
-"""Stack many copies of a model into one, whose parameters and buffers are (models, …), and take them apart again."""
+"""Stack many copies of a model into one, with parameters and buffers (models, …), and take them apart again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StateDict = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An attribute of some module that holds a parameter or a buffer; a tied tensor has several."""
+    """An attribute of a module that holds a parameter or a buffer; a tied tensor has several slots."""
 
     name: str
     """The name as in ``named_parameters``, with the path of the module."""
@@ -61,7 +61,7 @@ def stack_model(model: nn.Module, models: int) -> nn.Module:
         if id(tensor) not in stacked:
             copies = tensor.detach().expand(models, *tensor.shape).clone(memory_format=torch.contiguous_format)
             stacked[id(tensor)] = copies if slot.is_buffer else nn.Parameter(copies, tensor.requires_grad)
-    return replace_modules(_copied(model, stacked), model, models)
+    return replace_modules(_copy(model, stacked), model, models)
 
 
 def share_first(tree: nn.Module, model: nn.Module) -> None:
@@ -73,17 +73,13 @@ def share_first(tree: nn.Module, model: nn.Module) -> None:
 
 
 def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
-    """Replace the modules of ``tree`` whose class has a registered batch class, and return the tree."""
+    """Replace the modules of ``tree`` that have a registered batch class, and return the tree."""
     for path, original in list(model.named_modules()):
         batch_class = batch_class_of(original)
         if batch_class is None:
             continue
         replacement = batch_class.from_module(original, models)
-        if not path:
-            tree = replacement
-        else:
-            parent, _, name = path.rpartition(".")
-            setattr(tree.get_submodule(parent), name, replacement)
+        tree = _put_module(tree, path, replacement)
         replacement.adopt(original, path)
     return tree
 
@@ -100,27 +96,34 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
         shape = tensor.shape if slot.name in shared else tensor.shape[1:]
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         empty.setdefault(id(tensor), meta if slot.is_buffer else nn.Parameter(meta, tensor.requires_grad))
-    model = _copied(tree, empty)
+    model = _copy(tree, empty)
     for path, module in list(model.named_modules()):
         if isinstance(module, AbstractBatchModule):
-            original = module.original.train(module.training)
+            model = _put_module(model, path, module.original.train(module.training))
             if not path:
-                return original
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, original)
+                break
     return model
+
+
+def _put_module(tree: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Put ``module`` into ``tree`` at ``path``, and return the tree: ``module`` itself at the empty path."""
+    if not path:
+        return module
+    parent, _, name = path.rpartition(".")
+    setattr(tree.get_submodule(parent), name, module)
+    return tree
 
 
 def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of ``tree`` with the first ``count`` of its models, its floating tensors in ``dtype``."""
     shared = shared_names(tree)
-    kept: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     for slot in slots_of(tree):
         tensor = slot.tensor.detach()
         first = tensor if slot.name in shared else tensor[:count]
         first = first.to(dtype if first.is_floating_point() else None, copy=True)
-        kept.setdefault(id(slot.tensor), first if slot.is_buffer else nn.Parameter(first, slot.tensor.requires_grad))
-    return _copied(tree, kept)
+        tensors.setdefault(id(slot.tensor), first if slot.is_buffer else nn.Parameter(first, slot.tensor.requires_grad))
+    return _copy(tree, tensors)
 
 
 def shared_names(tree: nn.Module) -> set[str]:
@@ -136,7 +139,7 @@ def shared_names(tree: nn.Module) -> set[str]:
 def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], models: int, *, pad: bool) -> StateDict:
     """Return ``states``, one for all models or one for each, as a state dictionary of ``tree``.
 
-    ``pad``: allow fewer than there are models; the others become zero.
+    ``pad``: allow fewer states than models; the tensors of the other models become zero.
     """
     shared = shared_names(tree)
     if isinstance(states, Mapping):
@@ -148,9 +151,9 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
         )
     for index, state in enumerate(states):
         if state.keys() != states[0].keys():
-            odd = sorted(state.keys() ^ states[0].keys())
-            raise UsageError(f"state dictionaries 0 and {index} do not have the same keys: {', '.join(odd)}")
-    return {k: _joined(k, [s[k] for s in states], models, shared=k in shared) for k in states[0]}
+            differing = sorted(state.keys() ^ states[0].keys())
+            raise UsageError(f"state dictionaries 0 and {index} do not have the same keys: {', '.join(differing)}")
+    return {k: _stack_values(k, [s[k] for s in states], models, shared=k in shared) for k in states[0]}
 
 
 def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> list[dict[str, Tensor]]:
@@ -163,7 +166,7 @@ def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> 
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise :class:`UsageError` that names the first module of ``model`` which no route can run, if there is one."""
+    """Raise :class:`UsageError` if ``model`` has a module that no route can run; the message names it."""
     for path, module in model.named_modules():
         reason = _unsupported(module)
         if reason:
@@ -184,18 +187,18 @@ def _unsupported(module: nn.Module) -> str:
     return ""
 
 
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f"{type(model).__name__} cannot be copied: {error}",
             hint="A module may hold a tensor with a graph from an earlier step: detach it, or reset its state. "
-            "torch.nn.utils.weight_norm keeps one: use torch.nn.utils.parametrizations.weight_norm.",
+            "torch.nn.utils.weight_norm keeps such a tensor: use torch.nn.utils.parametrizations.weight_norm.",
         ) from error
 
 
-def _joined(name: str, values: list[Tensor], models: int, *, shared: bool) -> Tensor:
+def _stack_values(name: str, values: list[Tensor], models: int, *, shared: bool) -> Tensor:
     if shared:
         if any(not torch.equal(v, values[0]) for v in values[1:]):
             raise UsageError(f"buffer '{name}' is shared by all models, but their state dictionaries differ in it")

@@ -1,6 +1,6 @@
 """The online algorithms: gradients of a recurrent model step by step, in memory that does not grow with time.
 
-D-RTRL and ES-D-RTRL are those of Wang et al. (BrainScale); :mod:`memopt_cli.online.traces` has the equations.  Both
+D-RTRL and ES-D-RTRL are by Wang et al. (BrainScale); :mod:`memopt_cli.online.traces` has the equations.  Both
 follow how the states of a neuron depend on its own past states, and ignore how they depend on other neurons through
 recurrent weights.  On the graph without these paths, D-RTRL gives exactly the gradient of backpropagation through
 time, and ES-D-RTRL approximates it.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, UsageError, type_in_words
 from memopt_cli.online.calls import Past, Sizes
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.operations import Operation, operation_of, says_which, trace_kind
+from memopt_cli.online.operations import Operation, has_tags, operation_of, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
@@ -32,7 +32,7 @@ class OnlineAlgorithm(nn.Module):
     """A model that learns while it runs: call it once per time step, and ``backward`` on the loss of each step.
 
     Tagged weights (``traced``) for which :meth:`compile_graph` finds a path to a state carry traces.  Gradients
-    accumulate in ``.grad``; those of parameters without a trace are of each step alone.
+    accumulate in ``.grad``.  A parameter without a trace gets the gradient of each step only.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class OnlineAlgorithm(nn.Module):
     ) -> None:
         """Learn the weights of ``model``, a module of one time step.
 
-        ``mode``: ``Batching()`` if inputs and states have a batch axis; ``None`` for the mode of ``environ``.
+        ``mode``: ``Batching()`` if inputs and states have a batch axis.  ``None``: the mode of ``environ``.
         ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
-        ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry
-        what came before the window.
+        ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry the
+        past before the window.
         """
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -71,10 +71,11 @@ class OnlineAlgorithm(nn.Module):
             return
         has_batch = self.mode is not None
         Sizes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
-        if not says_which(self.model):
+        if not has_tags(self.model):
             warnings.warn(
-                f"no weight of {type(self.model).__name__} is tagged: all get the gradient of each step alone. Tag "
-                "those whose past is to be followed with traced(layer), or say untraced(model)",
+                f"no weight of {type(self.model).__name__} is tagged, so that each gets only the gradient of each "
+                "step. Tag the layers that should learn from the past with traced(layer), or call untraced(model) to "
+                "silence this warning.",
                 stacklevel=2,
             )
         structure = find_structure(self.model, inputs, batched=has_batch)
@@ -82,11 +83,11 @@ class OnlineAlgorithm(nn.Module):
             operation = operation_of(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
             trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
-            if use in structure.doubled and isinstance(trace, FactoredTrace):
+            if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
-                    f"the output of {use.path} is read by a cell with other parameters or inputs, and past the cells: "
-                    "a factored trace cannot tell the two gradients apart",
-                    hint="Use D_RTRL, or give each its own weight.",
+                    f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
+                    "outside of cells: a factored trace cannot tell the two gradients apart",
+                    hint="Use D_RTRL, or give each reader a weight of its own.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if has_batch else None)
@@ -95,10 +96,10 @@ class OnlineAlgorithm(nn.Module):
         self._step = TracedStep(
             self.model, structure, traces, batched=has_batch, window=self.vjp_method == "multi-step"
         )
-        self._sizes = Sizes(self._step.states_held, inputs, has_batch=has_batch)
+        self._sizes = Sizes(self._step.all_states, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
-        """Begin a new sequence: start states and traces anew, for one sample or for ``batch_size``."""
+        """Begin a new sequence: reset states and traces, for one sample or for ``batch_size`` samples."""
         init_all_states(self, batch_size)
         self._past = Past()
         self._begin_sequence(next(self.model.parameters(), torch.empty(0)).device)
@@ -106,7 +107,7 @@ class OnlineAlgorithm(nn.Module):
     @property
     def untraced(self) -> dict[str, str]:
         """Path of a tagged module that carries no trace -> the reason."""
-        return dict(self._compiled().structure.untraced)
+        return dict(self._compiled().structure.untraced_reasons)
 
     def get_etrace_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Return the traces of ``weight`` by name, in the shapes in which they are kept.
@@ -136,13 +137,13 @@ class OnlineAlgorithm(nn.Module):
             raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
         self._sizes.check(steps[0])
         if self.traces:
-            self._past.check(self._held())
+            self._past.check(self._carried_tensors())
         with torch.enable_grad(), run.batch.like(steps[0][0]), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
-        self.keep()
+        self.accept_states()
         output = tree_map(_stack, *outputs) if window else outputs[0]
-        return output if torch.is_grad_enabled() else tree_map(_detached, output)
+        return output if torch.is_grad_enabled() else tree_map(_detach, output)
 
     def update(self, *inputs: Tensor) -> Any:
         """Return the output for ``inputs``, as calling the algorithm does."""
@@ -154,11 +155,11 @@ class OnlineAlgorithm(nn.Module):
         """Prepare for the first step of a sequence."""
 
     def _next_scale(self) -> float | Tensor:
-        """Return the divisor of the gradients of the step that begins now."""
+        """Return the divisor of the gradients of the step that begins."""
         return 1.0
 
     def _scale_of_past(self) -> float | Tensor:
-        """Return the divisor of the gradients of the step before."""
+        """Return the divisor of the gradients of the last step."""
         return 1.0
 
     def _make_trace(
@@ -173,17 +174,17 @@ class OnlineAlgorithm(nn.Module):
             raise MemoptError("the algorithm is not compiled yet", hint="Call compile_graph(inputs) first.")
         return self._step
 
-    def _held(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that a step hands to the next: followed states, traces, and the algorithm's buffers."""
+    def _carried_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return name and tensor of all that a step hands to the next: followed states, traces, buffers."""
         run = self._compiled()
         followed = [(name, state.value) for name, state in run.followed_states.items()]
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
-        own = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
-        return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *own)]
+        buffers = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]
+        return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *buffers)]
 
-    def keep(self) -> None:
-        """Accept the present states and traces as those of the last step, though something else may have set them."""
-        self._past.keep(self._held())
+    def accept_states(self) -> None:
+        """Take the present states and traces for the result of the last step, whoever has set them."""
+        self._past.remember(self._carried_tensors())
 
 
 class D_RTRL(OnlineAlgorithm):
@@ -213,16 +214,16 @@ class ES_D_RTRL(OnlineAlgorithm):
         """Filter by ``decay_or_rank``: a float ``a`` in (0, 1), or a rank n > 0, which is ``a = (n - 1) / (n + 1)``.
 
         ``correction``: the divisor of the gradients of step t, from 0.  ``"exact"`` is ``1 - a^(t + 1)``, which removes
-        the bias of the filter's start, so that the first gradient equals that of D-RTRL; ``"reference"`` is
-        ``1 - (1 - a)^(t + 1)``, as in the authors' first code; ``"none"`` is 1.
+        the bias of the filter's start: the first gradient is the gradient of D-RTRL.  ``"reference"`` is
+        ``1 - (1 - a)^(t + 1)``, as in the authors' first code.  ``"none"`` is 1.
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
             raise UsageError(f"correction={correction!r}", hint='Give "reference", "exact" or "none".')
-        self.decay, self.rank = decay_and_rank(decay_or_rank)
+        self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
-                "a decay of 0 (rank 1) with the reference's correction, which would divide by 1 - 1^t = 0",
+                "a decay of 0 (rank 1) does not go with the reference's correction, which would divide by 1 - 1^t = 0",
                 hint='Give correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
@@ -249,7 +250,7 @@ class ES_D_RTRL(OnlineAlgorithm):
 
 
 class HybridTrace(ES_D_RTRL):
-    """D-RTRL with full traces where these are no larger than factored ones; ``traced(layer, kind)`` overrides.
+    """D-RTRL with the smaller trace for each weight, full or factored; ``traced(layer, kind)`` overrides the choice.
 
     A weight gets a full trace if ``k * O * K <= I + k * O`` numbers per sample, for I inputs, O outputs, K weights per
     output and k states.  For linear layers with one state this is nearly the reference's rule ``I + O > numel(W)``.  A
@@ -263,12 +264,12 @@ class HybridTrace(ES_D_RTRL):
         factored = FactoredTrace(use, groups, operation, self.decay, z_shape)
         kind = trace_kind(self.model.get_submodule(use.path))
         if kind == "adaptive":
-            kind = "full" if _numel(full) <= _numel(factored) else "approx"
+            kind = "full" if _element_count(full) <= _element_count(factored) else "approx"
         return full if kind == "full" else factored
 
 
-def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
-    """Return decay ``a`` and rank ``n``, of which ``decay_or_rank`` is one: ``a = (n - 1) / (n + 1)``."""
+def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
+    """Return decay ``a`` and rank ``n``, with ``a = (n - 1) / (n + 1)``; ``decay_or_rank`` is either of them."""
     if isinstance(decay_or_rank, int) and not isinstance(decay_or_rank, bool) and decay_or_rank > 0:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
@@ -276,7 +277,7 @@ def decay_and_rank(decay_or_rank: float | int) -> tuple[float, int]:
     raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
 
 
-def _numel(trace: Trace) -> int:
+def _element_count(trace: Trace) -> int:
     return sum(state.value.numel() for state in states_of(trace).values())
 
 
@@ -284,5 +285,5 @@ def _stack(*steps: Any) -> Any:
     return torch.stack(steps) if isinstance(steps[0], Tensor) else steps[-1]
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -66,67 +66,67 @@ def _structure(reach: Reach) -> Structure:
     check_tagged(reach)
     edges = {out: reach.edges(out) for out in outs}
     constant = frozenset(use for use in reach.reached if reach.is_constant(use))
-    exposed = frozenset(held for held in reach.followed_states if reach.is_exposed(held))
-    for held in exposed:
-        check_exposed(reach, held, constant)
+    exposed = frozenset(past_state for past_state in reach.followed_states if reach.is_exposed(past_state))
+    for past_state in exposed:
+        check_exposed(reach, past_state, constant)
     attached = frozenset(out for out in outs if reach.is_attached(out, edges[out]))
     connected = frozenset(use for use in reach.reached if reach.is_connected(use))
     read_by_attached = {use for out in attached - reach.probe.derived.keys() for use in edges[out].uses}
-    unread = _unread(reach, constant, connected, read_by_attached)
+    unread = _unread_parts(reach, constant, connected, read_by_attached)
     reason = "its output enters no cell (a module that declares states), or only past another traced weight"
     return Structure(
-        groups={use: reach.groups(held) for use, held in reach.reached.items()},
+        groups={use: reach.groups(states) for use, states in reach.reached.items()},
         z_shapes={use: reach.probe.z_shapes[use] for use in reach.reached},
         cells=tuple(path for path in reach.probe.cells if path in reach.cells),
         edges=edges,
-        constant=constant,
-        connected=connected,
-        doubled=connected & read_by_attached,
-        exposed=exposed,
-        attached=attached,
-        derived={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
-        untraced={path: reason for path in reach.probe.weights if path not in reach.traced},
-        calls=reach.probe.calls,
-        known={out: reach.known(out) for out in outs},
-        not_followed=_not_followed(reach),
-        unread=unread,
-        entering=frozenset(reach.followed_states) - unread - exposed,
-        weighted=_weighted(reach),
+        constant_uses=constant,
+        connected_uses=connected,
+        doubled_uses=connected & read_by_attached,
+        exposed_states=exposed,
+        attached_outputs=attached,
+        states_behind={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
+        untraced_reasons={path: reason for path in reach.probe.weights if path not in reach.traced},
+        call_counts=reach.probe.calls,
+        known_sources={out: reach.known_sources(out) for out in outs},
+        unfollowed_sources=_unfollowed_sources(reach),
+        unread_parts=unread,
+        entering_states=frozenset(reach.followed_states) - unread - exposed,
+        sources_by_weight=_sources_by_weight(reach),
     )
 
 
-def _not_followed(reach: Reach) -> dict[PastState, frozenset[Source]]:
+def _unfollowed_sources(reach: Reach) -> dict[PastState, frozenset[Source]]:
     """Map each state that does not depend on traced weights to all parts that its cell's outputs were computed from."""
     sources_of: dict[PastState, frozenset[Source]] = {}
     for cell in reach.probe.cells.keys() - reach.cells:
         outs = [out for out in reach.outs if out.cell == cell]
-        known = frozenset[Source]().union(*map(reach.known, outs))
-        sources_of |= {PastState(cell, state.name): known for state in reach.probe.states[cell]}
+        sources = frozenset[Source]().union(*map(reach.known_sources, outs))
+        sources_of |= {PastState(cell, state.name): sources for state in reach.probe.states[cell]}
     return sources_of
 
 
-def _unread(
+def _unread_parts(
     reach: Reach, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
 ) -> frozenset[PastState | Use]:
-    """Return the states, and the uses of traced weights, that are read only by cells that are tied to them."""
+    """Return the states and the uses of traced weights that only the cells tied to them read."""
     inputs = [reach.reads[use] for use in reach.uses if use not in constant]
     unfollowed = [reach.reads[out] for out in reach.outs if out not in reach.followed]
     read = set[Source](reach.probe.overwritten | reach.probe.read_outside).union(
-        *(reach.sources_behind(r)[1] for r in (*inputs, *unfollowed, *reach.probe.of_output))
+        *(reach.sources_behind(r)[1] for r in (*inputs, *unfollowed, *reach.probe.output_reads))
     )
     for out in reach.followed:
-        own = reach.reads[out]
-        read |= own.weighted | {s for s in own.direct if isinstance(s, PastState) and s.cell != out.cell}
+        reads = reach.reads[out]
+        read |= reads.weighted | {s for s in reads.direct if isinstance(s, PastState) and s.cell != out.cell}
     uses = reach.reached.keys() - connected - read_by_attached
     return frozenset((reach.new.keys() | uses) - read)
 
 
-def _weighted(reach: Reach) -> dict[CellOutput | PastState, frozenset[Source]]:
+def _sources_by_weight(reach: Reach) -> dict[CellOutput | PastState, frozenset[Source]]:
     """Map outputs of cells, and states not followed, to the traced parts that reach them only through weights."""
     sources_of: list[tuple[CellOutput | PastState, frozenset[Source]]] = [
-        (out, reach.known(out) - reach.reads[out].direct) for out in reach.outs if out in reach.followed
+        (out, reach.known_sources(out) - reach.reads[out].direct) for out in reach.outs if out in reach.followed
     ]
-    sources_of += _not_followed(reach).items()  # a state that a traced part reaches without a weight is followed
+    sources_of += _unfollowed_sources(reach).items()  # a state that a traced part reaches without a weight is followed
     carrying = {key: frozenset(filter(reach.carries, sources)) for key, sources in sources_of}
     return {key: sources for key, sources in carrying.items() if sources}
 

@@ -14,19 +14,19 @@ from memopt_cli.online.traces import CellOutput, PastState, Use
 def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
     """Raise :class:`MemoptError` if ``out`` mixes neurons, or reads a part both through a weight and directly."""
     for source in sorted(filter(reach.carries, reach.reads[out].mixed), key=str):
-        name, of = _name(reach, source), _name(reach, out)
+        name, out_name = _name(reach, source), _name(reach, out)
         if source in reach.reads[out].weighted:
             raise MemoptError(
-                f"{name} reaches {of} through a weight without a tag, and past it as well",
-                hint="Tag that weight with traced(), if it is a linear or convolutional layer: the past is not "
-                "followed through it; or take the tags off those before it with untraced()",
+                f"{name} reaches {out_name} through a weight without a tag, and also on a path without a weight",
+                hint="The past is not followed through a weight. Tag that weight with traced(), if it is a linear or "
+                "convolutional layer, or take the tags off the weights before it with untraced().",
             )
         shape = tuple(reach.probe.leaves[source].shape[1:])
         raise MemoptError(
-            f"{name} {shape} does not reach {of}, {reach.probe.shapes[out]} per sample, neuron by neuron",
-            hint="Let cells hold and pass on only what acts on each neuron by itself, or put a linear layer in "
-            "between, where the past ends; or mark the weights before it with untraced(), to train them with the "
-            "gradient of each step alone",
+            f"{name} {shape} does not reach {out_name}, {reach.probe.shapes[out]} per sample, neuron by neuron",
+            hint="Let cells keep and pass on only tensors that act on each neuron by itself; or put a linear layer "
+            "in between, where the past ends; or mark the weights before it with untraced(), which trains them with "
+            "only the gradient of each step.",
         )
 
 
@@ -38,24 +38,27 @@ def check_tagged(reach: Reach) -> None:
     tagged: dict[Source, set[str]] = {}
     for out in reach.outs:
         tagged[out] = reach.reads[out].tagged.union(*(tagged.get(s, ()) for s in reach.reads[out].direct))
-    for held, out in reach.new.items():
+    for past_state, out in reach.new.items():
         for path in sorted(tagged[out]):
             raise MemoptError(
-                f"the weight of {path} reaches {_name(reach, held)} without a call of {path}, by its attribute or by "
-                "a module that shares it: that past is not followed",
+                f"the weight of {path} reaches {_name(reach, past_state)} without a call of {path}, by its attribute "
+                "or by a module that shares it: that past is not followed",
                 hint=f"Call {path}, tag the module that shares its weight with traced(), or take the tag of {path} "
-                "off with untraced(), to train it with the gradient of each step alone",
+                "off with untraced(), which trains it with only the gradient of each step.",
             )
 
 
-def check_exposed(reach: Reach, held: PastState, constant: frozenset[Use]) -> None:
-    """Raise :class:`MemoptError` if ``held``, read outside its cell, is read both by a weight and around it."""
+def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[Use]) -> None:
+    """Raise :class:`MemoptError` if ``past_state``, read outside its cell, is read with and without a weight."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
-    weighted = [reads for out in reach.followed if held not in (reads := reach.reads[out]).direct - reads.weighted]
-    if any(held in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):
+    weighted = [
+        reads for out in reach.followed if past_state not in (reads := reach.reads[out]).direct - reads.weighted
+    ]
+    if any(past_state in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):
         raise MemoptError(
-            f"{_name(reach, held)} of the last step enters a weight, and is read past it and outside its cell as well",
-            hint="Read it as a constant where it enters the weight: detach() it there.",
+            f"{_name(reach, past_state)} of the last step enters a weight, and is also read outside its cell on a path "
+            "without that weight",
+            hint="Call detach() on it where it enters the weight, which makes it a constant there.",
         )
 
 
@@ -67,4 +70,4 @@ def _name(reach: Reach, source: Source) -> str:
     states: Sequence[State] = reach.probe.states[source.cell]
     if source.number < len(states):
         return _name(reach, PastState(source.cell, states[source.number].name))
-    return f"what {source.cell or 'the model'} returns"
+    return f"a tensor that {source.cell or 'the model'} returns"

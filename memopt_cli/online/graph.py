@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from memopt_cli.online.structure import Source
 from memopt_cli.online.traces import Gate
+from memopt_cli.runtime.graph import nodes_from
 from memopt_cli.runtime.private_torch import vector_jacobian
 
 _PRODUCTS = (
@@ -23,9 +24,9 @@ _PRODUCTS = (
 def jacobian_row(
     gate: Gate, q: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell; ``None`` without a path.
+    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell.  ``None``: there is no path.
 
-    Without a ``cotangent``, ones are taken, which gives the diagonal of an elementwise Jacobian.
+    Without a ``cotangent``, all its entries are 1, which gives the diagonal of an elementwise Jacobian.
     """
     if not q.requires_grad or not inputs:
         return [None] * len(inputs)
@@ -45,13 +46,13 @@ class Reads:
     """Parts on paths that enter no weight."""
     weighted: set[Source] = field(default_factory=set)
     """Parts on paths that enter a weight without a tag."""
-    parameters: bool = False
+    has_parameters: bool = False
     """Whether the tensor reads trainable parameters, or inputs of the model that require a gradient."""
     tagged: set[str] = field(default_factory=set)
-    """Paths of modules whose tagged weights the tensor reads without a call of the module: ``x @ fc.weight``, say."""
+    """Paths of modules whose tagged weights the tensor reads without a call of the module, as in ``x @ fc.weight``."""
     mixed: set[Source] = field(default_factory=set)
-    """Parts in ``direct`` that are not read neuron by neuron (by a sum over neurons, say), or that are in ``weighted``,
-    too."""
+    """Parts in ``direct`` that are not read neuron by neuron (but by a sum over neurons, for example), or that are also
+    in ``weighted``."""
 
     @property
     def sources(self) -> set[Source]:
@@ -67,7 +68,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
 
 
 class Graph:
-    """A walker of autograd's graph, from a tensor to the leaves that it was computed from."""
+    """Autograd's graph of a step, walked from a tensor to the leaves behind it."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
@@ -83,7 +84,7 @@ class Graph:
             if (source := names.get(id(leaf))) is not None:
                 (reads.weighted if weighted else reads.direct).add(source)
             elif id(leaf) not in self._parameters or id(leaf) in self._trainable:
-                reads.parameters = True
+                reads.has_parameters = True
                 if (path := self._tagged.get(id(leaf))) is not None:
                     reads.tagged.add(path)
         return reads
@@ -104,12 +105,12 @@ class Graph:
                 yield leaf, weighted
                 continue
             weighted = weighted or self._is_weight(node)
-            pending += [(following, weighted) for following, _ in node.next_functions if following is not None]
+            pending += [(input_node, weighted) for input_node, _ in node.next_functions if input_node is not None]
 
-    def read_directly(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
-        """Return the ``sources`` from which a path leads to ``tensor`` without a weight or another source on it."""
+    def find_direct_sources(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
+        """Return the ``sources`` from which a path without a weight or another source leads to ``tensor``."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
-        pending, seen, found = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        pending, seen, direct = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
         while pending:
             edge = pending.pop()
             if edge in seen:
@@ -117,67 +118,46 @@ class Graph:
             seen.add(edge)
             node = edge[0]
             if edge in ends:
-                found.add(ends[edge])
+                direct.add(ends[edge])
             elif not hasattr(node, "variable") and not self._is_weight(node):
-                pending += [(before, number) for before, number in node.next_functions if before is not None]
-        return found
+                pending += [
+                    (input_node, number) for input_node, number in node.next_functions if input_node is not None
+                ]
+        return direct
 
     def _is_weight(self, node: Node) -> bool:
-        """Return whether ``node`` is a product, one factor of which comes from parameters alone."""
+        """Return whether ``node`` is a product with a factor that comes only from parameters."""
         if not node.name().startswith(_PRODUCTS):
             return False
         factors = [
-            {id(node.variable)} if hasattr(node, "variable") else {id(leaf) for leaf in _leaves_of_node(node)}
-            for node, _ in node.next_functions
-            if node is not None
+            {id(leaf.variable) for leaf in nodes_from([factor]) if hasattr(leaf, "variable")}
+            for factor, _ in node.next_functions
+            if factor is not None
         ]
         # A frozen parameter is not in autograd's graph, so a missing edge may be a frozen weight.
-        is_fixed = self._has_frozen and any(before is None for before, _ in node.next_functions)
+        is_fixed = self._has_frozen and any(input_node is None for input_node, _ in node.next_functions)
         return is_fixed or any(factor and factor <= self._parameters for factor in factors)
 
 
-def only(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
-    """Return the numbers of the ``ends`` that ``tensor`` depends on; empty if it depends on anything else.
+def find_sole_ends(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
+    """Return the numbers of the ``ends`` that ``tensor`` depends on.
 
-    The set is also empty if one of these ends depends on another.
+    The set is empty if ``tensor`` depends on anything else, or if one of these ends depends on another.
     """
+    reached, has_leaf = ends_behind([tensor.grad_fn], ends)
+    inputs = (node for end, number in ends.items() if number in reached for node, _ in end.next_functions)
+    inner, _ = ends_behind(inputs, ends)
+    return frozenset() if has_leaf or inner & reached else frozenset(reached)
+
+
+def ends_behind(starts: Iterable[Node | None], ends: Mapping[Node, int]) -> tuple[set[int], bool]:
+    """Return the numbers of the first ``ends`` behind ``starts``, and whether another path leads to a leaf."""
     reached: set[int] = set()
-    if not tensor.requires_grad or next(leaves_behind(tensor, ends, reached), None) is not None:
-        return frozenset()
-    inner: set[int] = set()
-    for node, number in ends.items():
-        if number in reached:
-            for before, _ in node.next_functions:
-                if before is not None:
-                    list(_leaves_of_node(before, ends, inner))
-    return frozenset() if inner & reached else frozenset(reached)
 
-
-def leaves_behind(
-    tensor: Tensor, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
-) -> Iterator[Tensor]:
-    """Yield the leaves that ``tensor`` was computed from.
-
-    Paths end at ``ends``, whose numbers are added to ``reached``.
-    """
-    if tensor.grad_fn is None:
-        yield tensor
-    else:
-        yield from _leaves_of_node(tensor.grad_fn, ends, reached)
-
-
-def _leaves_of_node(
-    start: Node, ends: Mapping[Node, int] | None = None, reached: set[int] | None = None
-) -> Iterator[Tensor]:
-    pending, seen = [start], set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if ends is not None and reached is not None and node in ends:
+    def is_end(node: Node) -> bool:
+        if node in ends:
             reached.add(ends[node])
-        elif hasattr(node, "variable"):
-            yield node.variable
-        else:
-            pending += [following for following, _ in node.next_functions if following is not None]
+        return node in ends
+
+    leaves = [node for node in nodes_from(starts, is_end) if hasattr(node, "variable")]
+    return reached, bool(leaves)

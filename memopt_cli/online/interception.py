@@ -24,11 +24,11 @@ from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unfl
 
 
 class WholeBatch:
-    """A runner of functions on tensors of the whole batch, even if the model sees one sample, a lane of a ``vmap``."""
+    """A runner of functions on whole batches, even if the model sees one sample, a lane of a ``vmap``."""
 
-    def __init__(self, *, is_seen: bool) -> None:
-        """Prepare for a model that sees the batch (``is_seen``), or one sample of it."""
-        self._is_seen = is_seen
+    def __init__(self, *, has_batch: bool) -> None:
+        """Prepare for a model that sees the batch (``has_batch``), or one sample at a time."""
+        self._has_batch = has_batch
         self._witness = torch.empty(0)
         self.size = 1
         """Number of samples in the batch, inside :meth:`lift`."""
@@ -44,19 +44,19 @@ class WholeBatch:
 
     def lift(self, act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run ``act`` on ``tensors`` with all samples, ``[B, ...]``, and return its results as the model sees them."""
-        if self._is_seen:
+        if self._has_batch:
             self.size = self._witness.shape[0]
             return act(*tensors)
 
-        def seen(witness: Tensor, *whole: Tensor) -> tuple[Tensor, ...]:
+        def act_on_batch(witness: Tensor, *whole: Tensor) -> tuple[Tensor, ...]:
             self.size = witness.shape[0]
             return act(*whole)
 
-        return with_batch_axis(seen, self._witness, *tensors)
+        return with_batch_axis(act_on_batch, self._witness, *tensors)
 
 
 class Interception:
-    """A time step of a model whose weights and cells are controlled by a subclass's methods.
+    """A time step of a model in which methods of a subclass control weights and cells.
 
     For a cell ``lif`` that calls a weight ``rec`` inside, and a weight ``fc`` before it, :meth:`run` calls::
 
@@ -72,15 +72,15 @@ class Interception:
         """Control ``weights`` and ``cells``, both dotted path -> module; ``batched``: the model sees a batch."""
         self.weights, self.cells = weights, cells
         self.gate = Gate()
-        self.batch = WholeBatch(is_seen=batched)
+        self.batch = WholeBatch(has_batch=batched)
         self._calls: dict[str, int] = {}
         self.states = {path: cell_states(cell) for path, cell in cells.items()}
         self.watched: dict[str, nn.Module] = {}
-        """Further modules whose calls are counted."""
-        self.most_calls: Mapping[str, int] | None = None
-        """Dotted path -> most calls of the module in a step; ``None`` for any number."""
-        self._seen: dict[str, list[tuple[Tensor, int]]] = {}
-        """Cell -> the last known value of each of its states, with the version counter of the tensor."""
+        """Further modules with counted calls."""
+        self.max_calls: Mapping[str, int] | None = None
+        """Dotted path -> largest number of calls of the module in a step.  ``None``: any number."""
+        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
+        """Cell -> the last value of each of its states that is known, with the version counter of the tensor."""
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         """Return the output that the model gets from ``use``, a call of a traced weight with the input ``z``."""
@@ -94,18 +94,18 @@ class Interception:
         """Return the tensors that the model gets: the new states of ``cell``, then the tensors that it returns."""
         raise NotImplementedError
 
-    def on_overwritten(self, held: PastState) -> None:
-        """Handle that another module wrote the state ``held`` before its cell was called."""
+    def on_overwritten(self, past_state: PastState) -> None:
+        """Handle that another module wrote ``past_state`` before its cell was called."""
         raise NotImplementedError
 
-    def on_forgotten(self, held: PastState) -> None:
-        """Handle that another module left a constant in the state ``held`` at the end of the step: its past is gone."""
+    def on_forgotten(self, past_state: PastState) -> None:
+        """Handle that another module left a constant in ``past_state`` at the end of the step, which ends its past."""
         raise NotImplementedError
 
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """Run one time step of ``model`` on ``inputs``, and return its output; its states advance."""
         self._calls.clear()
-        self._seen = {cell: _versions(states) for cell, states in self.states.items()}
+        self._versions = {cell: _versions(states) for cell, states in self.states.items()}
         with self._installed():
             output = model(*inputs)
         for cell in self.cells:
@@ -113,15 +113,15 @@ class Interception:
                 if state.value.requires_grad:
                     raise MemoptError(
                         f"{_name(cell, state)} is written after its cell has been called, and not by the cell",
-                        hint="Let the cell that declares a state write it, in its forward: give it what it needs, as "
-                        "a mask",
+                        hint="Let the cell that declares a state write the state, in its forward: pass what the cell "
+                        "needs, such as a mask, as an argument.",
                     )
                 self.on_forgotten(PastState(cell, state.name))
-        self._seen = {}
+        self._versions = {}
         return output
 
     def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
-        """Replace the values of ``states``, with all samples, by those that ``act`` returns for them."""
+        """Replace the values of ``states``, with all samples, by the results of ``act`` on them."""
         if states:
             for state, value in zip(states, self.batch.lift(act, *_values(states)), strict=True):
                 state.value = value
@@ -131,7 +131,7 @@ class Interception:
         forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
         forwards |= {m: partial(self._cell, path, m.forward) for path, m in self.cells.items()}
         forwards |= {m: partial(self._watch, path, m.forward) for path, m in self.watched.items()}
-        own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
+        own_forwards = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
         try:
@@ -139,8 +139,8 @@ class Interception:
         finally:
             for module in forwards:
                 del module.__dict__["forward"]
-                if module in own:
-                    module.__dict__["forward"] = own[module]
+                if module in own_forwards:
+                    module.__dict__["forward"] = own_forwards[module]
 
     def _use(self, path: str, input: Tensor | None = None) -> Tensor:
         use = Use(path, self._count(path))
@@ -152,7 +152,7 @@ class Interception:
         return [
             state
             for state, (seen, version), (now, written) in zip(
-                self.states[cell], self._seen[cell], _versions(self.states[cell]), strict=True
+                self.states[cell], self._versions[cell], _versions(self.states[cell]), strict=True
             )
             if now is not seen or written != version
         ]
@@ -160,8 +160,8 @@ class Interception:
     def _count(self, path: str) -> int:
         """Count a call of the module at ``path``, and return the number of its earlier calls in this step."""
         call = self._calls.get(path, 0)
-        if self.most_calls is not None and call >= self.most_calls.get(path, 0):
-            raise changed(path, f"is called {call + 1} times" if call else "is called")
+        if self.max_calls is not None and call >= self.max_calls.get(path, 0):
+            raise changed_step(path, f"is called {call + 1} times" if call else "is called")
         self._calls[path] = call + 1
         return call
 
@@ -179,26 +179,25 @@ class Interception:
         outputs = {id(t): t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         for value in values:
             outputs.pop(id(value), None)
-        seen = self.batch.lift(partial(self.on_leave, path, call), *values, *outputs.values())
-        replaced = dict(zip([*map(id, values), *outputs], seen, strict=True))
-        for state, value in zip(states, seen, strict=False):
+        leaving = self.batch.lift(partial(self.on_leave, path, call), *values, *outputs.values())
+        replacements = dict(zip([*map(id, values), *outputs], leaving, strict=True))
+        for state, value in zip(states, leaving, strict=False):
             state.value = value.clone()  # the model may write a state in place, but not a tensor that is tied
-        self._seen[path] = _versions(states)
-        return tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
+        self._versions[path] = _versions(states)
+        return tree_unflatten([replacements.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def cell_states(cell: nn.Module) -> list[State]:
     """Return the floating states that ``cell`` declares itself, in the order of declaration."""
-    own = (state for state in states_of(cell).values() if state.module is cell)
-    return [state for state in own if state.value.is_floating_point()]
+    return [s for s in states_of(cell).values() if s.module is cell and s.value.is_floating_point()]
 
 
-def changed(path: str, what: str) -> MemoptError:
-    """Return the error for a step in which ``path`` does ``what`` it did not do in the step of ``compile_graph``."""
+def changed_step(path: str, change: str) -> MemoptError:
+    """Return the error for a step in which ``path`` has the ``change``, words that follow its name in the message."""
     return MemoptError(
-        f"{path or 'the model'} {what}, which was not so in the step that compile_graph ran",
-        hint="Let every step take the same path, and multiply by a mask where some steps skip a part; or compile with "
-        "inputs for which the step does everything that any step does",
+        f"{path or 'the model'} {change}, which was not so in the step that compile_graph ran",
+        hint="Let every step take the same path, and multiply by a mask where some steps skip a part. Or compile with "
+        "inputs for which the step does everything that any step does.",
     )
 
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from memopt_cli.errors import MemoptError, UsageError, first_line
-from memopt_cli.online.states import is_size, recording_new_states, states_of
+from memopt_cli.online.states import is_size, recording_new_states, states_of, tensors_in
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     in_lanes,
@@ -29,8 +29,7 @@ from memopt_cli.runtime.private_torch import (
 Act = Callable[..., tuple[Tensor, ...]]
 """Function of tensors with a leading batch axis that returns such tensors."""
 
-BY_HAND = "batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm"
-_STRUCTURE = frozenset(vars(nn.Module()))
+BATCHING_HINT = "Batch the model by hand: init_all_states(model, batch_size), and mode=Batching() for an algorithm."
 
 
 def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
@@ -97,7 +96,7 @@ class Vmap(nn.Module):
         mapped = {path: s for path, s in states_of(self.model).items() if s.tag == self.vmap_states}
         if not mapped:
             raise _nothing_mapped(self.model, self.vmap_states)
-        before = [(m, dict(vars(m)), dict(buffers_of(m))) for m in self.model.modules()]
+        snapshot = [(m, dict(vars(m)), dict(buffers_of(m))) for m in self.model.modules()]
         lanes = next(iter(mapped.values())).value.shape[0]
         self._check(inputs, lanes)
 
@@ -117,10 +116,10 @@ class Vmap(nn.Module):
             with _functions_of_whole_batches():
                 output, values = run(values, inputs)
         except BaseException as err:
-            _put_back(before)
+            _restore(snapshot)
             if isinstance(err, RuntimeError) and "Batching rule not implemented" in str(err):
                 raise MemoptError(
-                    f"{type(self.model).__name__} cannot run in lanes: {first_line(err)}", hint=BY_HAND
+                    f"{type(self.model).__name__} cannot run in lanes: {first_line(err)}", hint=BATCHING_HINT
                 ) from err
             raise
         for state, value in zip(mapped.values(), values, strict=True):
@@ -140,8 +139,8 @@ def _nothing_mapped(model: nn.Module, tag: str) -> MemoptError:
     if not states_of(model):
         return MemoptError(
             f"{type(model).__name__} declares no state that could differ from sample to sample",
-            hint="Declare them with declare_state(module, name, shape); ExplicitState declares those of a cell that is "
-            "handed its states, as snnTorch's are without init_hidden",
+            hint="Declare its states with declare_state(module, name, shape). ExplicitState declares the states of a "
+            "cell that takes them as arguments, as snnTorch's cells do without init_hidden.",
         )
     return MemoptError(
         f"no state of the model is tagged {tag!r}",
@@ -172,60 +171,62 @@ def _functions_of_whole_batches() -> Iterator[None]:
     The surrogate gradients of spiking neurons are functions of this kind, written for batches.  A function that mixes
     the samples of a batch raises :class:`MemoptError`.
     """
-    own = vars(Function)["apply"]
+    original_apply = vars(Function)["apply"]
 
     def apply(function: type[Function], *args: Any) -> Any:
         has_rule = function.setup_context is not Function.setup_context
         if has_rule or not any(isinstance(arg, Tensor) and is_of_vmap(arg) for arg in args):
-            return own.__get__(None, function)(*args)
+            return original_apply.__get__(None, function)(*args)
         lanes = running_vmap()
         size, level = lanes.batch_size(), lanes.level()
         batched = [isinstance(arg, Tensor) and level_of(arg) == level for arg in args]
         whole = [_batch_first(arg, size, level) if lane else arg for arg, lane in zip(args, batched, strict=True)]
         with lanes.lower():
             _refuse_mixing_samples(function, whole, batched, size)
-            results = own.__get__(None, function)(*whole)
+            results = original_apply.__get__(None, function)(*whole)
         return tree_map_only(Tensor, lambda result: in_lanes(result, level), results)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Function.apply = own  # type: ignore[method-assign]
+        Function.apply = original_apply  # type: ignore[method-assign]
 
 
-_separate: WeakSet[type[Function]] = WeakSet()
+_separating_functions: WeakSet[type[Function]] = WeakSet()
 """Functions that were found not to mix the samples of a batch."""
 
 
 def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batched: Sequence[bool], size: int) -> None:
-    if function in _separate:
+    if function in _separating_functions:
         return
     with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        together = _results_and_gradients(function, whole, batched)
+        batch_results = _results_and_gradients(function, whole, batched)
         for i in range(size):
             sample = [arg[i] if lane else arg for arg, lane in zip(whole, batched, strict=True)]
-            alone = _results_and_gradients(function, sample, batched)
-            if [t[i].shape if t.dim() else None for t in together] != [t.shape for t in alone] or not all(
-                torch.allclose(t[i], of_one, equal_nan=True) for t, of_one in zip(together, alone, strict=True)
+            sample_results = _results_and_gradients(function, sample, batched)
+            if [t[i].shape if t.dim() else None for t in batch_results] != [t.shape for t in sample_results] or not all(
+                torch.allclose(t[i], result, equal_nan=True)
+                for t, result in zip(batch_results, sample_results, strict=True)
             ):
                 raise MemoptError(
                     f"{function.__name__}, an autograd.Function, does not treat a batch as it treats each sample",
-                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True; or {BY_HAND}",
+                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True. Or: {BATCHING_HINT}",
                 )
-    _separate.add(function)
+    _separating_functions.add(function)
 
 
 def _results_and_gradients(function: type[Function], args: Sequence[Any], batched: Sequence[bool]) -> list[Tensor]:
-    """Return the results of ``function``, and the gradients of their sum by those arguments that are batched."""
+    """Return the results of ``function``, and the gradients of their sum by the batched arguments."""
     leaves = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
     inputs = [arg for arg, lane in zip(leaves, batched, strict=True) if lane and arg.is_floating_point()]
     for arg in inputs:
         arg.requires_grad_()
     returned = function.apply(*leaves)
     results = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
-    ends = [t for t in results if t.requires_grad]
-    gradients = torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True) if ends else ()
+    differentiable = [t for t in results if t.requires_grad]
+    cotangents = [torch.ones_like(t) for t in differentiable]
+    gradients = torch.autograd.grad(differentiable, inputs, cotangents, allow_unused=True) if differentiable else ()
     return [t.detach() for t in (*results, *gradients) if t is not None]
 
 
@@ -237,18 +238,8 @@ def _batch_first(tensor: Tensor, size: int, level: int) -> Tensor:
     return whole.movedim(axis, 0) if axis else whole  # no view if the axis is in front: each is a node of the graph
 
 
-def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and tensor for each attribute and buffer that is a tensor, or a container of tensors."""
-    for path, module in model.named_modules():
-        for name, value in (*buffers_of(module).items(), *vars(module).items()):
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}" if path else name, value
-            elif isinstance(value, list | tuple | dict) and name not in _STRUCTURE:
-                yield from ((f"{path}.{name}", leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
-    for path, tensor in _tensors_held(model):
+    for path, tensor in tensors_in(model):
         if path not in mapped and is_of_vmap(tensor):
             raise MemoptError(
                 f"{path} was written with a different value for each sample, but is not a mapped state",
@@ -256,8 +247,8 @@ def _refuse_undeclared(model: nn.Module, mapped: set[str]) -> None:
             )
 
 
-def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]]) -> None:
-    for module, attributes, buffers in before:
+def _restore(snapshot: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]]) -> None:
+    for module, attributes, buffers in snapshot:
         vars(module).clear()
         vars(module).update(attributes)
         buffers_of(module).clear()

@@ -1,4 +1,4 @@
-"""Learning a sequence online as a training step of memopt's, and comparing its gradient with that through time."""
+"""Learning a sequence online in the training steps of memopt, and comparing its gradient with backpropagation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class OnlineSequence:
     inputs: StepInputs
 
     def run(self, steps: range) -> None:
-        """Take forward and backward of each time step in ``steps``, which continue those run before."""
+        """Run forward and backward of each time step in ``steps``, which continue the steps before them."""
         for number in steps:
-            self._take(number)
+            self._take_step(number)
 
-    def _take(self, number: int) -> None:
+    def _take_step(self, number: int) -> None:
         # A function of its own, so that its graph, which holds the traces before this step, is freed before the next.
         time_step = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
         roots, cotangents = _seeds(time_step.forward(), self.step, number)
@@ -66,37 +66,34 @@ def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequ
 
 
 def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
-    """Compare the online gradient of a sequence, ``[T, B, ...]`` in ``step.args``, with that through time, in float64.
+    """Compare the online gradient of the sequence ``step.args``, ``[T, B, ...]``, with backpropagation, in float64.
 
-    Through time, the loss is of the whole sequence, as in training; online, of each time step.
+    Backpropagation through time takes the loss of the whole sequence, as in training; online learning takes the loss of
+    each time step.
     """
     steps = len(step.args[0])
     with step_in_double(step) as double:
-        through_time = _through_time(double, steps)
+        reference = _gradient_through_time(double, steps)
         learn_online(double, rule, lambda number: tuple(x[number] for x in double.args)).run(range(steps))
-        online = _gradients(double.model)
-    difference, norm = (online - through_time).norm(), through_time.norm()
+        online = _take_gradients(double.model)
+    difference, norm = (online - reference).norm(), reference.norm()
     relative = float(difference / norm) if norm else float(difference)
-    cosine = float(torch.nn.functional.cosine_similarity(online, through_time, dim=0, eps=1e-30))
+    cosine = float(torch.nn.functional.cosine_similarity(online, reference, dim=0, eps=1e-30))
     return GradientAgreement(
         rule=rule, steps=steps, cosine=cosine, relative_error=relative, exact=relative <= TOLERANCE
     )
 
 
-def _through_time(step: Step, steps: int) -> Tensor:
+def _gradient_through_time(step: Step, steps: int) -> Tensor:
     output = step.forward()
     if step.loss is not None:
         step.backward(output)
-        return _gradients(step.model)
-    seeds = [_seeds(_at(output, number), step, number) for number in range(steps)]
+        return _take_gradients(step.model)
+    seeds = [_seeds(tree_map(lambda x, n=number: x[n], output), step, number) for number in range(steps)]
     torch.autograd.backward(
         [r for roots, _ in seeds for r in roots], [c for _, cotangents in seeds for c in cotangents]
     )
-    return _gradients(step.model)
-
-
-def _at(output: Any, number: int) -> Any:
-    return tree_map(lambda x: x[number], output)
+    return _take_gradients(step.model)
 
 
 def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -108,7 +105,7 @@ def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Ten
     return seeds_of_backward(sequence, step.loss, step.settings.seed + number)
 
 
-def _gradients(model: nn.Module) -> Tensor:
+def _take_gradients(model: nn.Module) -> Tensor:
     """Return all gradients of ``model`` in one vector, in float64, and clear them."""
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
     model.zero_grad(set_to_none=True)

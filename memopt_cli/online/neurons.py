@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError, first_line, type_in_words
-from memopt_cli.online.lanes import BY_HAND, with_batch_axis
+from memopt_cli.online.lanes import BATCHING_HINT, with_batch_axis
 from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
@@ -37,8 +37,8 @@ def spike(v: Tensor, threshold: float = 0.0) -> Tensor:
 
     The derivative is a triangle, ``max(0, 0.3 (1 - |u|))`` with ``u = v - threshold``.  Works under vmap.
     """
-    fire = functools.partial(_spike, threshold=threshold)
-    spikes: Tensor = with_batch_axis(fire, v)[0] if is_of_vmap(v) else fire(v)[0]
+    apply = functools.partial(_spike, threshold=threshold)
+    spikes: Tensor = with_batch_axis(apply, v)[0] if is_of_vmap(v) else apply(v)[0]
     return spikes
 
 
@@ -59,15 +59,15 @@ Reset = Literal["soft", "hard"]
 class Neuron(nn.Module):
     """Neurons that take one step per call, with the sum of the inputs that they received since their last step."""
 
-    _projected: Tensor | None = None
+    _received: Tensor | None = None
 
     def receive(self, y: Tensor) -> None:
         """Add ``y``, ``[B, *size]``, to the input of the next step."""
-        self._projected = y if self._projected is None else self._projected + y
+        self._received = y if self._received is None else self._received + y
 
-    def take_projected(self, like: Tensor) -> Tensor:
-        """Return the sum of the inputs received since the last step, or zeros of the shape of ``like`` if none was."""
-        projected, self._projected = self._projected, None
+    def take_input(self, like: Tensor) -> Tensor:
+        """Return the sum of the inputs received since the last step: without any, zeros of the shape of ``like``."""
+        projected, self._received = self._received, None
         return torch.zeros_like(like) if projected is None else projected
 
 
@@ -123,7 +123,7 @@ class LIF(Neuron):
             self.receive(y)
         spikes = self.get_spike()
         drop = self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset
-        self.v = self._leaked(self.v - drop * spikes) + self.take_projected(self.v)
+        self.v = self._leaked(self.v - drop * spikes) + self.take_input(self.v)
         return self.get_spike()
 
     def _leaked(self, v: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class DeltaProj(nn.Module):
 class LeakyRateReadout(nn.Module):
     """A readout that leaks like a neuron and never spikes: ``r^t = decay r^(t-1) + s W``.
 
-    ``decay`` is ``exp(-dt / tau)``.  The weight is a plain parameter with the gradient of each step alone, as in the
+    ``decay`` is ``exp(-dt / tau)``.  The weight is a plain parameter with only the gradient of each step, as in the
     network of the reference; ``traced(readout.linear)`` gives it a trace.
     """
 
@@ -178,9 +178,9 @@ class LeakyRateReadout(nn.Module):
         return self.r
 
 
-_FITTING = (
-    "name every state that the cell takes and returns, in that order; for one named tuple of states, give a tuple of "
-    "that type that holds their shapes"
+_STATES_HINT = (
+    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
+    "that type with their shapes."
 )
 
 
@@ -188,7 +188,7 @@ class ExplicitState(nn.Module):
     """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
 
     The cell returns ``(output, *new states)``, as snnTorch's do: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
-    A cell whose states are one named tuple, as Norse's, needs a tuple of their shapes:
+    For a cell that takes its states as one named tuple, as Norse's cells do, give a tuple of their shapes:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  If a cell returns only its new states,
     the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem": 200})``.
     Attributes that the cell writes are restored after each call.
@@ -205,8 +205,8 @@ class ExplicitState(nn.Module):
         shapes, of the type that the cell takes and returns.
         """
         super().__init__()
-        self.together = None if isinstance(states, Mapping) else type(states)
-        shapes = states if isinstance(states, Mapping) else _shapes_by_name(states)
+        self.tuple_type = None if isinstance(states, Mapping) else type(states)
+        shapes = states if isinstance(states, Mapping) else _named_shapes(states)
         if not isinstance(cell, nn.Module):
             raise UsageError(f"cell is {type_in_words(cell)}", hint="Give a torch.nn.Module.")
         if not shapes:
@@ -219,46 +219,46 @@ class ExplicitState(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Call the cell with ``inputs`` and its states, keep the new states, and return its first output."""
         values = [getattr(self, name) for name in self.names]
-        held, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
+        attributes, buffers = dict(vars(self.cell)), dict(buffers_of(self.cell))
         try:
-            returned = self.cell(*inputs, *(values if self.together is None else [self.together(*values)]))
+            returned = self.cell(*inputs, *(values if self.tuple_type is None else [self.tuple_type(*values)]))
         except MemoptError:
             raise
         except Exception as err:  # the cell's own code may raise anything
             raise MemoptError(
-                f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._wanted}: "
+                f"{type(self.cell).__name__} cannot be called with {len(inputs)} inputs and {self._state_words}: "
                 f"{first_line(err)}",
-                hint=BY_HAND if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _FITTING,
+                hint=BATCHING_HINT if isinstance(err, RuntimeError) and any(map(is_of_vmap, inputs)) else _STATES_HINT,
             ) from err
         finally:
             vars(self.cell).clear()
-            vars(self.cell).update(held)
+            vars(self.cell).update(attributes)
             buffers_of(self.cell).update(buffers)
-        output, states = self._taken_apart(returned)
+        output, states = self._split_result(returned)
         for name, state in zip(self.names, states, strict=True):
             setattr(self, name, state)
         return output
 
-    def _taken_apart(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    def _split_result(self, returned: Any) -> tuple[Tensor, Sequence[Tensor]]:
         parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-        if self.together is not None:
+        if self.tuple_type is not None:
             states = parts[1] if len(parts) == 2 else ()
         else:
             states = parts if len(parts) == len(self.names) else parts[1:]
         if len(states) != len(self.names) or not all(isinstance(t, Tensor) for t in (parts[0], *states)):
             raise MemoptError(
-                f"{type(self.cell).__name__} returned {_types_of(returned)}, not an output and {self._wanted}",
-                hint=_FITTING,
+                f"{type(self.cell).__name__} returned {_type_names(returned)}, not an output and {self._state_words}",
+                hint=_STATES_HINT,
             )
         return parts[0], states
 
     @property
-    def _wanted(self) -> str:
+    def _state_words(self) -> str:
         names = ", ".join(self.names)
-        return f"the states {names}" if self.together is None else f"one {self.together.__name__} of {names}"
+        return f"the states {names}" if self.tuple_type is None else f"one {self.tuple_type.__name__} of {names}"
 
 
-def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
+def _named_shapes(states: object) -> dict[str, int | Sequence[int]]:
     if not isinstance(states, tuple) or not hasattr(states, "_fields"):
         raise UsageError(
             f"states of type {type(states).__name__}", hint="Give {name: shape}, or a named tuple of shapes."
@@ -266,7 +266,7 @@ def _shapes_by_name(states: object) -> dict[str, int | Sequence[int]]:
     return dict(zip(states._fields, states, strict=True))
 
 
-def _types_of(returned: object) -> str:
+def _type_names(returned: object) -> str:
     if isinstance(returned, tuple | list):
         return f"({', '.join(type(part).__name__ for part in returned)})"
     return type(returned).__name__
@@ -275,7 +275,7 @@ def _types_of(returned: object) -> str:
 def kaiming_normal_(weight: Tensor) -> Tensor:
     """Fill ``weight``, ``[O, I]``, with a normal of variance ``2 / I``, cut at two standard deviations, and return it.
 
-    The cut reduces the standard deviation to 0.8796 of it, which is compensated, as in JAX's and BrainState's
+    The cut multiplies the standard deviation by 0.8796, which is compensated, as in JAX's and BrainState's
     initializers.
     """
     std = math.sqrt(2 / weight.shape[1]) / 0.87962566

@@ -1,14 +1,15 @@
 """Tagging weights for eligibility traces, and the operations by which tagged weights act.
 
-An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  The traces of linear,
-convolutional and elementwise weights need to know no more.
+An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  A trace of a linear,
+convolutional or elementwise weight uses nothing else of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,13 @@ TraceKind = Literal["full", "approx", "adaptive"]
 _TAG = "_eligibility_trace"
 
 M = TypeVar("M", bound=nn.Module)
+L = TypeVar("L", bound=nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 class ElementWise(nn.Module):
-    """A parameter that acts on each neuron by itself: a leak, a threshold, a gain.  It is tagged from the start.
+    """A parameter that acts on each neuron by itself, such as a leak, a threshold or a gain; tagged from the start.
 
-    Calling the module returns the parameter, expanded to ``shape``, the shape per sample of the state it acts on.
+    Calling the module returns the parameter, expanded to ``shape``: the shape, per sample, of the state it acts on.
     """
 
     def __init__(self, initial: Tensor, shape: int | Sequence[int] | None = None) -> None:
@@ -43,40 +45,40 @@ class ElementWise(nn.Module):
 
 
 class Operation(Protocol):
-    """How the weight of one kind of module acts on tensors with a leading batch axis."""
+    """The action of the weight of one kind of module on tensors with a leading batch axis."""
 
     @property
     def weight(self) -> Tensor | None:
-        """Present weight of the module; ``None`` for an elementwise parameter, which counts as a bias."""
+        """Present weight of the module.  ``None``: an elementwise parameter, which counts as a bias."""
 
     @property
     def bias(self) -> Tensor | None:
-        """Present bias of the module; ``None`` if it has no bias."""
+        """Present bias of the module.  ``None``: it has no bias."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``y``, ``[B, ...]``, for the input ``z``."""
 
     def rows(self, z: Tensor) -> Tensor:
-        """Return the inputs that the ``K`` weights of each output multiply, broadcastable to ``[*y.shape, K]``."""
+        """Return the inputs of the ``K`` weights of each output, broadcastable to ``[*y.shape, K]``."""
 
     def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
-        """Return ``sum cotangent * dy/dweight`` over the batch, of the weight's shape."""
+        """Return ``sum cotangent * dy/dweight`` over the batch, in the weight's shape."""
 
     def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
-        """Return ``sum cotangent * trace`` over all axes but channels, of the weight's shape.
+        """Return ``sum cotangent * trace`` over all axes except channels, in the weight's shape.
 
         ``trace`` is ``[*y.shape, K]``.
         """
 
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
-        """Return ``sum cotangent`` over all outputs that share a bias, of the bias's shape."""
+        """Return ``sum cotangent`` over all outputs that share a bias, in the bias's shape."""
 
 
-class LinearOperation:
-    """A linear layer: ``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
+@dataclass(frozen=True, slots=True)
+class _Layer(Generic[L]):
+    """A layer with a weight and a bias."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
+    module: L
 
     @property
     def weight(self) -> Tensor | None:
@@ -85,6 +87,10 @@ class LinearOperation:
     @property
     def bias(self) -> Tensor | None:
         return self.module.bias
+
+
+class LinearOperation(_Layer[nn.Linear]):
+    """A linear layer: ``z [B, ..., I]``, ``weight [O, I]`` -> ``y [B, ..., O]``."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
@@ -104,19 +110,8 @@ class LinearOperation:
         return cotangent.flatten(0, -2).sum(0)
 
 
-class ConvOperation:
+class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
     """A convolution: ``z [B, I, *size]``, ``weight [O, I / groups, *kernel]`` -> ``y [B, O, *positions]``."""
-
-    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
-        self.module = module
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self.module.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.module.bias
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert z is not None
@@ -203,7 +198,8 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     module:
         Linear or convolutional layer or :class:`ElementWise` parameter, or a module that holds some.
     kind:
-        For :class:`HybridTrace` alone: ``full`` or ``approx`` (factored) traces, ``adaptive`` for the smaller ones.
+        Kind of trace in :class:`HybridTrace`: ``full``, ``approx`` (factored), or ``adaptive`` for the smaller.  Other
+        algorithms do not read it.
 
     Returns
     -------
@@ -216,7 +212,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     """
     if kind not in ("full", "approx", "adaptive"):
         raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
-    layers = list(_traceable(module))
+    layers = list(_traceable_layers(module))
     if not layers:
         raise UsageError(
             f"{type(module).__name__} has no weight that can carry a trace",
@@ -233,33 +229,32 @@ def untraced(module: M) -> M:
     Parameters
     ----------
     module:
-        Module whose weights get the gradient of each time step alone.
+        Module whose weights get only the gradient of each time step.
 
     Returns
     -------
     ``module``.
     """
-    for layer in _traceable(module):
+    for layer in _traceable_layers(module):
         setattr(layer, _TAG, None)
     return module
 
 
 def trace_kind(module: nn.Module) -> TraceKind | None:
-    """Return the kind of trace that the tag of ``module`` names; ``None`` without a tag."""
+    """Return the kind of trace that the tag of ``module`` names.  ``None``: no tag."""
     kind: TraceKind | None = getattr(module, _TAG, None)
     return kind
 
 
-def says_which(model: nn.Module) -> bool:
+def has_tags(model: nn.Module) -> bool:
     """Return whether any weight of ``model`` was given to :func:`traced` or :func:`untraced`."""
     return any(hasattr(module, _TAG) for module in model.modules())
 
 
-def _traceable(module: nn.Module) -> Iterator[nn.Module]:
-    linear, convolutions = nn.Linear.forward, (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+def _traceable_layers(module: nn.Module) -> Iterator[nn.Module]:
+    forwards = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
     for layer in module.modules():
-        forward = type(layer).forward
-        if isinstance(layer, ElementWise) or forward is linear or forward in convolutions:
+        if isinstance(layer, ElementWise) or type(layer).forward in forwards:
             yield layer
 
 

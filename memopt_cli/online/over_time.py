@@ -32,7 +32,7 @@ class OverTime(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._left: list[list[Tensor]] = []
+        self._chunk_states: list[list[Tensor]] = []
         """Values of all states after each chunk of the batch that has run so far."""
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -41,25 +41,25 @@ class OverTime(nn.Module):
         chunk = running_chunk()
         axis = None if chunk is None else chunk.axis % inputs[0].dim()
         part = chunk if axis == 0 else None
-        before = {id(value) for _, _, value in _tensors(self.model)}
+        old_ids = {id(value) for _, _, value in _tensors(self.model)}
         if part is None or part.is_first:
             start_sequence(self.model, inputs[0].shape[1])
         outputs = [self.model(*step) for step in zip(*inputs, strict=True)]
         if part is None or part.is_last:
             detach_state(self.model)
         if chunk is not None and axis == 1:
-            states = [place for place in _tensors(self.model) if id(place[2]) not in before]
-            self._join([p for p in states if p[2].shape[:1] == inputs[0].shape[1:2]], chunk)
+            states = [place for place in _tensors(self.model) if id(place[2]) not in old_ids]
+            self._join([s for s in states if s[2].shape[:1] == inputs[0].shape[1:2]], chunk)
         return tree_map(lambda *steps: torch.stack(steps), *outputs)
 
     def _join(self, states: Sequence[tuple[nn.Module, str, Tensor]], chunk: SequenceChunk) -> None:
-        """Collect the ``states`` of a batch's ``chunk``, and after the last one put them together in place."""
-        out = [] if chunk.is_first else self._left
-        self._left = [*out, [value for _, _, value in states]]
+        """Collect the ``states`` of a batch's ``chunk``; after the last chunk, join the states of all in place."""
+        earlier = [] if chunk.is_first else self._chunk_states
+        self._chunk_states = [*earlier, [value for _, _, value in states]]
         if chunk.is_last:
-            for (module, name, _), *values in zip(states, *self._left, strict=True):
+            for (module, name, _), *values in zip(states, *self._chunk_states, strict=True):
                 _put(module, name, torch.cat(values))
-            self._left = []
+            self._chunk_states = []
 
 
 def _check_sequences(inputs: Sequence[object]) -> None:
@@ -83,7 +83,7 @@ def _tensors(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def start_sequence(model: nn.Module, batch_size: int) -> None:
-    """Start every state of ``model``, a model of one time step, anew, undeclared states as well."""
+    """Reset every state of ``model``, a model of one time step, including undeclared states."""
     reset_hidden_state(model)
     init_all_states(model, batch_size)
 
@@ -121,15 +121,18 @@ def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.
     start = StartingState(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            before = dict(_held(model, inputs))
+            start_values = dict(_undeclared_tensors(model, inputs))
             _take_step(model, inputs)
-            assigned = {key: value for key, value in _held(model, inputs) if before.get(key) is not value}
+            assigned = {
+                key: value for key, value in _undeclared_tensors(model, inputs) if start_values.get(key) is not value
+            }
             leaves = [_put(*key, value.detach().requires_grad_()) for key, value in assigned.items()]
-            results = [*_take_step(model, inputs), *(value for key, value in _held(model, inputs) if key in assigned)]
-            reached = _reached([t for t in results if t.requires_grad], leaves)
+            results = _take_step(model, inputs)
+            results += [value for key, value in _undeclared_tensors(model, inputs) if key in assigned]
+            are_read = _are_read([t for t in results if t.requires_grad], leaves)
     finally:
         start.enter()
-    return [(*key, value) for (key, value), read in zip(assigned.items(), reached, strict=True) if read]
+    return [(*key, value) for (key, value), is_read in zip(assigned.items(), are_read, strict=True) if is_read]
 
 
 def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -143,16 +146,16 @@ def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         ) from err
 
 
-def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
-    """Return for each of ``leaves`` whether any of ``ends`` depends on it."""
-    if not leaves or not ends:
+def _are_read(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
+    """Return for each of ``leaves`` whether any of ``results`` depends on it."""
+    if not leaves or not results:
         return [False] * len(leaves)
-    gradients = torch.autograd.grad(ends, leaves, [torch.ones_like(t) for t in ends], allow_unused=True)
+    gradients = torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True)
     return [gradient is not None for gradient in gradients]
 
 
-def _held(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Module, str], Tensor]]:
-    """Return module and name, and value, of each undeclared floating tensor that has an entry per sample."""
+def _undeclared_tensors(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[tuple[nn.Module, str], Tensor]]:
+    """Return the place (module and name) and value of each undeclared floating tensor with an entry per sample."""
     declared = {(id(state.module), state.name) for state in states_of(model).values()}
     return [
         ((module, name), value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.graph import Graph, Reads, jacobian_row, leaves_behind, only
+from memopt_cli.online.graph import Graph, Reads, ends_behind, find_sole_ends, jacobian_row
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.structure import Source
@@ -36,12 +36,12 @@ class Probe(Interception):
         """Prepare a step from random states, on average ``spread`` away from their values at rest."""
         super().__init__(weights, cells, batched=batched)
         self.reads: dict[Use | CellOutput, Reads] = {}
-        """Use -> the parts that its input reads; output of a cell -> the parts that it reads.  In the order of
+        """Use -> the parts that its input reads; output of a cell -> the parts that the output reads.  In the order of
         computation."""
-        self.of_output: list[Reads] = []
+        self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
         self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
-        """Use -> shape of its input per sample; ``None`` for an elementwise parameter, without input."""
+        """Use -> shape of its input per sample.  ``None``: an elementwise parameter, without input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         """Output of a cell -> its shape per sample."""
         self.derived: dict[CellOutput, frozenset[int]] = {}
@@ -55,16 +55,16 @@ class Probe(Interception):
         self._graph = graph
         self.leaves: dict[Source, Tensor] = {}
         """Part -> the leaf that takes its place."""
-        self._shown: dict[Node, int] = {}
-        """Node of autograd's graph at which the model gets the value of a state -> the index in ``_shown_states``."""
-        self._shown_states: list[PastState] = []
+        self._shown_nodes: dict[Node, int] = {}
+        """Node of autograd's graph at which the model gets the value of a state -> the index in ``_states_shown``."""
+        self._states_shown: list[PastState] = []
         self._random = torch.Generator().manual_seed(0)
         self._spread = spread
 
     def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """Run one step of ``model`` on ``inputs``, and record what its parts read."""
         for cell, states in self.states.items():
-            self.act_on(states, lambda *values, cell=cell: self._hold(cell, values))
+            self.act_on(states, lambda *values, cell=cell: self._cut_states(cell, values))
         output = self.run(model, inputs)
         results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         if results:
@@ -78,22 +78,22 @@ class Probe(Interception):
         y = operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias)
         return (self._cut(use, y),)
 
-    def on_overwritten(self, held: PastState) -> None:
-        self.overwritten.add(held)
+    def on_overwritten(self, past_state: PastState) -> None:
+        self.overwritten.add(past_state)
 
-    def on_forgotten(self, held: PastState) -> None:
-        self.forgotten.add(held)
+    def on_forgotten(self, past_state: PastState) -> None:
+        self.forgotten.add(past_state)
 
     @property
     def calls(self) -> dict[str, int]:
-        """Path of a tagged module or a cell -> how often it was called."""
+        """Path of a tagged module or a cell -> number of its calls."""
         return {path: self._calls.get(path, 0) for path in (*self.weights, *self.cells)}
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
         names = [PastState(cell, state.name) for state in self.states[cell]]
         return tuple(
-            value if call or held in self.overwritten else self.leaves[held].clone()
-            for held, value in zip(names, states, strict=True)
+            value if call or past_state in self.overwritten else self.leaves[past_state].clone()
+            for past_state, value in zip(names, states, strict=True)
         )
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -105,32 +105,32 @@ class Probe(Interception):
             self.shapes[out] = tuple(q.shape[1:])
             reads = self.reads[out] = self._graph.reads(q, self.leaves)
             reads.mixed = {s for s in reads.direct if s in reads.weighted or not self._elementwise(q, self.leaves[s])}
-            if out.number >= count and (states := only(q, new)):
+            if out.number >= count and (states := find_sole_ends(q, new)):
                 self.derived[out] = states
         return tuple(self._cut(out, q) for out, q in zip(outs, tensors, strict=True))
 
-    def _hold(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _cut_states(self, cell: str, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Random values: at rest (mostly 0) a surrogate or gate may have the slope 0, and its output would not seem to
         # depend on the state.
         names = [PastState(cell, state.name) for state in self.states[cell]]
         shown = tuple(
-            self._cut(held, value + self._spread * self._noise(value)).clone()
-            for held, value in zip(names, values, strict=True)
+            self._cut(past_state, value + self._spread * self._noise(value)).clone()
+            for past_state, value in zip(names, values, strict=True)
         )
-        for held, value in zip(names, shown, strict=True):
+        for past_state, value in zip(names, shown, strict=True):
             assert value.grad_fn is not None
-            self._shown[value.grad_fn] = len(self._shown_states)
-            self._shown_states.append(held)
+            self._shown_nodes[value.grad_fn] = len(self._states_shown)
+            self._states_shown.append(past_state)
         return shown
 
     def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
-        reached: set[int] = set()
-        for tensor in tensors:
-            list(leaves_behind(tensor, self._shown, reached))
-        self.read_outside |= {held for number in reached if (held := self._shown_states[number]).cell == cell}
+        reached, _ = ends_behind((tensor.grad_fn for tensor in tensors), self._shown_nodes)
+        self.read_outside |= {
+            past_state for number in reached if (past_state := self._states_shown[number]).cell == cell
+        }
 
     def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
-        self.of_output = [self._graph.reads(result, self.leaves) for result in results]
+        self.output_reads = [self._graph.reads(result, self.leaves) for result in results]
         return ()
 
     def _cut(self, source: Source, tensor: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Probe(Interception):
             return True
         noise = self._noise(q)
         return leaf.shape == q.shape and all(
-            _same(image, diagonal * cotangent) and not image[(cotangent == 0) & image.isfinite()].any()
+            _is_close(image, diagonal * cotangent) and not image[(cotangent == 0) & image.isfinite()].any()
             for cotangent in (noise.clamp_min(0), noise.clamp_max(0))
             if (image := jacobian_row(self.gate, q, [leaf], cotangent)[0]) is not None
         )
@@ -162,15 +162,15 @@ def _check_weight(path: str, module: nn.Module) -> None:
     """Raise :class:`MemoptError` if the weight of ``module`` is not the same each time it is read."""
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
-            f"a hook computes the weight of {path} anew before each call: no trace can refer to it",
-            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced()",
+            f"a hook computes the weight of {path} again before each call, so that no trace can refer to it",
+            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced().",
         )
-    once, again = operation_of(module), operation_of(module)
-    for a, b in ((once.weight, again.weight), (once.bias, again.bias)):
+    first, second = operation_of(module), operation_of(module)
+    for a, b in ((first.weight, second.weight), (first.bias, second.bias)):
         if a is not None and b is not None and a is not b and not torch.equal(a, b):
             raise MemoptError(
-                f"the weight of {path} is computed anew each time it is read, and differs from the last time",
-                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced()",
+                f"the weight of {path} is computed again at each read, and differs from the last value",
+                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced().",
             )
 
 
@@ -179,11 +179,11 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
         raise MemoptError(
             f"{f'{cell}.{state}'.removeprefix('.') if state else f'an output of {cell}'} is complex, and the Jacobian "
             "of a neuron must be one real number",
-            hint="Declare its real and its imaginary part as two states",
+            hint="Declare its real and its imaginary part as two states.",
         )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
     # The precision of float32, whatever the dtype: surrogates may compute in float32, as snnTorch's do.

@@ -35,17 +35,17 @@ class Reach:
         self.reached = {use: states for use in self.uses if (states := self._states_reached(use))}
         """Use of a traced weight -> the states that it reaches; a use that reaches none carries no trace."""
         self.followed_states: set[PastState] = set().union(*self.reached.values())
-        needed = self._needed()
+        needed = self._needed_outputs()
         self.cells = {out.cell for out in needed if self.carries(out)}
         self.followed = {out for out in needed if out.cell in self.cells}
         self.traced = {use.path for use in self.reached}
         untraced = {use for use in self.uses if use.path not in self.traced}
         self.skipped: set[Source] = set[Source](untraced).union(self.outs) - self.followed
-        """Parts that are not followed: whoever reads such a part counts as reading what the part reads."""
+        """Parts that are not followed: a reader of such a part counts as a reader of all its parts."""
 
     def _states_reached(self, use: Use) -> set[PastState]:
         """Return the states that ``use`` reaches, in its own step and from there in later ones."""
-        reached = {held for held, out in self.new.items() if use in self.behind[out]}
+        reached = {past_state for past_state, out in self.new.items() if use in self.behind[out]}
         while more := {h for h, out in self.new.items() if h not in reached and self.behind[out] & reached}:
             reached |= more
         return reached
@@ -56,10 +56,10 @@ class Reach:
             return any(map(self.carries, self.behind[source]))
         return source in self.followed_states or source in self.reached
 
-    def _needed(self) -> set[CellOutput]:
-        """Return the outputs of cells to follow: new states, what leads to them, all outputs beside traced states."""
+    def _needed_outputs(self) -> set[CellOutput]:
+        """Return the outputs of cells to follow: new states, outputs before them, outputs beside traced states."""
         needed: set[CellOutput] = set()
-        with_states = {held.cell for held in self.followed_states}
+        with_states = {past_state.cell for past_state in self.followed_states}
         for out in reversed(self.outs):
             if out.number < len(self.probe.states[out.cell]) or out.cell in with_states or out in needed:
                 needed |= {out, *(s for s in self.reads[out].direct if isinstance(s, CellOutput))}
@@ -69,68 +69,71 @@ class Reach:
         """Return the parts that ``out`` depends on neuron by neuron, and that depend on traced weights."""
         direct = [s for s in self.probe.leaves if s in self.reads[out].direct and self.carries(s)]
         return Edges(
-            held=tuple(s for s in direct if isinstance(s, PastState)),
+            past_states=tuple(s for s in direct if isinstance(s, PastState)),
             uses=tuple(s for s in direct if isinstance(s, Use)),
-            out=tuple(s for s in direct if isinstance(s, CellOutput)),
+            outputs=tuple(s for s in direct if isinstance(s, CellOutput)),
         )
 
     def groups(self, reached: set[PastState]) -> tuple[Group, ...]:
         """Return the states in ``reached`` by cell."""
         by_cell: dict[str, list[PastState]] = {}
-        for held in self.new:
-            if held in reached:
-                by_cell.setdefault(held.cell, []).append(held)
+        for past_state in self.new:
+            if past_state in reached:
+                by_cell.setdefault(past_state.cell, []).append(past_state)
         return tuple(
-            Group(cell, tuple(held.name for held in states), self.probe.shapes[self.new[states[0]]])
+            Group(cell, tuple(past_state.name for past_state in states), self.probe.shapes[self.new[states[0]]])
             for cell, states in by_cell.items()
         )
 
     def is_attached(self, out: CellOutput, edges: Edges) -> bool:
         """Return whether ``out`` depends on more than its ``edges``."""
         reads = self.reads[out]
-        others = reads.sources - {*edges.held, *edges.uses, *edges.out} | reads.weighted
-        return reads.parameters or any(not isinstance(source, PastState) for source in others)
+        other_sources = reads.sources - {*edges.past_states, *edges.uses, *edges.outputs} | reads.weighted
+        return reads.has_parameters or any(not isinstance(source, PastState) for source in other_sources)
 
     def is_constant(self, use: Use) -> bool:
         """Return whether the input of ``use`` is computed only from the last step's states and the model's inputs."""
-        parameters, sources = self.sources_behind(self.reads[use])
-        return not parameters and all(isinstance(source, PastState) for source in sources)
+        has_parameters, sources = self.sources_behind(self.reads[use])
+        return not has_parameters and all(isinstance(source, PastState) for source in sources)
 
     def sources_behind(self, reads: Reads) -> tuple[bool, set[Source]]:
-        """Return whether ``reads`` has untraced parameters, and its sources, both also behind skipped parts."""
-        pending, seen, parameters = [reads], set[Source](), False
+        """Return whether ``reads`` has untraced parameters, and its sources.
+
+        A skipped part is replaced by the parts that it reads.
+        """
+        pending, seen, has_parameters = [reads], set[Source](), False
         while pending:
             reads = pending.pop()
-            parameters |= reads.parameters
+            has_parameters |= reads.has_parameters
             more = reads.sources - seen
             seen |= more
             for source in more & self.skipped:
                 assert not isinstance(source, PastState)
                 pending.append(self.reads[source])
-                parameters |= isinstance(source, Use)
-        return parameters, seen - self.skipped
+                has_parameters |= isinstance(source, Use)
+        return has_parameters, seen - self.skipped
 
     def is_connected(self, use: Use) -> bool:
         """Return whether ``use`` is also read outside of the cells that are tied to it.
 
         Other readers are the model's output, weights, and outputs of cells that are not followed.
         """
-        parts = ((part in self.followed, reads) for part, reads in self.reads.items())
-        return any(use in reads.sources for reads in self.probe.of_output) or any(
-            use in (reads.weighted if followed else reads.sources) for followed, reads in parts
+        readers = ((part in self.followed, reads) for part, reads in self.reads.items())
+        return any(use in reads.sources for reads in self.probe.output_reads) or any(
+            use in (reads.weighted if is_followed else reads.sources) for is_followed, reads in readers
         )
 
-    def is_exposed(self, held: PastState) -> bool:
-        """Return whether ``held`` is read outside of its own cell, or overwritten before the cell is called.
+    def is_exposed(self, past_state: PastState) -> bool:
+        """Return whether ``past_state`` is read outside of its own cell, or overwritten before the cell is called.
 
         Other readers are the model's output, by a path around all followed cells, and other cells, neuron by neuron.
         """
         return (
-            held in self.probe.overwritten
-            or any(held in self.sources_behind(reads)[1] for reads in self.probe.of_output)
-            or any(held in self.reads[out].direct for out in self.followed if out.cell != held.cell)
+            past_state in self.probe.overwritten
+            or any(past_state in self.sources_behind(reads)[1] for reads in self.probe.output_reads)
+            or any(past_state in self.reads[out].direct for out in self.followed if out.cell != past_state.cell)
         )
 
-    def known(self, out: CellOutput) -> frozenset[Source]:
+    def known_sources(self, out: CellOutput) -> frozenset[Source]:
         """Return all parts that ``out`` was computed from, by any path."""
         return frozenset(self.reads[out].sources | self.sources_behind(self.reads[out])[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.runtime.private_torch import buffers_of
+from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
 
 Initializer = Callable[..., Tensor]
 """Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
 
 _DECLARED = "_declared_states"
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,9 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_size(value: object, least: int) -> bool:
-    """Return whether ``value`` is a whole number of at least ``least``, and not a truth value."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+def is_size(value: object, minimum: int) -> bool:
+    """Return whether ``value`` is a whole number of at least ``minimum``, and not a truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
 class Environment:
@@ -53,7 +56,7 @@ class Environment:
 
     def __init__(self) -> None:
         self.mode: Batching | None = None
-        """Mode of algorithms; ``None`` if models see one sample at a time."""
+        """Mode of algorithms.  ``None``: models see one sample at a time."""
         self.dt = 1.0
         """Length of a time step, in the unit of the time constants of neurons: ms."""
 
@@ -90,7 +93,7 @@ class State:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the ``vmap_new_states`` that made the value; ``None`` if none did."""
+        """Tag of the ``vmap_new_states`` that made the value.  ``None``: the value was made outside of it."""
         return self._declaration[2]
 
     @property
@@ -105,12 +108,14 @@ class State:
 
     def initialize(self, batch_size: int | None = None) -> None:
         """Set the initial value, ``(*shape)`` or ``(batch_size, *shape)``; dtype and device stay the same."""
-        lead = () if batch_size is None else (batch_size,)
-        old, (shape, initializer, _) = self.value, self._declaration
-        self.value = (initializer or torch.zeros)((*lead, *shape), dtype=old.dtype, device=old.device)
+        batch_shape = () if batch_size is None else (batch_size,)
+        old_value, (shape, initializer, _) = self.value, self._declaration
+        self.value = (initializer or torch.zeros)(
+            (*batch_shape, *shape), dtype=old_value.dtype, device=old_value.device
+        )
         self.set_tag(None)
-        if (made := _made.get()) is not None:
-            made.append(self)
+        if (recorded := _recorded_states.get()) is not None:
+            recorded.append(self)
 
     def set_tag(self, tag: str | None) -> None:
         """Set the ``tag`` of the ``vmap_new_states`` that made the value."""
@@ -121,7 +126,7 @@ class State:
         return _declarations(self.module)[self.name]
 
 
-_made: ContextVar[list[State] | None] = ContextVar("made", default=None)
+_recorded_states: ContextVar[list[State] | None] = ContextVar("recorded_states", default=None)
 
 
 def declare_state(
@@ -140,12 +145,12 @@ def declare_state(
     shape:
         Size or sizes of the state of one sample.
     initializer:
-        Function called as ``initializer(shape, dtype=..., device=...)``; ``None`` for zeros.
+        Function called as ``initializer(shape, dtype=..., device=...)``.  ``None``: zeros.
 
     Raises
     ------
     UsageError
-        If ``shape`` is not one, or ``module`` cannot have a buffer of that name.
+        If ``shape`` is not a shape, or ``module`` cannot have a buffer of that name.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if not all(is_size(size, 0) for size in sizes):
@@ -170,15 +175,26 @@ def states_of(model: nn.Module) -> dict[str, State]:
     }
 
 
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield dotted path and tensor for each tensor in an attribute or buffer of ``model``, or in a container there."""
+    for path, module in model.named_modules():
+        for name, value in (*buffers_of(module).items(), *vars(module).items()):
+            place = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor):
+                yield place, value
+            elif isinstance(value, list | tuple | dict | deque) and name not in _MODULE_ATTRIBUTES:
+                yield from ((place, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
 def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
-    """Start every declared state of ``model`` anew.
+    """Reset every declared state of ``model`` to its initial value.
 
     Parameters
     ----------
     model:
-        Module whose own states and those of all modules in it are started.
+        Module that declares states, itself or in its submodules.
     batch_size:
-        Samples in a batch, the first axis of each state; ``None`` for one sample, without that axis.
+        Number of samples in a batch, the first axis of each state.  ``None``: one sample, without that axis.
 
     Raises
     ------
@@ -196,12 +212,12 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
 @contextmanager
 def recording_new_states() -> Iterator[list[State]]:
     """Yield a list that fills with the states that are initialized inside the block."""
-    made: list[State] = []
-    token = _made.set(made)
+    states: list[State] = []
+    token = _recorded_states.set(states)
     try:
-        yield made
+        yield states
     finally:
-        _made.reset(token)
+        _recorded_states.reset(token)
 
 
 def _declarations(module: nn.Module) -> dict[str, _Declaration]:

@@ -1,7 +1,7 @@
 """The parts of a time step while it runs: their rows, and the checks against the step that ``compile_graph`` ran.
 
 The structure was found in one step.  If the model branches, a part may read something in a later step that it did not
-read in that one.  The traces would then be wrong, and nothing would show it, so the checks raise an error.
+read in the first.  The traces would then be wrong without a sign, so the checks raise an error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from memopt_cli.online.graph import Graph, jacobian_row, only
-from memopt_cli.online.interception import changed
+from memopt_cli.online.graph import Graph, find_sole_ends, jacobian_row
+from memopt_cli.online.interception import changed_step
 from memopt_cli.online.structure import Source, Structure
 from memopt_cli.online.traces import CellOutput, Gate, PastState, Row, Use
 from memopt_cli.runtime.graph import leaves_before
@@ -28,79 +28,81 @@ class StepParts:
         self.structure = structure
         self.gate = gate
         self.graph: Graph | None = None
-        """Graph of the step; ``None`` if no check needs it, since no part is read through weights only."""
+        """Graph of the step.  ``None``: no check needs it, since no part is read only through weights."""
         self.past_values: dict[PastState, Tensor] = {}
         """State of the last step -> its value."""
-        self.outputs: dict[Use, Tensor] = {}
+        self.use_outputs: dict[Use, Tensor] = {}
         """Use of a traced weight -> its output."""
-        self.out: dict[CellOutput, Tensor] = {}
+        self.cell_outputs: dict[CellOutput, Tensor] = {}
         """Output of a cell -> the tensor."""
         self.rows: dict[CellOutput, Row] = {}
         """Output of a cell -> its row by all paths."""
         self.new_rows: dict[PastState, Row] = {}
         """State -> the row of its new value, by all paths."""
-        self._followed: set[Node] = set()
-        """Nodes at which a walk of the graph ends: the tensors there were checked when they were made."""
+        self._walk_ends: set[Node] = set()
+        """Nodes at which a walk of the graph ends, since their tensors were checked when they were made."""
 
-    def follow(self, tensors: Iterable[Tensor]) -> None:
+    def end_walks_at(self, tensors: Iterable[Tensor]) -> None:
         """End later walks of the graph at ``tensors``, which are checked when they are made."""
-        self._followed.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+        self._walk_ends.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
     def row(self, out: CellOutput, q: Tensor, new: Sequence[Tensor]) -> Row:
-        """Return the row of ``q`` by paths inside its cell; through ``new`` states if ``q`` depends only on these."""
-        if out in self.structure.derived:
-            states = sorted(only(q, _made_by(new)))
+        """Return the row of ``q`` by paths inside its cell, or through ``new`` states if ``q`` depends only on them."""
+        if out in self.structure.states_behind:
+            states = sorted(find_sole_ends(q, _nodes_of(new)))
             slopes = jacobian_row(self.gate, q, [new[j] for j in states])
             through = {
                 CellOutput(out.cell, out.call, j): s for j, s in zip(states, slopes, strict=True) if s is not None
             }
             if through:
                 return Row(through=through)
-        edges, known = self.structure.edges[out], self.structure.known[out]
-        held = {key: self.past_values[key] for key in edges.held if key in self.past_values}
-        uses = {key: self.outputs[key] for key in edges.uses if key in self.outputs}
-        earlier = {key: self.out[key] for key in edges.out if key in self.out}
-        others = self._unknown_parts(known)
-        entries = iter(
-            jacobian_row(self.gate, q, [*held.values(), *uses.values(), *earlier.values(), *others.values()])
-        )
-        row = Row(_entries(held, entries), _entries(uses, entries), _entries(earlier, entries))
-        _refuse_further(out.cell, _entries(others, entries))
+        edges = self.structure.edges[out]
+        past_values = {key: self.past_values[key] for key in edges.past_states if key in self.past_values}
+        use_outputs = {key: self.use_outputs[key] for key in edges.uses if key in self.use_outputs}
+        cell_outputs = {key: self.cell_outputs[key] for key in edges.outputs if key in self.cell_outputs}
+        unknown_parts = self._unknown_parts(self.structure.known_sources[out])
+        tensors = (*past_values.values(), *use_outputs.values(), *cell_outputs.values(), *unknown_parts.values())
+        entries = iter(jacobian_row(self.gate, q, tensors))
+        row = Row(_entries(past_values, entries), _entries(use_outputs, entries), _entries(cell_outputs, entries))
+        _refuse_new_reads(out.cell, _entries(unknown_parts, entries))
         return row
 
     def check_weighted(self, key: CellOutput | PastState, q: Tensor) -> None:
-        """Raise :class:`MemoptError` if ``q`` now reads a part directly that it read only through weights."""
-        if self.graph is not None and key in self.structure.weighted:
-            for source in self.graph.read_directly(q, self._unknown_parts(frozenset())) & self.structure.weighted[key]:
-                raise changed(key.cell, f"reads {name_of(source)} past the weight that it entered")
+        """Raise :class:`MemoptError` if ``q`` reads a part directly that it read only through weights before."""
+        if self.graph is not None and key in self.structure.sources_by_weight:
+            for source in (
+                self.graph.find_direct_sources(q, self._unknown_parts(frozenset()))
+                & self.structure.sources_by_weight[key]
+            ):
+                raise changed_step(key.cell, f"reads {name_of(source)} past the weight that it entered")
 
-    def check_not_followed(self, cells: Sequence[PastState], values: Sequence[Tensor]) -> None:
-        """Raise :class:`MemoptError` if a state that did not depend on traced weights now does."""
-        for held, value in zip(cells, values, strict=True):
-            self.check_weighted(held, value)
-            others = self._unknown_parts(self.structure.not_followed[held])
-            row = jacobian_row(self.gate, value, list(others.values()))
-            _refuse_further(held.cell, _entries(others, iter(row)))
+    def check_unfollowed(self, past_states: Sequence[PastState], values: Sequence[Tensor]) -> None:
+        """Raise :class:`MemoptError` if a state depends on traced weights on which it did not depend before."""
+        for past_state, value in zip(past_states, values, strict=True):
+            self.check_weighted(past_state, value)
+            unknown_parts = self._unknown_parts(self.structure.unfollowed_sources[past_state])
+            row = jacobian_row(self.gate, value, list(unknown_parts.values()))
+            _refuse_new_reads(past_state.cell, _entries(unknown_parts, iter(row)))
 
     def check_results(self, *results: Tensor) -> tuple[Tensor, ...]:
         """Raise :class:`MemoptError` if ``results`` of the step read a state that only its cell may read."""
-        read = {id(leaf) for leaf in leaves_before(results, self._followed)}
-        for held in self.structure.entering:
-            if id(self.past_values[held]) in read:
-                raise changed(name_of(held), "is read outside its cell")
+        leaf_ids = {id(leaf) for leaf in leaves_before(results, self._walk_ends)}
+        for past_state in self.structure.entering_states:
+            if id(self.past_values[past_state]) in leaf_ids:
+                raise changed_step(name_of(past_state), "is read outside its cell")
         return ()
 
-    def _unknown_parts(self, known: frozenset[Source]) -> dict[Source, Tensor]:
-        """Return the parts of this step so far that are not ``known``."""
-        parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.outputs, self.out)
-        return {key: tensor for part in parts for key, tensor in part.items() if key not in known}
+    def _unknown_parts(self, known_sources: frozenset[Source]) -> dict[Source, Tensor]:
+        """Return the parts of this step so far that are not in ``known_sources``."""
+        parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.use_outputs, self.cell_outputs)
+        return {key: tensor for part in parts for key, tensor in part.items() if key not in known_sources}
 
 
-def _refuse_further(cell: str, row: Mapping[Any, Tensor]) -> None:
-    """Raise :class:`MemoptError` if a derivative in ``row`` is not zero: ``cell`` reads a part that it did not read."""
+def _refuse_new_reads(cell: str, row: Mapping[Any, Tensor]) -> None:
+    """Raise :class:`MemoptError` if a derivative in ``row`` is not zero, so that ``cell`` reads a new part."""
     for source, slope in row.items():
         if slope.any():
-            raise changed(cell, f"reads {name_of(source)}")
+            raise changed_step(cell, f"reads {name_of(source)}")
 
 
 def name_of(source: Source) -> str:
@@ -114,7 +116,7 @@ def name_of(source: Source) -> str:
             return f"an output of {cell}"
 
 
-def _made_by(tensors: Sequence[Tensor]) -> dict[Node, int]:
+def _nodes_of(tensors: Sequence[Tensor]) -> dict[Node, int]:
     return {tensor.grad_fn: j for j, tensor in enumerate(tensors) if tensor.grad_fn is not None}
 
 

@@ -22,11 +22,11 @@ Source = PastState | Use | CellOutput
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """The parts that an output of a cell reads neuron by neuron, if they depend on traced weights themselves."""
+    """The parts that an output of a cell reads neuron by neuron and that depend on traced weights."""
 
-    held: tuple[PastState, ...] = ()
+    past_states: tuple[PastState, ...] = ()
     uses: tuple[Use, ...] = ()
-    out: tuple[CellOutput, ...] = ()
+    outputs: tuple[CellOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,53 +38,54 @@ class Structure:
 
     - ``fc`` reaches ``v``: ``groups`` maps its use to the group ``v`` of ``lif``, and ``edges`` maps the new ``v`` to
       the last ``v`` and that use.
-    - The use of ``fc`` is ``constant``, since its input is an input of the model.  It is ``unread``, as ``v`` is, since
-      only ``lif`` reads it; if the model also returned ``fc(x)``, it would be ``connected``.
-    - ``v`` would be ``exposed`` if the model also returned the ``v`` of the last step.
-    - ``readout`` is ``untraced``: its output enters no cell.
+    - The use of ``fc`` is in ``constant_uses``, since its input is an input of the model.  It is in ``unread_parts``,
+      as ``v`` is, since only ``lif`` reads it; if the model also returned ``fc(x)``, it would be in
+      ``connected_uses``.
+    - ``v`` would be in ``exposed_states`` if the model also returned the ``v`` of the last step.
+    - ``readout`` is in ``untraced_reasons``: its output enters no cell.
     """
 
     groups: dict[Use, tuple[Group, ...]]
-    """Use of a traced weight -> the groups of states it reaches neuron by neuron, in this step or a later one, without
-    passing another weight."""
+    """Use of a traced weight -> the groups of states that it reaches neuron by neuron, in this step or a later step,
+    without passing another weight."""
     z_shapes: dict[Use, tuple[int, ...] | None]
-    """Use of a traced weight -> shape of its input per sample; ``None`` for an elementwise parameter, without input."""
+    """Use of a traced weight -> shape of its input per sample.  ``None``: an elementwise parameter has no input."""
     cells: tuple[str, ...]
-    """Paths of the cells that have states in a group, and of those between a weight and such a cell."""
+    """Paths of the cells that have states in a group, and of cells between a weight and such a cell."""
     edges: dict[CellOutput, Edges]
     """Output of a cell that is followed -> the parts that it depends on."""
-    constant: frozenset[Use]
+    constant_uses: frozenset[Use]
     """Uses whose input was computed only from the last step's states and the model's inputs."""
-    connected: frozenset[Use]
+    connected_uses: frozenset[Use]
     """Uses whose output is also read outside of the cells that are tied to it."""
-    doubled: frozenset[Use]
+    doubled_uses: frozenset[Use]
     """Connected uses that a cell reads through the graph of an attached tensor."""
-    exposed: frozenset[PastState]
+    exposed_states: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
-    attached: frozenset[CellOutput]
-    """Outputs of cells that depend on more than their edges (a trainable time constant, say), so that autograd's graph
+    attached_outputs: frozenset[CellOutput]
+    """Outputs of cells that depend on more than their edges, such as on a trainable time constant.  Autograd's graph
     behind them must stay."""
-    derived: dict[CellOutput, frozenset[int]]
+    states_behind: dict[CellOutput, frozenset[int]]
     """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
-    untraced: dict[str, str]
-    """Path of a tagged module -> the reason why it carries no trace, and gets the gradient of each step alone."""
-    calls: dict[str, int]
-    """Tagged module or cell -> how often the step called it."""
-    known: dict[CellOutput, frozenset[Source]]
-    """Output of a cell that is followed -> all that it was computed from, by any path."""
-    not_followed: dict[PastState, frozenset[Source]]
-    """State that does not depend on traced weights -> all that it was computed from, by any path."""
-    unread: frozenset[PastState | Use]
+    untraced_reasons: dict[str, str]
+    """Path of a tagged module without a trace -> the reason.  Such a module gets only the gradient of each step."""
+    call_counts: dict[str, int]
+    """Tagged module or cell -> number of its calls in the step."""
+    known_sources: dict[CellOutput, frozenset[Source]]
+    """Output of a cell that is followed -> all parts that it was computed from, by any path."""
+    unfollowed_sources: dict[PastState, frozenset[Source]]
+    """State that does not depend on traced weights -> all parts that it was computed from, by any path."""
+    unread_parts: frozenset[PastState | Use]
     """States, and outputs of traced weights, that are read only by cells that are tied to them."""
-    entering: frozenset[PastState]
+    entering_states: frozenset[PastState]
     """States of the last step that are read only by their own cells and by weights."""
-    weighted: dict[CellOutput | PastState, frozenset[Source]]
-    """Output of a cell, or state that is not followed -> parts that depend on traced weights and reach it, but only
+    sources_by_weight: dict[CellOutput | PastState, frozenset[Source]]
+    """Output of a cell, or state that is not followed -> the parts that depend on traced weights and reach it only
     through weights without tags."""
 
     def beside_its_graph(self, row: Row) -> Row:
-        """Return the ``row`` of an attached tensor without entries whose gradients its own graph already carries."""
+        """Return the ``row`` of an attached tensor without the entries whose gradients the tensor's graph carries."""
         return Row(
-            {held: d for held, d in row.hidden.items() if held not in self.exposed},
-            {use: d for use, d in row.inputs.items() if use not in self.connected},
+            {state: d for state, d in row.hidden.items() if state not in self.exposed_states},
+            {use: d for use, d in row.inputs.items() if use not in self.connected_uses},
         )

@@ -25,7 +25,7 @@ class TraceSet:
     @property
     def reached(self) -> set[PastState]:
         """States of the model that a traced weight reaches."""
-        return {held for trace in self.by_use.values() for held in trace.shapes}
+        return {past_state for trace in self.by_use.values() for past_state in trace.shapes}
 
     def load(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Prepare the first step: give :attr:`states` these ``values``, each ``[B, ...]``."""
@@ -60,6 +60,6 @@ class TraceSet:
         of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
         return [tie for ties in of_traces for tie in ties]
 
-    def past(self, held: PastState) -> Ties:
-        """Return the ties of ``held``, a state after the last step, to all weights that reach it."""
-        return [(None, trace.past(held)) for trace in self.by_use.values() if held in trace.shapes]
+    def past(self, past_state: PastState) -> Ties:
+        """Return the ties of ``past_state``, a state after the last step, to all weights that reach it."""
+        return [(None, trace.past(past_state)) for trace in self.by_use.values() if past_state in trace.shapes]

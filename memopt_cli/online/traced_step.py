@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt_cli.online.graph import Graph
-from memopt_cli.online.interception import Interception, changed
+from memopt_cli.online.interception import Interception, changed_step
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.step_parts import StepParts, name_of
@@ -42,19 +42,21 @@ class TracedStep(Interception):
         self._window = window
         """Whether backward goes through several steps at once."""
         self._model_states = list(states_of(model).values())
-        self._read = {out for edges in structure.edges.values() for out in edges.out}
+        self._read_outputs = {out for edges in structure.edges.values() for out in edges.outputs}
         """Outputs of cells that other outputs of cells read in the same step."""
-        watched = structure.calls.keys() - weights.keys() - self.cells.keys()
+        watched = structure.call_counts.keys() - weights.keys() - self.cells.keys()
         self.watched = {path: model.get_submodule(path) for path in watched}
-        self.most_calls = structure.calls
-        self._not_followed = {held: State(model.get_submodule(held.cell), held.name) for held in structure.not_followed}
-        """State that does not depend on traced weights -> its place in the model; each step checks that it
-        still does not."""
+        self.max_calls = structure.call_counts
+        self._unfollowed_states = {
+            past_state: State(model.get_submodule(past_state.cell), past_state.name)
+            for past_state in structure.unfollowed_sources
+        }
+        """State that does not depend on traced weights, as each step checks -> its place in the model."""
         self._parts = StepParts(structure, self.gate)
         """The parts of the step that runs; every step starts with new ones."""
 
     @property
-    def states_held(self) -> list[State]:
+    def all_states(self) -> list[State]:
         """States of the model and of the traces."""
         return [*self._model_states, *self.traces.states]
 
@@ -82,66 +84,74 @@ class TracedStep(Interception):
     def tie_to_past(self, scale: float | Tensor) -> None:
         """Tie the present states to the traces, which turn gradients of the states into gradients of the weights.
 
-        In a window all states are tied, in a single step those that are read outside their cells.  ``scale``: the
-        divisor of the last step's gradients.
+        In a window all states are tied; in a single step, only states that are read outside their cells.  ``scale``:
+        the divisor of the last step's gradients.
         """
         self.traces.set_scale(scale)
         for cell, states in self.states.items():
-            tied = [s for s in states if self._window or PastState(cell, s.name) in self.structure.exposed]
+            tied = [s for s in states if self._window or PastState(cell, s.name) in self.structure.exposed_states]
             self.act_on(tied, partial(self._tie_to_past, [PastState(cell, state.name) for state in tied]))
 
     def step(self, model: nn.Module, inputs: Sequence[Tensor], scale: float | Tensor) -> Any:
         """Run one step of ``model``, and return its output; ``scale`` divides the gradients of this step."""
         self.traces.set_scale(scale)
-        if self.structure.weighted:
+        if self.structure.sources_by_weight:
             self._parts.graph = Graph(model, set(), {})
         for cell, states in self.states.items():
             self.act_on(states, partial(self._keep_past, [PastState(cell, state.name) for state in states]))
         output = self.run(model, inputs)
-        if self.structure.entering and not self._window:
+        if self.structure.entering_states and not self._window:
             results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
             self.batch.lift(self._parts.check_results, *results)
-        others = {held: state.value for held, state in self._not_followed.items() if state.value.requires_grad}
-        self.batch.lift(partial(self._advance, list(others)), *others.values())
+        unfollowed = {
+            past_state: state.value
+            for past_state, state in self._unfollowed_states.items()
+            if state.value.requires_grad
+        }
+        self.batch.lift(partial(self._advance, list(unfollowed)), *unfollowed.values())
         return output
 
-    def on_overwritten(self, held: PastState) -> None:
-        if held not in self.structure.exposed:
-            raise changed(f"{held.cell}.{held.name}".removeprefix("."), "is written outside its cell")
+    def on_overwritten(self, past_state: PastState) -> None:
+        if past_state not in self.structure.exposed_states:
+            raise changed_step(f"{past_state.cell}.{past_state.name}".removeprefix("."), "is written outside its cell")
 
-    def on_forgotten(self, held: PastState) -> None:
-        self._parts.new_rows[held] = Row()
+    def on_forgotten(self, past_state: PastState) -> None:
+        self._parts.new_rows[past_state] = Row()
 
     def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
         z = tuple(tensor.view_as(tensor) for tensor in z)  # a new node of the graph, at which later walks end
-        self._parts.follow(z)
-        if use not in self.traces.by_use:  # a call without a trace, whose output reaches cells only through later calls
+        self._parts.end_walks_at(z)
+        # A call without a trace: its output reaches cells only through later calls.
+        if use not in self.traces.by_use:
             operation = operation_of(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias),)
-        if use in self.structure.constant and not self._window:  # no parameter is behind the input: no gradient needed
+        # No parameter is behind the input of a constant use, so it needs no gradient.
+        if use in self.structure.constant_uses and not self._window:
             z = tuple(tensor.detach() for tensor in z)
         trace, weight_input = self.traces.by_use[use], z[0] if z else None
         y = trace.use_weight(weight_input, self.batch.size, attached=self._window)
-        if use in self.structure.connected and not self._window:
+        if use in self.structure.connected_uses and not self._window:
             y = trace.attached(weight_input, self.batch.size)
-        uncut = (self._window or use in self.structure.connected) and y.requires_grad
-        if uncut:
+        is_uncut = (self._window or use in self.structure.connected_uses) and y.requires_grad
+        if is_uncut:
             (output,) = self.gate.tie([y], [[]])
         else:
             # The cells get a leaf of the graph, at which their Jacobians end.  Gradients of the loss do not pass it:
             # the ties take them from the outputs of the cells straight to the weight.
             output = y.detach().requires_grad_()
-            if use in self.structure.unread:
+            if use in self.structure.unread_parts:
                 _refuse_gradient(self.gate, output, name_of(use))
-        self._parts.outputs[use] = output
+        self._parts.use_outputs[use] = output
         return (output,)
 
     def on_enter(self, cell: str, call: int, *states: Tensor) -> tuple[Tensor, ...]:
         names = [PastState(cell, state.name) for state in self.states[cell]]
         is_guarded = not call and not self._window
         return tuple(
-            self._parts.past_values[held].clone() if is_guarded and held in self.structure.unread else value
-            for held, value in zip(names, states, strict=True)
+            self._parts.past_values[past_state].clone()
+            if is_guarded and past_state in self.structure.unread_parts
+            else value
+            for past_state, value in zip(names, states, strict=True)
         )
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +161,7 @@ class TracedStep(Interception):
         values = list(tensors)
         for out, q in zip(outs, tensors, strict=True):
             is_state = out.number < len(names)  # new states come before returned tensors
-            if out not in self.structure.edges or (self._window and not is_state and out not in self._read):
+            if out not in self.structure.edges or (self._window and not is_state and out not in self._read_outputs):
                 continue  # autograd computes its whole gradient by the graph behind it
             self._parts.check_weighted(out, q)
             row = self._parts.row(out, q, tensors[: len(names)])
@@ -159,48 +169,50 @@ class TracedStep(Interception):
             if is_state:
                 self._parts.new_rows[PastState(cell, names[out.number])] = total
             if not self._window:
-                attached = out in self.structure.attached and not row.through.keys() & set(outs)
-                ties[out.number] = self._ties(self.structure.beside_its_graph(row) if attached else row)
-                values[out.number] = q if attached else q.detach()
+                is_attached = out in self.structure.attached_outputs and not row.through.keys() & set(outs)
+                ties[out.number] = self._ties(self.structure.beside_its_graph(row) if is_attached else row)
+                values[out.number] = q if is_attached else q.detach()
         leaving = self.gate.tie(values, ties)
-        self._parts.out |= zip(outs, leaving, strict=True)
-        self._parts.follow(leaving)
+        self._parts.cell_outputs |= zip(outs, leaving, strict=True)
+        self._parts.end_walks_at(leaving)
         return leaving
 
     def _ties(self, row: Row) -> Ties:
-        out = self._parts.out
+        cell_outputs = self._parts.cell_outputs
         through: Ties = [
-            (slope, Channel((out[earlier],), lambda gradient: (gradient,)) if earlier in out else earlier.number)
-            for earlier, slope in row.through.items()
+            (slope, Channel((cell_outputs[out],), lambda gradient: (gradient,)) if out in cell_outputs else out.number)
+            for out, slope in row.through.items()
         ]
         return [*through, *self.traces.ties(row)]
 
-    def _advance(self, not_followed: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
-        self._parts.check_not_followed(not_followed, values)
+    def _advance(self, unfollowed: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
+        self._parts.check_unfollowed(unfollowed, values)
         self.traces.advance(self._parts.new_rows)
         self._parts = StepParts(self.structure, self.gate)
         return ()
 
     def _keep_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         """Keep the ``values`` of states for Jacobians, and return copies, which the model may write in place."""
-        shown: list[Tensor] = []
-        for held, value in zip(names, values, strict=True):
-            is_tied = value.requires_grad and (self._window or held in self.structure.exposed)
-            self._parts.past_values[held] = value.view_as(value) if is_tied else value.detach().requires_grad_()
-            shown.append(self._parts.past_values[held].clone())
-            if held in self.structure.unread and not self._window:
-                _refuse_gradient(self.gate, shown[-1], name_of(held))
-        return tuple(shown)
+        copies: list[Tensor] = []
+        for past_state, value in zip(names, values, strict=True):
+            is_tied = value.requires_grad and (self._window or past_state in self.structure.exposed_states)
+            self._parts.past_values[past_state] = value.view_as(value) if is_tied else value.detach().requires_grad_()
+            copies.append(self._parts.past_values[past_state].clone())
+            if past_state in self.structure.unread_parts and not self._window:
+                _refuse_gradient(self.gate, copies[-1], name_of(past_state))
+        return tuple(copies)
 
     def _tie_to_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
-        return self.gate.tie([value.detach() for value in values], [self.traces.past(held) for held in names])
+        return self.gate.tie(
+            [value.detach() for value in values], [self.traces.past(past_state) for past_state in names]
+        )
 
 
 def _refuse_gradient(gate: Gate, tensor: Tensor, name: str) -> None:
-    """Raise an error in backward if a loss reads ``tensor``, which only cells read when the graph was compiled."""
+    """Raise an error in backward if a loss reads ``tensor``, which only cells read in the compiled step."""
 
     def refuse(gradient: Tensor) -> None:
         if not gate.closed and gradient.any():
-            raise changed(name, "is read outside its cell")
+            raise changed_step(name, "is read outside its cell")
 
     tensor.register_hook(refuse)

@@ -2,7 +2,7 @@
 
 Take a weight ``W`` with ``y = W z`` and a neuron with the state ``h^t = 0.9 h^(t-1) + y``.  The derivative of the
 present state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
-``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step need be kept.
+``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step stays in memory.
 
 In general the weight reaches a group ``h`` of k states per neuron, of one cell or of several that are connected neuron
 by neuron.  The factors are ``D = dh^t/dh^(t-1)`` (0.9 above) and ``F = dh^t/dy`` (1 above), both diagonal over neurons.
@@ -32,11 +32,11 @@ class Use(NamedTuple):
 
     path: str
     call: int
-    """Number of the call in the step; 0 for the module's first."""
+    """Number of the call in the step, from 0."""
 
 
 class PastState(NamedTuple):
-    """A state as the last step left it: ``h^(t-1)``; in code a variable named ``held``."""
+    """A state as the last step left it: ``h^(t-1)``."""
 
     cell: str
     """Dotted path of the module that declares the state."""
@@ -48,7 +48,7 @@ class CellOutput(NamedTuple):
 
     cell: str
     call: int
-    """Number of the call in the step; 0 for the cell's first."""
+    """Number of the call in the step, from 0."""
     number: int
     """Number of the tensor in the call: new states come first, in the order of declaration, then returned tensors."""
 
@@ -84,12 +84,12 @@ class Row:
             return self
         hidden, inputs = dict(self.hidden), dict(self.inputs)
         for out, slope in self.through.items():
-            _add_times(slope, rows[out].hidden, hidden)
-            _add_times(slope, rows[out].inputs, inputs)
+            _add_product(slope, rows[out].hidden, hidden)
+            _add_product(slope, rows[out].inputs, inputs)
         return Row(hidden, inputs)
 
 
-def _add_times(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, Tensor]) -> None:
+def _add_product(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, Tensor]) -> None:
     for key, entry in entries.items():
         sums[key] = sums[key] + slope * entry if key in sums else slope * entry
 
@@ -102,14 +102,14 @@ class Channel:
     """A sum of gradients of several outputs of cells, which becomes gradients of weights."""
 
     targets: tuple[Tensor | None, ...]
-    """Tensors that get the gradients, mostly a weight and its bias; ``None`` for one that needs none."""
+    """Tensors that get the gradients, mostly a weight and its bias.  ``None``: one that needs no gradient."""
     to_targets: Callable[[Tensor], tuple[Tensor | None, ...]]
     """Function of the sum that returns the gradients of ``targets``."""
 
 
 Ties = list[tuple[Tensor | None, "Channel | int"]]
-"""Pairs of a coefficient (``None`` for 1) and the end to which the gradient times the coefficient goes: a channel, or
-the number of an earlier output of the same call."""
+"""Pairs of a coefficient (``None``: 1) and the end to which the gradient times the coefficient goes: a channel, or the
+number of an earlier output of the same call."""
 
 
 class _TiedTensors(torch.autograd.Function):
@@ -177,20 +177,20 @@ class _Filtered:
     """The factors that turn a neuron's gradient into a weight's gradient in ES-D-RTRL."""
 
     z: Tensor | None
-    """Filtered input, ``[B, ...]``; ``None`` for a weight without an input."""
+    """Filtered input, ``[B, ...]``.  ``None``: a weight without an input."""
     scale: float | Tensor = 1.0
     """Divisor of the gradient, which corrects the bias of the filter's start."""
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _RunningStep:
     """The tensors of a trace while a step runs, each with a leading batch axis."""
 
     values: dict[str, Tensor]
     """Name of the trace's declared state -> its value after the last step."""
     filtered: _Filtered
     z: Tensor | None = None
-    """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
+    """Input of the weight in this step, detached.  ``None``: an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, Channel] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class _Live:
 class Trace(nn.Module):
     """The eligibility trace of one use of a weight; it is kept in declared states, which are batched like any other."""
 
-    live: _Live
+    live: _RunningStep
 
     def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Trace(nn.Module):
 
     def begin(self, values: dict[str, Tensor]) -> None:
         """Begin a step with ``values``: name of a state of the trace -> its value, ``[B, ...]``."""
-        self.live = _Live(values, _Filtered(values.get("input")))
+        self.live = _RunningStep(values, _Filtered(values.get("input")))
 
     def end(self) -> None:
         """Drop everything that belongs to the graph of the last step."""
@@ -222,7 +222,7 @@ class Trace(nn.Module):
         live, operation = self.live, self.operation
         live.z = None if z is None else z.detach()
         weight, bias = operation.weight, operation.bias
-        live.y = operation.apply(z, batch, *((weight, bias) if attached else (_detached(weight), _detached(bias))))
+        live.y = operation.apply(z, batch, *((weight, bias) if attached else (_detach(weight), _detach(bias))))
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
@@ -245,8 +245,8 @@ class Trace(nn.Module):
         channel = live.channels.setdefault(self.use, Channel((live.y,), lambda gradient: (gradient,)))
         return [(row.inputs[self.use], channel)]
 
-    def past(self, held: PastState) -> Channel:
-        """Return the channel of ``held``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
+    def past(self, past_state: PastState) -> Channel:
+        """Return the channel of ``past_state``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
         raise NotImplementedError
 
     def advance(self, rows: Mapping[PastState, Row]) -> None:
@@ -260,7 +260,7 @@ class Trace(nn.Module):
         return Channel((self.operation.weight, self.operation.bias), to_weights)
 
     def _followed(self, row: Row) -> Iterator[tuple[PastState, Tensor]]:
-        return ((held, entry) for held, entry in row.hidden.items() if held in self.shapes)
+        return ((past_state, entry) for past_state, entry in row.hidden.items() if past_state in self.shapes)
 
 
 class FullTrace(Trace):
@@ -272,11 +272,11 @@ class FullTrace(Trace):
 
     def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__(use, groups, operation)
-        for held, shape in self.shapes.items():
-            if _trainable(operation.weight):
-                declare_state(self, _key(held, "weight"), (*shape, weights_per_output(operation)))
-            if _trainable(operation.bias):
-                declare_state(self, _key(held, "bias"), shape)
+        for past_state, shape in self.shapes.items():
+            if _is_trainable(operation.weight):
+                declare_state(self, _key(past_state, "weight"), (*shape, weights_per_output(operation)))
+            if _is_trainable(operation.bias):
+                declare_state(self, _key(past_state, "bias"), shape)
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         return super().use_weight(z, batch, attached=True)
@@ -285,40 +285,40 @@ class FullTrace(Trace):
         return self.live.y
 
     def ties(self, row: Row) -> Ties:
-        return [(entry, self.past(held)) for held, entry in self._followed(row)]
+        return [(entry, self.past(past_state)) for past_state, entry in self._followed(row)]
 
-    def past(self, held: PastState) -> Channel:
+    def past(self, past_state: PastState) -> Channel:
         live, operation = self.live, self.operation
-        of_weight, of_bias = (live.values.get(_key(held, part)) for part in ("weight", "bias"))
+        weight_trace, bias_trace = (live.values.get(_key(past_state, part)) for part in ("weight", "bias"))
 
         def to_weights(gradient: Tensor) -> tuple[Tensor | None, ...]:
             return (
-                None if of_weight is None else operation.contract(gradient, of_weight),
-                None if of_bias is None else operation.bias_gradient(gradient * of_bias),
+                None if weight_trace is None else operation.contract(gradient, weight_trace),
+                None if bias_trace is None else operation.bias_gradient(gradient * bias_trace),
             )
 
-        return live.channels.setdefault(held, self._channel(to_weights))
+        return live.channels.setdefault(past_state, self._channel(to_weights))
 
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         values, z = self.live.values, self.live.z
         patches = None if z is None else self.operation.rows(z)
         parts = {"weight": patches, "bias": None}
         return {
-            key: self._advanced_part(held, row, part, inputs)
-            for held, row in rows.items()
+            key: self._advance_part(past_state, row, part, inputs)
+            for past_state, row in rows.items()
             for part, inputs in parts.items()
-            if (key := _key(held, part)) in values
+            if (key := _key(past_state, part)) in values
         }
 
-    def _advanced_part(self, held: PastState, row: Row, part: str, patches: Tensor | None) -> Tensor:
-        """Return ``sum_j D_j e_j + F (x) z`` for ``part``, the weight or the bias, for which ``z`` is 1."""
+    def _advance_part(self, past_state: PastState, row: Row, part: str, patches: Tensor | None) -> Tensor:
+        """Return ``sum_j D_j e_j + F (x) z`` for ``part``, the weight or the bias (with ``z = 1``)."""
 
         def spread(jacobian: Tensor) -> Tensor:
             return jacobian.unsqueeze(-1) if part == "weight" else jacobian
 
-        old = self.live.values
-        terms = [spread(entry) * old[_key(other, part)] for other, entry in self._followed(row)]
-        total = terms[0] if terms else torch.zeros_like(old[_key(held, part)])
+        old_values = self.live.values
+        terms = [spread(entry) * old_values[_key(state, part)] for state, entry in self._followed(row)]
+        total = terms[0] if terms else torch.zeros_like(old_values[_key(past_state, part)])
         for term in terms[1:]:
             total += term
         if self.use not in row.inputs:
@@ -330,9 +330,9 @@ class FullTrace(Trace):
 class FactoredTrace(Trace):
     """The trace of ES-D-RTRL, in two factors: ``B * (I + k * H)`` numbers.
 
-    One factor filters the input, ``e_x^t = a e_x^(t-1) + z``, the other the neurons, ``e_f^t = a D e_f^(t-1) +
-    (1 - a) F``.  The gradient of a weight is ``sum_B e_x^t (x) (l e_f^t / c)``, that of a bias ``sum_B l e_f^t / c``,
-    with the ``c`` of :meth:`set_scale`.
+    The first factor filters the input, ``e_x^t = a e_x^(t-1) + z``; the second filters the neurons, ``e_f^t = a D
+    e_f^(t-1) + (1 - a) F``.  The gradient of a weight is ``sum_B e_x^t (x) (l e_f^t / c)``, and the gradient of a bias
+    ``sum_B l e_f^t / c``, with the ``c`` of :meth:`set_scale`.
     """
 
     def __init__(
@@ -340,10 +340,10 @@ class FactoredTrace(Trace):
     ) -> None:
         super().__init__(use, groups, operation)
         self.decay = decay
-        if z_shape is not None and _trainable(operation.weight):
+        if z_shape is not None and _is_trainable(operation.weight):
             declare_state(self, "input", z_shape)
-        for held, shape in self.shapes.items():
-            declare_state(self, _key(held, "neuron"), shape)
+        for past_state, shape in self.shapes.items():
+            declare_state(self, _key(past_state, "neuron"), shape)
 
     def use_weight(self, z: Tensor | None, batch: int, *, attached: bool) -> Tensor:
         y = super().use_weight(z, batch, attached=attached)
@@ -359,8 +359,8 @@ class FactoredTrace(Trace):
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, held: PastState) -> Channel:
-        neuron, z = self.live.values[_key(held, "neuron")], self.live.values.get("input")
+    def past(self, past_state: PastState) -> Channel:
+        neuron, z = self.live.values[_key(past_state, "neuron")], self.live.values.get("input")
         scale = self.live.filtered.scale
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
 
@@ -368,32 +368,32 @@ class FactoredTrace(Trace):
         gradient, operation = gradient / scale, self.operation
         return (
             None if z is None else operation.weight_gradient(z, gradient),
-            operation.bias_gradient(gradient) if _trainable(operation.bias) else None,
+            operation.bias_gradient(gradient) if _is_trainable(operation.bias) else None,
         )
 
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         values, filtered = self.live.values, self.live.filtered
-        factors = {key: self._factor(row) for held, row in rows.items() if (key := _key(held, "neuron"))}
+        factors = {key: self._factor(row) for past_state, row in rows.items() if (key := _key(past_state, "neuron"))}
         advanced = {key: torch.zeros_like(values[key]) if f is None else f for key, f in factors.items()}
         return advanced if filtered.z is None else {**advanced, "input": filtered.z}
 
     def _factor(self, row: Row) -> Tensor | None:
-        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``; ``None`` without any term."""
-        terms = [entry * self.live.values[_key(held, "neuron")] for held, entry in self._followed(row)]
-        of_use = row.inputs.get(self.use)
+        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``.  ``None``: no term."""
+        terms = [entry * self.live.values[_key(past_state, "neuron")] for past_state, entry in self._followed(row)]
+        use_entry = row.inputs.get(self.use)
         if not terms:
-            return None if of_use is None else of_use * (1 - self.decay)
+            return None if use_entry is None else use_entry * (1 - self.decay)
         total = sum(terms[1:], terms[0])
-        return total.mul_(self.decay) if of_use is None else total.lerp_(of_use, 1 - self.decay)
+        return total.mul_(self.decay) if use_entry is None else total.lerp_(use_entry, 1 - self.decay)
 
 
-def _key(held: PastState, part: str) -> str:
-    return f"{held.cell}.{held.name}:{part}".replace(".", "/")  # the name of a buffer has no dots
+def _key(past_state: PastState, part: str) -> str:
+    return f"{past_state.cell}.{past_state.name}:{part}".replace(".", "/")  # the name of a buffer has no dots
 
 
-def _trainable(tensor: Tensor | None) -> bool:
+def _is_trainable(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
+def _detach(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()

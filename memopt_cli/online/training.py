@@ -46,7 +46,7 @@ def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object
     for x in inputs:
         step_loss = _learn_step(model, x, target, loss)
         total, steps = total + step_loss if steps else step_loss, steps + 1
-    return total / _at_least_one(steps)
+    return total / _require_steps(steps)
 
 
 def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tensor:
@@ -83,7 +83,7 @@ def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: 
     """
     losses = [loss(model(x), target) for x in inputs]
     total = torch.stack(losses).sum() if losses else torch.zeros(())
-    mean = total.detach() / _at_least_one(len(losses))
+    mean = total.detach() / _require_steps(len(losses))
     total.backward()
     for state in states_of(model).values():
         state.value = state.value.detach()
@@ -98,44 +98,44 @@ class CompiledStep:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, x: Tensor, target: Tensor, *, backend: str = "inductor") -> None:
-        """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, whose states are initialized for ``x``."""
+        """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, with states initialized for ``x``."""
         self._model, self._loss = model, loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        graph = make_fx(lambda *step: self._pure(*step))(  # make_fx would count the ``self`` of a bound method
-            _detached(self._parameters), buffers, x, target
+        graph = make_fx(lambda *step: self._run(*step))(  # make_fx would count the ``self`` of a bound method
+            _detach(self._parameters), buffers, x, target
         )
         self._compiled = torch.compile(graph, backend=backend)
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
         """Take a step on ``x``, and return its loss."""
         buffers = dict(self._model.named_buffers())
-        loss, gradients, advanced = self._compiled(_detached(self._parameters), buffers, x, target)
+        loss, gradients, new_buffers = self._compiled(_detach(self._parameters), buffers, x, target)
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        for name, value in advanced.items():
+        for name, value in new_buffers.items():
             path, _, attribute = name.rpartition(".")
             setattr(self._model.get_submodule(path), attribute, value)
-        result: Tensor = loss
-        return result
+        step_loss: Tensor = loss
+        return step_loss
 
-    def _pure(
+    def _run(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, target: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        held = {**leaves, **buffers}
-        loss = self._loss(functional_call(self._model, held, (x,)), target)
+        tensors = {**leaves, **buffers}
+        loss = self._loss(functional_call(self._model, tensors, (x,)), target)
         per_leaf = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(leaves, per_leaf, strict=True) if g is not None}
-        return loss.detach(), gradients, {name: held[name].detach() for name in buffers}
+        return loss.detach(), gradients, {name: tensors[name].detach() for name in buffers}
 
 
-def _detached(tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _detach(tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _at_least_one(steps: int) -> int:
+def _require_steps(steps: int) -> int:
     if not steps:
         raise MemoptError("the sequence has no steps", hint="Give inputs of at least one time step.")
     return steps

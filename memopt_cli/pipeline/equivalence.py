@@ -159,7 +159,7 @@ class _Sides:
         """Return why the last step in ``failed_run`` failed, by watching both sides as they take it once more."""
         self.progress.stage("looking for the cause")
         count = len(failed_run.steps)
-        watched = replace(job, steps=count, watched=count - 1)
+        watched = replace(job, steps=count, watched_step=count - 1)
         reference_run, candidate_run = self._ask(self._reference, watched), self._ask(self._candidate, watched)
         if (
             not isinstance(reference_run, FollowedSteps)
@@ -293,7 +293,7 @@ class _Judge:
     ) -> Equivalence:
         """Run the differing step again while watching it, and name the module and the likely cause."""
         self.sides.progress.stage("looking for the cause")
-        runs = self.sides.run_both(replace(job, steps=difference.step + 1, watched=difference.step))
+        runs = self.sides.run_both(replace(job, steps=difference.step + 1, watched_step=difference.step))
         cause = (
             self._find_cause(job, runs, difference.gaps, tolerance)
             if isinstance(runs, tuple)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from memopt_cli.measure.jobs import ORIGINAL, ChunkingFound, ChunkingJob, CountJob, Job, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, CountJob, Job, Traced, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.records.progress import Progress, Span
@@ -88,8 +88,8 @@ class SearchProbes:
 def _rule_in(answer: object) -> ChunkRule | Refused:
     """Return how a module may run in chunks by the ``answer`` to a :class:`ChunkingJob`; a failure is a refusal."""
     match answer:
-        case ChunkingFound(rule=rule):
-            return rule
+        case ChunkRule() | Refused():
+            return answer
         case NotTried(reason=reason):
             return Refused(reason=reason)
     return Refused(reason=f"trying it failed: {answer}")

@@ -182,17 +182,17 @@ def _proves_nothing(outcome: Verification | Failure) -> bool:
 
 
 def _verify_at(
-    prepared: Prepared, plan: Plan, sizes: Sizes, asked_s: float = 0.0, session: Session | None = None
+    prepared: Prepared, plan: Plan, sizes: Sizes, original_step_s: float = 0.0, session: Session | None = None
 ) -> Verification | Failure:
     """Verify ``plan`` at ``sizes`` in ``session``, or in a fresh one if there is none or it dies.
 
     If only the further steps end the subprocess, the first step decides, and the further ones are reported as skipped.
     """
-    job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further=True, asked_s=asked_s)
+    job = VerifyJob(plan=plan, batch=sizes.batch, dims=sizes.dims, further_steps=True, original_step_s=original_step_s)
     answer = (session or prepared).ask(job)
     if isinstance(answer, Verification | StepFailed):
         return answer
-    first_step_outcome = prepared.ask(replace(job, further=False))
+    first_step_outcome = prepared.ask(replace(job, further_steps=False))
     if not isinstance(first_step_outcome, Verification) or not first_step_outcome.passed or plan.is_empty:
         return first_step_outcome
     skipped_check = FurtherCheck(name="in later steps", batch=sizes.batch, not_tried=describe(answer), skipped=True)

@@ -58,12 +58,12 @@ def to_short_data(record: Any) -> Any:
 
 
 def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:
-    """Read ``data`` as a record of class ``cls``, the inverse of :func:`to_data`.
+    """Read ``data`` as a record of class ``cls``, or of one class in a union ``cls``; the inverse of :func:`to_data`.
 
     Raises :class:`UsageError` that names the place (``segments[2].chunks``) for a missing or unknown key and for a
     value of the wrong type.
     """
-    result: Record = _read(cls, data, where or cls.__name__)
+    result: Record = _read(cls, data, where or getattr(cls, "__name__", str(cls)))
     return result
 
 

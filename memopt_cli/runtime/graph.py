@@ -10,11 +10,16 @@ from torch.autograd.graph import Node
 
 
 def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """Yield the nodes by which ``tensors`` were computed, each once, the nearest first.
+    """Yield the nodes by which ``tensors`` were computed, as :func:`nodes_from` does."""
+    return nodes_from((tensor.grad_fn for tensor in tensors), is_end)
 
-    ``is_end``: returns whether the walk stops before a node; ``None`` walks on to the leaves.
+
+def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """Yield ``starts``, without ``None``, and the nodes behind them, each once, the nearest first.
+
+    ``is_end``: returns whether the walk stops before a node.  ``None``: the walk goes on to the leaves.
     """
-    pending, seen = deque(tensor.grad_fn for tensor in tensors), set[Node]()
+    pending, seen = deque(starts), set[Node]()
     while pending:
         node = pending.popleft()
         if node is None or node in seen or (is_end is not None and is_end(node)):

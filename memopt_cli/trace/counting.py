@@ -38,7 +38,7 @@ def count(
     chunks, and not for its parts.
     """
     step.reset_gradients()
-    with module_stack(step.named) as running:
+    with module_stack(step.unwrapped_model) as running:
         log = StorageLog(running, workspaces)
         few_chunks = (
             stand_ins.counting(lambda: log.storages.live_bytes) if stand_ins is not None else contextlib.nullcontext()

@@ -77,7 +77,7 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     if isinstance(model, StepModels):
         with mode, NumbersKnown():
             try:
-                return model.anew()
+                return model.make_again()
             except MemoptError as error:  # its hint blames the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
     copied = {id(g): g.clone_state() for g in _generators_of(model)}  # the mode would copy them without their state

@@ -26,13 +26,13 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     notes: dict[str, ModuleNotes] = {}
     with (
         torch.no_grad(),
-        module_stack(step.named) as running,
+        module_stack(step.unwrapped_model) as running,
         active(log := StorageLog(running), step),
-        taking_notes(step.named, log, notes, Contents(log)),
+        taking_notes(step.unwrapped_model, log, notes, Contents(log)),
     ):
         step.forward()
     return tuple(
-        note.to_record(path, find_part(step.named, path), order, saved_bytes=0)
+        note.to_record(path, find_part(step.unwrapped_model, path), order, saved_bytes=0)
         for order, (path, note) in enumerate(notes.items())
     )
 

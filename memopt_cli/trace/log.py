@@ -223,11 +223,11 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
     """Let ``log`` count the block, beginning with the tensors that exist before ``step``; seed all generators."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
-    for name, parameter in step.named.named_parameters():
+    for name, parameter in step.unwrapped_model.named_parameters():
         log.see(parameter, "parameters", name.rpartition(".")[0])
         if parameter.grad is not None:
             log.see(parameter.grad, "gradients", name.rpartition(".")[0])
-    for name, buffer in step.named.named_buffers():
+    for name, buffer in step.unwrapped_model.named_buffers():
         log.see(buffer, "buffers", name.rpartition(".")[0])
     for tensor in tensors_of((step.args, step.kwargs)):
         log.see(tensor, "inputs", "")

@@ -47,14 +47,14 @@ def record(
     start.enter()  # gives the model copies, so that the step can free its state although ``start`` holds the originals
     step.reset_gradients()  # only now, so that nothing here keeps the gradients alive: a user's own step may free them
     notes: dict[str, ModuleNotes] = {}
-    with module_stack(step.named) as running:
+    with module_stack(step.unwrapped_model) as running:
         log = StepLog(running, workspaces)
         examiner = Contents(log) if contents else None
         with (
             packed_as(log, codecs),
             active(log, step),
-            taking_notes(step.named, log, notes, examiner),
-            log.watching(step.named, examiner),
+            taking_notes(step.unwrapped_model, log, notes, examiner),
+            log.watching(step.unwrapped_model, examiner),
         ):
             run_step(step, log)
     resident = resident_bytes(step)
@@ -70,7 +70,7 @@ def record(
         modules=(
             *([_own_root(saved[""])] if is_own else []),
             *(
-                note.to_record(path, find_part(step.named, path), order, saved[path])
+                note.to_record(path, find_part(step.unwrapped_model, path), order, saved[path])
                 for order, (path, note) in enumerate(notes.items(), is_own)
             ),
         ),
@@ -93,7 +93,7 @@ def _own_root(saved_bytes: int) -> ModuleTrace:
 def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
     """Run a forward in which autograd saves nothing; return birth, bytes and death of its storages."""
     with (
-        module_stack(step.named) as running,
+        module_stack(step.unwrapped_model) as running,
         active(log := StorageLog(running), step),
         saved_tensors_hooks(lambda _: None, _nothing_saved),
     ):

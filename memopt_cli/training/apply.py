@@ -46,8 +46,8 @@ from memopt_cli.training.compiling import (
 from memopt_cli.training.own_checkpoints import resume, suspend
 from memopt_cli.training.wrappers import unwrapped
 
-_SHARED = [field.name for field in fields(SegmentPlan) if field.name != "path"]
-"""Fields that an entry of a plan and the configuration of its segment have in common."""
+_SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
+"""Fields that an entry of a plan shares with the configuration of its segment."""
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
@@ -62,7 +62,7 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
     model:
         The model.  If it is a wrapper such as ``nn.DataParallel``, the plan goes on the wrapped model.
     plan:
-        The plan, whose paths are those of the model's modules.
+        The plan; its paths name the model's modules.
     optimizer:
         The optimizer, which a plan with ``in_backward`` runs in backward; other plans do not need it.
 
@@ -90,7 +90,7 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
 
 
 def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> None:
-    """Put all of ``plan`` on ``model``; if a part fails, undo those before it, the last one first."""
+    """Put all of ``plan`` on ``model``; if a part fails, undo the earlier parts, the latest first."""
     with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
             suspend(model)
@@ -109,7 +109,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             _run_in_backward(optimizer, model)
         if plan.compile is None and not compiles_by_plan(model):
             stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
-        undo.pop_all()  # nothing failed: keep it all
+        undo.pop_all()  # nothing failed: keep all parts
 
 
 def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
@@ -125,7 +125,7 @@ def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
             same = "twice" if paths[module] == segment.path else f"twice, the first time as '{paths[module]}'"
             raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
         paths[module] = segment.path
-        configs[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SHARED}, path=name)
+        configs[module] = SegmentConfig(**{field: getattr(segment, field) for field in _SEGMENT_FIELDS}, path=name)
     return configs
 
 
@@ -133,7 +133,7 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
     """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
     assert plan.by is not None, "it has ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
-        raise PlanError("a part of the model has a plan by length already", hint=_TAKE_OFF)
+        raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
     if not takes_argument(model, plan.by.argument):
         raise PlanError(
             f"the plan looks at the argument {plan.by.argument!r}, "
@@ -168,10 +168,10 @@ def plan_of(model: nn.Module) -> Plan:
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
     root = settings_of(model)
-    # A part taken out of a model with a plan by length cannot tell the length: its plan is that of the longest inputs.
+    # A part taken out of a model with a plan by length cannot tell the length, so its plan is the longest range's.
     if not isinstance(root, ConfigsByLength) or root.length is None:
-        plain = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
-        return replace(_plan_of(plain), in_backward=in_backward, compile=compiled_as(model))
+        configs = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
+        return replace(_plan_of(configs), in_backward=in_backward, compile=compiled_as(model))
     ranges = []
     for index, up_to in enumerate(root.up_to):
         part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
@@ -181,15 +181,15 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
-    """Return the configuration of ``module`` in range ``index``; ``None`` if it has no segment there."""
+    """Return the configuration of ``module`` in range ``index``, or ``None`` if it has no segment there."""
     settings = settings_of(module)
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
 
 def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
-    """Return the plan of the configurations ``installed``, by path; the inverse of :func:`_configs`."""
+    """Return the plan for ``installed``, path -> configuration; the inverse of :func:`_configs`."""
     segments = (
-        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SHARED}})
+        from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SEGMENT_FIELDS}})
         for path, config in installed.items()
         if config.recompute
     )
@@ -217,22 +217,22 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def taken_off(model: nn.Module) -> Iterator[Plan]:
-    """Remove the plan of ``model``, and yield it; if the block fails, the model gets exactly that plan back."""
-    with put_back(model) as carried:
+def without_plan(model: nn.Module) -> Iterator[Plan]:
+    """Remove the plan of ``model``, and yield that plan; if the block fails, the model gets the plan back."""
+    with restoring_plan(model) as plan:
         remove_plan(model)
-        yield carried
+        yield plan
 
 
 @contextlib.contextmanager
-def put_back(model: nn.Module) -> Iterator[Plan]:
-    """Yield the plan of ``model``; if the block fails, put that plan back in place of any that it installed."""
-    carried, optimizers = plan_of(model), list(optimizers_in_backward(model))
+def restoring_plan(model: nn.Module) -> Iterator[Plan]:
+    """Yield the plan of ``model``; if the block fails, install that plan again, in place of any new plan."""
+    plan, optimizers = plan_of(model), list(optimizers_in_backward(model))
     try:
-        yield carried
+        yield plan
     except BaseException:
         remove_plan(model)
-        apply_plan(model, carried.of_model)
+        apply_plan(model, plan.of_model)
         for optimizer in optimizers:
             install_in_backward(optimizer, model)
         raise
@@ -285,10 +285,10 @@ def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None
     except ValueError as reason:
         hint = f"Change the entry of '{config.path}' in the plan, or remove it."
         if settings_of(module) is not None:
-            hint = _TAKE_OFF
+            hint = _REMOVE_FIRST
         elif isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
-            hint = "A plan by length looks at what the whole model is given; take one without ranges."
+            hint = "A plan by length looks at what the whole model is given; use a plan without ranges."
         raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
 
 
-_ROOT, _TAKE_OFF = "(root)", "Take off the plan that the model has: memopt_cli.remove_plan(model)."
+_ROOT, _REMOVE_FIRST = "(root)", "Remove the plan that the model has: memopt_cli.remove_plan(model)."

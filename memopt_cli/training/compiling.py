@@ -11,7 +11,7 @@ from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.records import CompilePlan, from_data, to_data
 from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
 from memopt_cli.runtime.private_torch import call_of_its_own, is_compiled, within_budget
-from memopt_cli.training.wrappers import peeled
+from memopt_cli.training.wrappers import split_wrappers
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
@@ -20,7 +20,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     That method silently leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled: the compiler
     skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.
 
-    A memory budget holds for this model alone.  Raises :class:`UsageError` for a backend that PyTorch does not have,
+    A memory budget holds only for this model.  Raises :class:`UsageError` for a backend that PyTorch does not have,
     and :class:`PlanError` for a mode that inductor does not have.
     """
     require_backend(how.backend)
@@ -50,9 +50,9 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 
 def require_uncompiled(model: nn.Module) -> None:
     """Raise :class:`PlanError` if ``model``, or the model inside its wrappers, is compiled already."""
-    if is_compiled(peeled(model, keep_compiled=True)[1]):
+    if is_compiled(split_wrappers(model, keep_compiled=True)[1]):
         raise PlanError(
-            "the plan compiles the model, which is compiled already",
+            "the plan compiles the model, but the model is compiled already",
             hint="Apply the plan to the model before torch.compile, or take compile out of the plan.",
         )
 
@@ -61,11 +61,11 @@ def require_backend(backend: str) -> None:
     """Raise :class:`UsageError` if ``torch.compile`` has no ``backend`` of that name."""
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join([*torch.compiler.list_backends(), "aot_eager"])
-        raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"It has {usual}, and others.")
+        raise UsageError(f"torch.compile has no backend {backend!r} here", hint=f"Known backends: {usual}, and others.")
 
 
 def compiled_as(model: nn.Module) -> CompilePlan | None:
-    """Return the settings with which the plan of ``model`` compiles it; ``None`` if it has no such plan.
+    """Return the settings with which the plan of ``model`` compiles it, or ``None`` if it has no such plan.
 
     A model read from a file has the settings before it is compiled again.  Raises :class:`UsageError` for settings in
     a file that no plan can have.

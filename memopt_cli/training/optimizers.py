@@ -5,6 +5,7 @@ Its learning rate is zero, so that a step moves no parameter and all measured st
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ OptimizerMaker = Callable[[nn.Module], Optimizer | None]
 """Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
-"""Class -> arguments that people usually give: without momentum, SGD has no state."""
+"""Class -> usual arguments: without momentum, SGD has no state."""
 
 
 def no_optimizer(model: nn.Module) -> None:
@@ -30,16 +31,18 @@ def no_optimizer(model: nn.Module) -> None:
 def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None = None) -> OptimizerMaker:
     """Return the maker of the optimizer in ``choice``; ``function`` is the user's own, if one was chosen."""
     if function is not None:
-        return lambda model: _made(function, model)
+        return functools.partial(_call_maker, function)
     if isinstance(choice, NamedOptimizer):
-        return lambda model: _named(choice, model)
+        return functools.partial(_make_named, choice)
     return no_optimizer
 
 
-def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
+def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     make = getattr(torch.optim, choice.class_name, None)
     if make is None:
-        raise StepError(f"PyTorch {torch.__version__} has no {choice.class_name}")
+        raise StepError(
+            f"PyTorch {torch.__version__} has no optimizer {choice.class_name}", hint="Name another `--optimizer`."
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": 0.0, **_DEFAULTS.get(choice.class_name, {}), **_implementation(choice, make, parameters)}
     try:
@@ -52,7 +55,10 @@ def _named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Return the argument for the implementation, even the default, which PyTorch would not choose without data."""
+    """Return the argument that selects the implementation, also for the default.
+
+    Without data PyTorch would choose another default.
+    """
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":
@@ -61,30 +67,36 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
     return {"foreach": True} if on_cuda and "foreach" in inspect.signature(make).parameters else {}
 
 
-def _made(function: Callable[..., Any], model: nn.Module) -> Optimizer:
-    """Return the user's optimizer, its learning rate set to 0.  Raises :class:`StepError` if it cannot be used."""
+def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
+    """Return the optimizer that the user's ``function`` makes, with a learning rate of 0.
+
+    Raises :class:`StepError` if the function fails or its optimizer cannot be used.
+    """
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
-            f"`--optimizer`: {_name(function)} failed: {first_line(err)}", hint="It is called with only the model."
+            f"`--optimizer`: {_name(function)} failed: {first_line(err)}",
+            hint="It is called with the model as its only argument.",
         ) from err
     if not isinstance(optimizer, Optimizer):
         raise StepError(
             f"`--optimizer`: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     if wants_closure(optimizer):
-        raise StepError(f"`--optimizer`: {closure_refusal(optimizer)}", hint="Take one that steps without a closure.")
-    known = {id(parameter) for parameter in model.parameters()}
+        raise StepError(
+            f"`--optimizer`: {closure_refusal(optimizer)}", hint="Choose an optimizer that steps without a closure."
+        )
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
-        if any(id(parameter) not in known for parameter in group["params"]):
+        if any(id(parameter) not in parameter_ids for parameter in group["params"]):
             raise StepError(f"`--optimizer`: {_name(function)} updates tensors that are not parameters of its model")
     return optimizer
 
 
 def closure_refusal(optimizer: Optimizer) -> str:
-    """Return a message that tells why memopt refuses ``optimizer``, whose step takes a closure."""
+    """Return the message by which memopt refuses ``optimizer``, whose step takes a closure."""
     return (
         f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt can only measure "
         "a step that runs each of them once"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memopt_cli.errors import MemoptError, StepError, first_line
+from memopt_cli.errors import MemoptError, StepError, first_line, type_in_words
 from memopt_cli.records import Phase
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
@@ -29,8 +29,8 @@ from memopt_cli.training.optimizers import closure_refusal
 from memopt_cli.training.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
 from memopt_cli.training.user_step import StepModels
 
-Entered = Callable[[Phase], object]
-Updating = Callable[[Optimizer], object]
+OnPhase = Callable[[Phase], object]
+OnUpdate = Callable[[Optimizer], object]
 """Called with an optimizer that is about to step."""
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
@@ -47,10 +47,10 @@ class OwnStep(Step):
         """Models of the step, as one module."""
         return cast(StepModels, self.model)
 
-    def run(self, entered: Entered = lambda phase: None, updating: Updating = lambda optimizer: None) -> Any:
+    def run(self, on_phase: OnPhase = lambda phase: None, on_update: OnUpdate = lambda optimizer: None) -> Any:
         """Take the step, and return the result of its function.
 
-        ``entered`` is called with each phase as it begins, ``updating`` with each optimizer before it steps.  Raises
+        ``on_phase`` is called with each phase as it begins, ``on_update`` with each optimizer before it steps.  Raises
         :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt cannot
         count; and whatever the function raises.
         """
@@ -58,12 +58,12 @@ class OwnStep(Step):
         models.restore_moved()
         real = (p for p in models.parameters() if is_first and not is_fake(p))
         before = {p: p.detach().clone() for p in real}  # to learn which parameters the function itself changes
-        watch = _Watch(self, entered, updating)
+        watch = _Watch(self, on_phase, on_update)
         with watch.watching():
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_described(output)}, not a tensor",
+                f"the step's function returned {_describe(output)}, not a tensor",
                 hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
@@ -71,13 +71,13 @@ class OwnStep(Step):
             models.learn(before)
         return output
 
-    def take(self, entered: Entered = lambda phase: None) -> None:
-        self.run(entered)
+    def take(self, on_phase: OnPhase = lambda phase: None) -> None:
+        self.run(on_phase)
 
-    def reach(self) -> None:
+    def run_forward(self) -> None:
         self.run()
 
-    def reach_loss(self) -> None:
+    def run_to_loss(self) -> None:
         self.run()
 
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -93,7 +93,7 @@ class OwnStep(Step):
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
-                self.settle(start)
+                self.find_scale(start)
             start.enter()
             models.restore_moved()
             models.zero_grad(set_to_none=True)
@@ -101,30 +101,30 @@ class OwnStep(Step):
             if name in (models.leaves or ()):
                 give_zero_gradient(parameter)
 
-    def settle(self, start: StartingState) -> None:
+    def find_scale(self, start: StartingState) -> None:
         """Take steps until each optimizer has stepped, while the scaler in the user's function finds its scale.
 
         The steps follow one another, as in the user's script, and do not begin from ``start``: a scaler that begins
         anew each time would never find its scale.
         """
         for _ in range(SCALES):
-            if self.is_settled():
+            if self.has_scale():
                 return
             self.run()
         if not self.models.has_updated:
             raise StepError(NEVER_STEPPED, hint=LIST_OPTIMIZERS)
 
-    def is_settled(self) -> bool:
+    def has_scale(self) -> bool:
         return self.models.leaves is not None and not self.models.waiting
 
-    def checked(self) -> Any:
-        return self.checked_while(lambda optimizer: None)
+    def run_checked(self) -> Any:
+        return self.run_checked_with(lambda optimizer: None)
 
-    def checked_while(self, updating: Updating) -> Any:
-        """Run one step as :meth:`checked` does, and call ``updating`` before every update."""
+    def run_checked_with(self, on_update: OnUpdate) -> Any:
+        """Run one step as :meth:`run_checked` does, and call ``on_update`` before every update."""
         with watched_modules(self.model) as watched:
             try:
-                output = self.run(updating=updating)
+                output = self.run(on_update=on_update)
             except MemoptError:
                 raise
             except Exception as error:
@@ -134,7 +134,7 @@ class OwnStep(Step):
                     raise failed_forward(error, watched, self.model) from error
                 raise StepError(f"the step failed: {first_line(error)}{raised_at(error)}", hint=_HINT) from error
         check_finite(output, "what the step returned")
-        if self.is_settled():  # otherwise a scaler skips updates with gradients that are not finite
+        if self.has_scale():  # otherwise a scaler skips updates with gradients that are not finite
             for name, parameter in self.models.named_parameters():
                 if parameter.grad is not None:
                     check_finite(parameter.grad, f"the gradient of '{name}'")
@@ -142,21 +142,21 @@ class OwnStep(Step):
 
 
 NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
-LIST_OPTIMIZERS = "List those that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
+LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 _HINT = "It is called with the inputs, one for each argument of run, such as `-i 8x3x32x32`."
 
 
-def _described(output: Any) -> str:
-    return "nothing" if output is None else f"a {type(output).__name__}"
+def _describe(output: Any) -> str:
+    return "nothing" if output is None else type_in_words(output)
 
 
 class _Watch:
     """Watches autograd and the optimizers while a step runs."""
 
-    def __init__(self, step: OwnStep, entered: Entered, updating: Updating) -> None:
+    def __init__(self, step: OwnStep, on_phase: OnPhase, on_update: OnUpdate) -> None:
         self._step = step
-        self._entered = entered
-        self._updating = updating
+        self._on_phase = on_phase
+        self._on_update = on_update
         self._phases: list[Phase] = []
         """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
@@ -192,11 +192,11 @@ class _Watch:
     def _enter(self, phase: Phase) -> None:
         self._went_backward |= phase == "backward"
         self._phases.append(phase)
-        self._entered(phase)
+        self._on_phase(phase)
 
     def _leave(self) -> None:
         self._phases.pop()
-        self._entered(self._phases[-1])
+        self._on_phase(self._phases[-1])
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
@@ -209,7 +209,7 @@ class _Watch:
         self._refuse_sparse()
         if not _is_skipped(optimizer):
             self._step.models.waiting.discard(id(optimizer))
-        self._updating(optimizer)
+        self._on_update(optimizer)
         self._rates = [group.get("lr") for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             if "lr" in group:
@@ -238,7 +238,7 @@ def _is_skipped(optimizer: Optimizer) -> bool:
 
 
 def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
-    """Return the number that ``func`` reads from a tensor without data; ``None`` if it does not read one.
+    """Return the number that ``func`` reads from a tensor without data, or ``None`` if it does not read one.
 
     Optimizers read step counters ``n`` and divide by ``n`` and ``1 - n``, so (``updating``) they get 0.5.  Other reads,
     of losses to log and of tests for infinity, get 0.

@@ -41,19 +41,19 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss, a function of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output.  ``None``: the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of the model's parameters; ``None`` for a step that ends with the gradients."""
+    """Optimizer of the model's parameters.  ``None``: a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` for no scaling."""
+    """Scaler of the loss, which skips updates whose gradients are not finite.  ``None``: no scaling."""
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
     step may replace them."""
 
     @property
-    def named(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The model without wrappers such as DDP, so that its modules have the paths that plans use."""
         return unwrapped(self.model)
 
@@ -67,13 +67,13 @@ class Step:
         with _autocast(self.settings):
             roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed)
         if self.scaler is not None:
-            roots, cotangents = _scaled(self.scaler, roots, cotangents)
+            roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
 
-    def clip(self) -> None:
+    def unscale_and_clip(self) -> None:
         """Unscale the gradients if the step scales its loss, then clip them if it clips."""
         self.unscale()
-        self.limit()
+        self.clip_gradients()
 
     def unscale(self) -> None:
         """Unscale the gradients if the step scales its loss."""
@@ -82,18 +82,18 @@ class Step:
         elif self.settings.precision == "fp16" and self.scaler is None:
             _unscale_without_data(self.model.parameters())
 
-    def limit(self) -> None:
+    def clip_gradients(self) -> None:
         """Clip the gradients to the norm of the settings, if they have one."""
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
 
-    def reach(self) -> None:
-        """Run just enough of the step that it calls each of its modules."""
+    def run_forward(self) -> None:
+        """Run forward without gradients, which calls each module of the step."""
         with torch.no_grad():
             self.forward()
 
-    def reach_loss(self) -> None:
-        """Run just enough of the step that it calls each of its modules, and the loss."""
+    def run_to_loss(self) -> None:
+        """Run forward and the loss, which call each module of the step, but not backward."""
         seeds_of_backward(self.forward(), self.loss, self.settings.seed)
 
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -115,46 +115,46 @@ class Step:
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
-    def take(self, entered: Callable[[Phase], object] = lambda phase: None) -> None:
+    def take(self, on_phase: Callable[[Phase], object] = lambda phase: None) -> None:
         """Take the whole step, adding to existing gradients.
 
-        ``entered`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
+        ``on_phase`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
         """
-        entered("forward")
+        on_phase("forward")
         output = self.forward()
-        entered("backward")
+        on_phase("backward")
         self.backward(output)
         del output  # a training script drops it before the update as well
         if self.settings.precision == "fp16" or self.settings.clip_norm is not None:
-            entered("clip")
-            self.clip()
+            on_phase("clip")
+            self.unscale_and_clip()
         if self.optimizer is not None:
             if not is_in_backward(self.optimizer):
-                entered("update")
+                on_phase("update")
             self.update()
 
-    def settle(self, start: StartingState) -> None:
+    def find_scale(self, start: StartingState) -> None:
         """Halve the scale of the loss until the gradients are finite, as a script's first, skipped updates do.
 
-        Each try begins from ``start``, and the gradients of the last one stay.  Raises :class:`StepError` if no scale
-        makes them finite.
+        Each try begins from ``start``, and the gradients of the last try stay.  Raises :class:`StepError` if no scale
+        makes gradients finite.
         """
         if self.scaler is None:
             return
         for _ in range(SCALES):
             begin(self, start)
             self.backward(self.forward())
-            if self.is_settled():
+            if self.has_scale():
                 return
             self.scaler.update(self.scaler.get_scale() / 2)
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
-    def is_settled(self) -> bool:
-        """Return whether the scaler would let the optimizer step with the present gradients, as all are finite."""
+    def has_scale(self) -> bool:
+        """Return whether all present gradients are finite, so that the scaler lets the optimizer step."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:
-        """Remove all gradients; or set them to zeros if the step accumulates, as earlier micro-batches leave some."""
+        """Remove all gradients; with several micro-batches, set them to zeros, since earlier ones leave gradients."""
         if self.settings.micro_batches == 1:
             self.model.zero_grad(set_to_none=True)
             return
@@ -162,10 +162,10 @@ class Step:
             if parameter.requires_grad:
                 give_zero_gradient(parameter)
 
-    def checked(self) -> Any:
+    def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError` that names the module whose forward failed, or tells that only backward fails.  An
+        Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
         with _failure_named(self.model):
@@ -216,7 +216,7 @@ def _is_finite(parameter: Tensor) -> bool:
     return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
-def _scaled(
+def _scale_loss(
     scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Scale losses into new tensors, as a training script does, and ``cotangents`` of other roots in place."""
@@ -229,7 +229,7 @@ def _scaled(
 
 
 def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
-    """Make the scaler of a step in float16, whose gradients would underflow without one; ``None`` for others."""
+    """Make the scaler of a step in float16, whose gradients would underflow; ``None`` for others."""
     return torch.amp.GradScaler(torch.device(settings.device).type) if settings.precision == "fp16" else None
 
 
@@ -256,7 +256,7 @@ def seeds_of_backward(
 
 
 def _by_keys(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of ``output``; those of a dict by sorted keys, so that its order does not change cotangents."""
+    """Yield the tensors of ``output``, of dicts by sorted keys, so that their order does not change cotangents."""
     if isinstance(output, dict):
         for key in sorted(output, key=str):
             yield from _by_keys(output[key])
@@ -268,9 +268,9 @@ def _by_keys(output: Any) -> Iterator[Tensor]:
 
 
 def begin(step: Step, start: StartingState) -> None:
-    """Set up ``step`` so that it begins like any other: with the state ``start``, fresh gradients and seeds.
+    """Give ``step`` the state ``start``, fresh gradients and seeds, with which every step begins.
 
-    Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph: backward
+    Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
     would fail half-way, and leave gradients in some layers, to which a second try would add.
     """
     start.enter()
@@ -293,9 +293,9 @@ def place(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters and buffers of ``model`` to ``dtype``, float32 or float64; complex ones to its complex dtype.
+    """Cast the parameters and buffers of ``model`` to ``dtype``, float32 or float64.
 
-    ``model.to(dtype)`` would keep only the real parts of those.
+    Complex tensors get the complex dtype of that precision; ``model.to(dtype)`` would keep only their real parts.
     """
     model.double() if dtype is torch.float64 else model.float()
     for parameter in model.parameters():
@@ -308,7 +308,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def dtype_in(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
-    """Return the dtype that ``tensor`` has in a step of ``dtype``: a complex one for complex numbers; integers stay."""
+    """Return the dtype that ``tensor`` has in a step of ``dtype``; integers stay, complex numbers stay complex."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else tensor.dtype
@@ -393,7 +393,7 @@ def _autocast(settings: StepSettings) -> contextlib.AbstractContextManager[Any]:
 
 
 def synchronize(device: str) -> None:
-    """Wait until ``device`` has run all that was launched, so that a clock read afterwards includes it."""
+    """Wait until ``device`` has run all launched kernels, so that a clock read afterwards includes them."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 

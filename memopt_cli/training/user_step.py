@@ -37,9 +37,9 @@ class Step:
 
     def __post_init__(self) -> None:
         _check_models(self.models)
-        known = {id(parameter) for model in self.models.values() for parameter in model.parameters()}
+        parameter_ids = {id(parameter) for model in self.models.values() for parameter in model.parameters()}
         for optimizer in self.optimizers:
-            _check_optimizer(optimizer, known)
+            _check_optimizer(optimizer, parameter_ids)
         if not callable(self.run):
             raise OptionError(f"run is {type_in_words(self.run)}, which cannot be called", hint=_EXAMPLE)
 
@@ -61,13 +61,13 @@ def _check_models(models: Mapping[str, nn.Module]) -> None:
             raise OptionError(f"the model {name!r} is {type_in_words(model)}, not a torch.nn.Module", hint=_EXAMPLE)
 
 
-def _check_optimizer(optimizer: Optimizer, known: set[int]) -> None:
+def _check_optimizer(optimizer: Optimizer, parameter_ids: set[int]) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizers holds a {kind}, not a torch.optim.Optimizer", hint=_EXAMPLE)
+        raise OptionError(f"optimizers holds {type_in_words(optimizer)}, not a torch.optim.Optimizer", hint=_EXAMPLE)
     if wants_closure(optimizer):
-        raise OptionError(closure_refusal(optimizer), hint="Take an optimizer that steps without a closure.")
-    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise OptionError(closure_refusal(optimizer), hint="Choose an optimizer that steps without a closure.")
+    if any(id(parameter) not in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
         raise OptionError(
             f"{kind} updates a tensor that is a parameter of no model of the step",
             hint="List every model that is trained in models.",
@@ -93,21 +93,21 @@ class StepModels(nn.Module):
         self.leaves: frozenset[str] | None = None
         """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
         self._moved: dict[nn.Parameter, Tensor] = {}
-        """Parameter that a step changes by other means than its optimizers -> its value before."""
+        """Parameter that a step changes by other means than its optimizers -> its value before the step."""
         self.waiting = {id(optimizer) for optimizer in step.optimizers}
-        """Ids of the optimizers that have not updated yet; an update that a scaler skips does not count."""
+        """Ids of the optimizers that have not updated yet; updates that a scaler skips do not count."""
         for name, model in step.models.items():
             self.add_module(name, model)
 
     @property
     def has_updated(self) -> bool:
-        """Whether any optimizer has updated, or there is none."""
+        """Whether an optimizer has updated; true for a step without optimizers."""
         return not self.step.optimizers or len(self.waiting) < len(self.step.optimizers)
 
     def learn(self, before: Mapping[nn.Parameter, Tensor]) -> None:
         """Learn from a first step which gradients it leaves, and which parameters it changed.
 
-        ``before`` has the values of the parameters before that step; those without data are not in it.
+        ``before`` has the values of the parameters before that step, except parameters without data.
         """
         self.leaves = frozenset(name for name, p in self.named_parameters() if p.grad is not None)
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}
@@ -118,33 +118,33 @@ class StepModels(nn.Module):
             for parameter, value in self._moved.items():
                 parameter.copy_(value)
 
-    def on(self, device: str) -> StepModels:
-        """Return the models on ``device``: these, if they are there, or else new ones."""
-        return self if device == self._device else self._made_on(device).to(device)
+    def on_device(self, device: str) -> StepModels:
+        """Return the models on ``device``: these models if they are there already, otherwise new ones."""
+        return self if device == self._device else self._make_on(device).to(device)
 
-    def anew(self) -> StepModels:
-        """Make the models once more, with layers grouped in runs if these have them."""
-        made = self._made_on(self._device)
+    def make_again(self) -> StepModels:
+        """Make the models once more, with layers grouped in runs if these models have such runs."""
+        models = self._make_on(self._device)
         if any(RUNS_KEY in vars(module) for module in self.modules()):
-            group_layers(made)
-        return made
+            group_layers(models)
+        return models
 
-    def _made_on(self, device: str) -> StepModels:
+    def _make_on(self, device: str) -> StepModels:
         with torch.device(device) if device != "cpu" else contextlib.nullcontext():
             return StepModels(self._make(), self._make, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepModels:
-        made = self.anew()
+        copy = self.make_again()
         with torch.no_grad():
-            for (_, parameter), (_, copied) in zip(self.named_parameters(), made.named_parameters(), strict=True):
+            for (_, parameter), (_, copied) in zip(self.named_parameters(), copy.named_parameters(), strict=True):
                 copied.data = parameter.detach().clone()
-            for module, other in zip(self.modules(), made.modules(), strict=True):
+            for module, other in zip(self.modules(), copy.modules(), strict=True):
                 for name, buffer in buffers_of(module).items():
                     buffers_of(other)[name] = None if buffer is None else buffer.detach().clone()
-        made.train(self.training)
-        for module, other in zip(self.modules(), made.modules(), strict=True):
+        copy.train(self.training)
+        for module, other in zip(self.modules(), copy.modules(), strict=True):
             other.training = module.training
-        return made
+        return copy
 
 
 def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:

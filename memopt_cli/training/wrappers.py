@@ -18,7 +18,7 @@ from memopt_cli.runtime.private_torch import is_compiled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
-    """A class of modules that run another one and add nothing to what it computes."""
+    """A class of modules that run another module and change nothing in its results."""
 
     attribute: str
     """Attribute that holds the wrapped model."""
@@ -44,19 +44,19 @@ WRAPPERS: Final = {
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of ``model``; ``model`` itself if it is no wrapper."""
-    return peeled(model)[1]
+    return split_wrappers(model)[1]
 
 
-def peeled(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
+def split_wrappers(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tuple[Wrapper, ...], nn.Module]:
     """Return the wrappers of ``model``, the outermost first, and the model inside of them.
 
     With ``keep_compiled``, the result of ``torch.compile`` does not count as a wrapper.
     """
-    found: list[Wrapper] = []
+    wrappers: list[Wrapper] = []
     while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
-        found.append(wrapper)
+        wrappers.append(wrapper)
         model = getattr(model, wrapper.attribute)
-    return tuple(found), model
+    return tuple(wrappers), model
 
 
 def _wrapper_of(model: Any) -> Wrapper | None:
@@ -64,7 +64,7 @@ def _wrapper_of(model: Any) -> Wrapper | None:
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
-def wrapped_again(wrappers: Sequence[Wrapper]) -> str:
+def wrapping_code(wrappers: Sequence[Wrapper]) -> str:
     """Return code that puts ``wrappers`` around ``model``: ``torch.compile(nn.DataParallel(model))``."""
     code = "model"
     for wrapper in reversed(wrappers):
@@ -77,8 +77,8 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
     if not wrappers:
         return ()
     return (
-        f"The model is wrapped, {wrapped_again(wrappers)}. memopt measures and writes it without the wrapper, whose "
-        "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan takes it wrapped, too.",
+        f"The model is wrapped, {wrapping_code(wrappers)}. memopt measures and writes it without the wrapper, whose "
+        "own memory is not counted. Wrap it again to train; memopt_cli.apply_plan also takes the wrapped model.",
     )
 
 

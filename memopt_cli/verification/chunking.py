@@ -66,7 +66,7 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
-        step.reach()
+        step.run_forward()
     except _ReachedError:
         return captured[0]
     finally:

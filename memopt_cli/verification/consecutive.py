@@ -157,7 +157,7 @@ def _take_plain(step: Step, between: Callable[[nn.Module], object]) -> StepPrint
     effects = compute_deferred(outputs | early) | named_tensors_on(step.model)
     record = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
     del output, outputs, early, effects  # the update may need their memory
-    step.limit()
+    step.clip_gradients()
     step.update()
     return record
 

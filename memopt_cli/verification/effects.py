@@ -97,7 +97,7 @@ def _own_effects(step: OwnStep) -> dict[str, Tensor]:
     args, kwargs = cloned((step.args, step.kwargs))
     updates = UpdateGradients(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        output = replace(step, args=args, kwargs=kwargs).run(updating=updates.collect)
+        output = replace(step, args=args, kwargs=kwargs).run(on_update=updates.collect)
     return {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))} | updates.gradients
 
 

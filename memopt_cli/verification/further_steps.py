@@ -56,7 +56,7 @@ class RecordedStep:
     """Name of a parameter -> its gradient."""
     plain_s: float
     """Seconds of the step without the plan."""
-    asked_s: float
+    original_step_s: float
     """Seconds of a step without the plan at the requested size.  0: this step has that size."""
     tolerance: float
     """Largest relative difference that passes.  0: the effects must be equal to the bit."""
@@ -167,7 +167,7 @@ class _Deadline:
 
 def _limit_s(recorded: RecordedStep) -> float:
     """Return the longest time that all further checks may take."""
-    return max(_MIN_LIMIT_S, _MAX_STEPS * recorded.plain_s, _MAX_FULL_STEPS * recorded.asked_s)
+    return max(_MIN_LIMIT_S, _MAX_STEPS * recorded.plain_s, _MAX_FULL_STEPS * recorded.original_step_s)
 
 
 def _affordable_batch(recorded: RecordedStep) -> int:

@@ -41,7 +41,7 @@ def verify(
     batch: int,
     full_size: bool,
     resize: Resize | None = None,
-    asked_s: float = 0.0,
+    original_step_s: float = 0.0,
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
@@ -51,14 +51,14 @@ def verify(
     allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
 
     ``install`` and ``remove`` put the plan on the model and take it off.  With ``resize``, a few more steps follow
-    (:func:`memopt_cli.verification.further_steps.follow`).  ``asked_s`` are the seconds of a step at the requested
-    size, if this one is smaller.
+    (:func:`memopt_cli.verification.further_steps.follow`).  ``original_step_s`` are the seconds of a step
+    at the requested size, if this one is smaller.
     """
     chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
     with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
-        compared = _compare(step, install, remove, batch=batch, asked_s=asked_s, chunked=chunked)
+        compared = _compare(step, install, remove, batch=batch, original_step_s=original_step_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
         differing: CheckResult | None = None
         if compared.passed and resize is not None and not plan.is_empty:
@@ -99,7 +99,7 @@ class _Compared:
 
 
 def _compare(
-    step: Step, install: Transform, remove: Transform, *, batch: int, asked_s: float, chunked: bool
+    step: Step, install: Transform, remove: Transform, *, batch: int, original_step_s: float, chunked: bool
 ) -> _Compared:
     """Take ``step`` without the plan and with it; return the difference.
 
@@ -124,7 +124,7 @@ def _compare(
         batch=batch,
         gradients=gradients_by_parameter(reference),
         plain_s=plain_s,
-        asked_s=asked_s,
+        original_step_s=original_step_s,
         tolerance=TOLERANCE if chunked else noise,
     )
     exact = not chunked and noise == 0.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.batching.config import parse_batch_shaping, read_batch_shaping
+from memopt_cli.batching.config import read_batch_shaping
 from memopt_cli.errors import UsageError
-from memopt_cli.records import AdaptiveSizing, BatchShaping, MemoryAwareShaping, OptimizationHints
+from memopt_cli.records import AdaptiveSizing, BatchShaping, MemoryAwareShaping, OptimizationHints, from_data
 from tests.zoo.records import a_header
 
 DOCUMENTED = """
@@ -49,13 +49,17 @@ def read(tmp_path: Path, text: str) -> BatchShaping:
 
 @pytest.mark.slow
 def test_the_documented_values_are_the_defaults(tmp_path: Path) -> None:
-    assert read(tmp_path, DOCUMENTED) == BatchShaping() == parse_batch_shaping({})
+    assert read(tmp_path, DOCUMENTED) == BatchShaping() == from_data(BatchShaping, {}, where="batch_shaping")
 
 
 def test_values_are_taken_and_the_rest_is_default(tmp_path: Path) -> None:
     config = read(tmp_path, "batch_shaping: {adaptive_sizing: {max_batch_size: 9}, memory_aware_shaping: {}}")
     assert config.adaptive_sizing == AdaptiveSizing(max_batch_size=9)
-    hints = parse_batch_shaping({"memory_aware_shaping": {"optimization_hints": {"attention": "channels_last"}}})
+    hints = from_data(
+        BatchShaping,
+        {"memory_aware_shaping": {"optimization_hints": {"attention": "channels_last"}}},
+        where="batch_shaping",
+    )
     assert hints.memory_aware_shaping == MemoryAwareShaping(
         optimization_hints=OptimizationHints(attention="channels_last")
     )

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from memopt_cli.batching.config import parse_batch_shaping
 from memopt_cli.batching.manager import BatchShapeManager
 from memopt_cli.batching.rows import RowQueue, rows_of
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.records import BatchShaping
+from memopt_cli.records import BatchShaping, from_data
 
 
 def manager_of(memory: Any, initial: int = 4, interval: int = 2, **options: Any) -> BatchShapeManager:
@@ -51,7 +50,7 @@ def test_rows_beyond_the_size_are_carried_over(memory: Any) -> None:
 
 def test_a_batch_without_samples_gives_out_those_that_wait_or_is_refused(memory: Any) -> None:
     manager = manager_of(memory, 4, 100)
-    with pytest.raises(BatchShapeError, match="no samples, and none wait"):
+    with pytest.raises(BatchShapeError, match="no samples, and no rows are waiting"):
         manager.adapt_and_process_batch(numbered(0, 0), 0)
     manager.process_batch(numbered(0, 5))
     assert manager.process_batch(numbered(5, 0))[1].tolist() == [4]
@@ -164,7 +163,7 @@ def test_any_structure_of_tensors(memory: Any) -> None:
         ((torch.zeros(3), torch.zeros(4)), "must be the same"),
         (torch.tensor(1.0), "must be the same"),
         ((), "must be the same"),
-        ({"x": torch.zeros(3), "names": ["a", "b", "c"]}, "not str"),
+        ({"x": torch.zeros(3), "names": ["a", "b", "c"]}, "of type str"),
     ],
 )
 def test_what_is_no_batch_is_refused(memory: Any, batch: Any, complaint: str) -> None:
@@ -216,13 +215,15 @@ def test_measured_memory_is_used_where_none_is_given(memory: Any) -> None:
 
 
 def test_the_documented_options_reach_the_parts(memory: Any) -> None:
-    config = parse_batch_shaping(
+    config = from_data(
+        BatchShaping,
         {
             "adaptive_sizing": {"max_batch_size": 5, "min_batch_size": 3, "target_memory_usage": 0.5},
             "memory_aware_shaping": {"memory_threshold": 0.05},
             "performance_monitoring": {"metrics_window": 2},
             "validation": {"strict_mode": True},
-        }
+        },
+        where="batch_shaping",
     )
     manager = BatchShapeManager(nn.Linear(1, 1), config=config, memory=memory, effective_batch_size=20)
     manager.initialize_for_training(5)

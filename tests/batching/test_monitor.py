@@ -48,7 +48,7 @@ def test_the_window_is_bounded() -> None:
         monitor.record_batch(size, 1.0, 0.5)
     assert [record.batch_size for record in monitor.records] == [2, 3, 4]
     assert len(monitor_of(*[1.0] * 9, metrics_window=5).records) == 5
-    with pytest.raises(UsageError, match="window_size"):
+    with pytest.raises(UsageError, match="metrics_window"):
         PerformanceMonitor(0)
 
 

@@ -189,7 +189,7 @@ def test_the_first_and_the_last_rank_are_asked_for(requests: list[ProfileRequest
         ("--fake --ranks 64 --parallel fsdp --mesh dp=32,dp=2", "the axis dp twice"),
         ("--fake --ranks 64 --parallel fsdp --mesh 64", "'64' is not NAME=SIZE"),
         ("--fake --ranks 64 --parallel fsdp --mesh dp=0", "'dp=0' is not NAME=SIZE"),
-        ("--fake --ranks 8 --parallel fsdp --mesh a=2,b=2,c=2", "fsdp takes a mesh of 2 axes at most, not of 3"),
+        ("--fake --ranks 8 --parallel fsdp --mesh a=2,b=2,c=2", "fsdp takes a mesh of at most 2 axes, not of 3"),
         ("--fake --ranks 64 --parallel fsdp --rank 64", "there is no rank 64 of 64"),
         ("--fake --ranks 0 --parallel fsdp", "'0' is not a whole number from 1 to 1048576"),
         ("--fake --ranks 2 --parallel missing.py:shard", "there is no file 'missing.py'"),

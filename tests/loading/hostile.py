@@ -186,7 +186,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "a type that makes settings, as a method", _layer("GenericAlias", forward=alias)
     yield "settings as something to call", _layer("stored as something to call", act=BertConfig)
     composed = functools.partial(round, ndigits=nn.functional.gelu)
-    yield "a partial that is handed a function", _layer("something to call", act=composed)
+    yield "a partial that is handed a function", _layer("passes a callable to a function", act=composed)
     for made in (Call(dict, {"ndigits": nn.functional.gelu}), collections.OrderedDict(ndigits=nn.functional.gelu)):
         state = (round, (), made, {})
         handed = Call(functools.partial, round, state=state)
@@ -196,7 +196,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     asked = Call(collections.defaultdict, None, types.SimpleNamespace(keys=functools.partial(len, "")))
     yield "a defaultdict of an object", _layer("defaultdict", extra=asked)
     compiled = Call(operator.getitem, typing.List, "not " * 1000)  # noqa: UP006
-    yield "a type named by an expression", _layer("a text that names none", extra=compiled)
+    yield "a type named by an expression", _layer("a text that names no type", extra=compiled)
     program = Created(ObservedGraphModule, state=vars(nn.Linear(1, 1)))
     yield "a module that compiles itself", _layer("rebuilds itself", _modules={"a": program})
     renamed = Created(BertConfig, state={"attribute_map": {"unflatten": "to_json_file"}})
@@ -236,7 +236,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     slots = Created(BertConfig, state=(None, {"num_labels": 8_000_000}))
     yield "a property set as a slot", _layer("no slot", NO_MODEL, extra=slots)
     empty = Call(_ARRAY, b"", Call(np.dtype, "S0", False, True), (1 << 40,), "C")
-    yield "an array of nothing", _layer("something else than numbers", NO_MODEL, extra=empty)
+    yield "an array of nothing", _layer("values other than numbers", NO_MODEL, extra=empty)
     wide = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, torch.ones(1), torch.complex128, "xla", False)
     yield "a tensor made wider", _layer("is stored as", NO_MODEL, extra=wide)
 

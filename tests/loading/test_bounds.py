@@ -34,7 +34,7 @@ ESCAPING = {
 TRIAL = """
 from memopt_cli.loading import bounds
 bounds.limits_process = True
-bounds._SECONDS, bounds._MEMORY = 1, 300 << 20
+bounds._BUILD_S, bounds._BUILD_BYTES = 1, 300 << 20
 try:
     with bounds.limited(0):
         {}

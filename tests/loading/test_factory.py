@@ -122,7 +122,7 @@ def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
 
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:
     torch.save({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, folder / "weights.pt")
-    with pytest.raises(FileFormatError, match="2 state dicts, none of which fits: 'a', 'b'"):
+    with pytest.raises(FileFormatError, match="2 state dicts, and none fits: 'a', 'b'"):
         load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
 
 
@@ -151,7 +151,7 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number", "Name a class or a function"),
         ("user_factory:missing", UsageError, "nothing callable named missing", "Name a class or a function"),
-        ("user_factory:wrong", FileFormatError, "returned an instance of int", ""),
+        ("user_factory:wrong", FileFormatError, "returned an int", ""),
         ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
         ("no_such_module:make", FileFormatError, "no_such_module", "--code-path"),

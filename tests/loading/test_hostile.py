@@ -400,7 +400,7 @@ def test_nothing_is_looked_through_for_garbage_while_a_file_is_judged(memopt: Me
     collected = list[int]()
     gc.callbacks.append(lambda phase, told: collected.append(told["generation"]))
     try:
-        with pytest.raises(FileFormatError, match="a list, not a model"):
+        with pytest.raises(FileFormatError, match="holds a list, not a model"):
             load_model(ModelSource(location="model.pt"))
         assert len(collected) < 10  # afterwards; there were hundreds
         assert gc.isenabled()

@@ -108,5 +108,5 @@ def test_a_script_reads_its_storages_once(tmp_path: Path) -> None:
             data = data[: at + 5] + b"0" + data[at + 6 :]
     kept = {name: record for name, record in records.items() if name not in {f"data/{i}" for i in range(1, 6)}}
     (tmp_path / "m.ts").write_bytes(zipped({**kept, "data.pkl": data}))
-    with pytest.raises(FileFormatError, match="reads its storages again and again"):
+    with pytest.raises(FileFormatError, match="reads its storages far too often"):
         memopt_cli.load(tmp_path / "m.ts")

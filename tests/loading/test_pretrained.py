@@ -101,7 +101,7 @@ def test_an_adapter_is_put_on_its_base(folder: Path, adapter: Path) -> None:
     assert not torch.equal(found.eval()(tokens).logits, load(folder).eval()(tokens).logits)
     assert f"The adapter is applied to the base in {folder}." in load_model(ModelSource(location=str(adapter))).notes
     rewrite(adapter / "adapter_config.json", lambda settings: settings.update(base_model_name_or_path="someone/gpt2"))
-    with pytest.raises(FileFormatError, match="'someone/gpt2', which is not a folder here"):
+    with pytest.raises(FileFormatError, match="'someone/gpt2', which is not a folder on this machine"):
         load(adapter)
 
 
@@ -175,7 +175,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken settings": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
     "a class of nobody's": (setting(architectures=["os"]), "class os, which transformers"),
     "no class": (setting(architectures=None), "names no class of a model"),
-    "other sizes": (setting(n_embd=16), "has weights of another shape"),
+    "other sizes": (setting(n_embd=16), "has weights of other shapes"),
     "a layer more": (setting(n_layer=2), "lacks weights"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "half the weights": (
@@ -297,9 +297,9 @@ def test_lists_of_an_adapter_are_bounded_by_the_names_of_its_base(name: str, tmp
 
 READING: dict[str, tuple[dict[str, Any], str]] = {
     "layers, repeated": ({"layer_replication": [[0, 1]] * 10**5}, "layer_replication copies layers"),
-    "another model": ({"peft_type": "SHADOW", "shadow_model": "/"}, "an adapter of the kind 'SHADOW'"),
-    "other adapters": ({"peft_type": "XLORA", "adapters": {"a": "/"}}, "an adapter of the kind 'XLORA'"),
-    "no kind": ({"peft_type": None}, "an adapter of the kind None"),
+    "another model": ({"peft_type": "SHADOW", "shadow_model": "/"}, "its peft_type is 'SHADOW'"),
+    "other adapters": ({"peft_type": "XLORA", "adapters": {"a": "/"}}, "its peft_type is 'XLORA'"),
+    "no kind": ({"peft_type": None}, "its peft_type is None"),
     "a cache": ({"corda_config": {"cache_file": "evil.pt"}}, "does not know its corda_config, .*'"),
     "a tokenizer": ({"tokenizer_name_or_path": "evil"}, "does not know its tokenizer_name_or_path"),
 }
@@ -335,7 +335,7 @@ def test_an_index_names_files_of_the_folder_alone(name: Any, folder: Path) -> No
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     index = {"weight_map": {"a": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileFormatError, match="names something that is not a file beside it") as caught:
+    with pytest.raises(FileFormatError, match="names a file that does not lie beside it") as caught:
         load(folder)
     assert caught.value.message.isprintable()
 

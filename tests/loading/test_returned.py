@@ -141,7 +141,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "the same class, called": (lambda: holding(Calling(1, 1)), "is called with arguments from the file"),
     "a function for a method": (
         lambda: holding(nn.functional.gelu, "forward"),
-        "in the place of its method forward",
+        "replaces its method forward",
     ),
     "TorchScript": (lambda: scripted(model()), "not an archive of torch.save"),
     "a legacy file": (

@@ -46,14 +46,14 @@ def _load(model: nn.Module, folder: Path) -> nn.Module:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"chunks": "a"}, "a Linear can be no segment: chunks must be a whole number, not 'a'"),
+        ({"chunks": "a"}, "an instance of Linear cannot be a segment: chunks must be a whole number, not 'a'"),
         ({"chunks": True}, "chunks must be a whole number, not True"),
         ({"chunks": -1}, "chunks must be 1 or more, not -1"),
         ({"axis": "a"}, "axis must be a whole number"),
         ({"seq_inputs": 0}, "seq_inputs must be 1 or more"),
         ({"seq_outputs": "x"}, "seq_outputs must be a whole number"),
         ({"spatial_split": "yes"}, "spatial_split must be true or false"),
-        ({"spatial_split": True}, "its Linear at '2' can be no segment: .*no method __spatial_split__"),
+        ({"spatial_split": True}, "its Linear at '2' cannot be a segment: .*no method __spatial_split__"),
         ({"spatial_split": True, "chunks": 2}, "not both"),
         ({"recompute": 0}, "recompute must be true or false, not 0"),
         ({"recompute": False, "chunks": 2}, "only what is recomputed"),

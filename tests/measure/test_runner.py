@@ -29,7 +29,7 @@ from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Plan, SegmentPlan, StepFailed, TimedOut
 from memopt_cli.text.documents import printable_data
 
-NONSENSE = Crashed(reason="its answer makes no sense", output_tail="")
+NONSENSE = Crashed(reason="it sent an answer that memopt cannot read", output_tail="")
 FAILED: dict[str, Any] = {"kind": "StepFailed", "message": "x", "hint": "", "exit_code": 3, "wanted": []}
 PROBE = {"batch": 1, "allocated_peak_bytes": 1, "step_s": 1.0}
 Doing = Callable[..., Session]

@@ -243,7 +243,7 @@ def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
 def test_a_long_measured_step_is_not_taken_again_to_time_its_operators(
     optimizer: str, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", 0.0)
     monkeypatch.setattr("memopt_cli.trace.time_operators", lambda step: pytest.fail("it was"))
     one = worker(optimizer=optimizer)
     one.do(MeasureJob(plan=ORIGINAL, steps=3))
@@ -271,7 +271,7 @@ def test_a_pass_of_several_finds_the_memory_of_the_gradients_that_others_left(wo
     one.bench.model.register_forward_pre_hook(
         lambda *_: found.add(first.grad.data_ptr() if first.grad is not None else 0)
     )
-    timed._timed_steps(one.bench, one.bench.step(), 3)
+    timed._time_steps(one.bench, one.bench.step(), 3)
     assert len(found) == 1
     assert 0 not in found
     assert all(other.grad is not None for other in others)
@@ -340,7 +340,7 @@ def test_a_slowdown_near_the_limit_is_timed_more_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([step_s for slowdown in planned for step_s in (original_s, original_s * slowdown)])
-    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
     found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, most_slowdown=most_slowdown))
     (planned_s,) = found.planned_times_s
     assert len(planned_s) == expected
@@ -350,7 +350,7 @@ def test_a_plan_far_beyond_the_limit_takes_a_single_turn_beside_others(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([0.5, 0.6, 5.0, 0.5, 0.6, 0.5, 0.6])
-    monkeypatch.setattr(timed, "_timed_in_turn", lambda *_: next(times))
+    monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
     found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, most_slowdown=1.33))
     assert found.original_times_s == (0.5, 0.5, 0.5)
     assert found.planned_times_s == ((0.6, 0.6, 0.6), (5.0,))
@@ -373,7 +373,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a busy machine: the thread does not run while it sleeps."""
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one = worker()
     one.bench.model.register_forward_hook(lambda *_: time.sleep(0.05))
     answers = [
@@ -384,7 +384,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     assert all(0.5 < answer.waited < 1 for answer in answers)
     spent = iter([(0.0, 0.0), (2.0, 2.5)])
     monkeypatch.setattr(timed, "_clocks", lambda: next(spent))
-    assert timed._waited(timed._clocks(), "cpu") == 0.0
+    assert timed._waited_share(timed._clocks(), "cpu") == 0.0
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
@@ -399,7 +399,7 @@ def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
 def test_a_probe_takes_a_long_step_once(
     long_s: float, steps: range, worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *_: taken.append(1))
     found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
@@ -420,8 +420,8 @@ def test_a_long_step_is_timed_once_warm(
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_S", long_s)
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *_: taken.append(1))
     found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
@@ -432,7 +432,7 @@ def test_a_long_step_is_timed_once_warm(
 def test_a_plan_is_timed_in_turns_with_the_original(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt_cli.measure.answers.timed._ENOUGH_S", 0.0)
+    monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, runs = worker(), []
     one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
     found = one.do(TimeInTurnsJob(plans=(plan("2"),), turns=3))
@@ -543,8 +543,8 @@ def three_norms() -> nn.Module:
 def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> None:
     worker = Worker(subject_of("B", 40), build=three_norms)
     for _ in range(2):
-        assert isinstance(worker.do(ChunkingJob(path="0")).rule, Refused)
-        found = worker.do(ChunkingJob(path="0", allow_inexact=True)).rule
+        assert isinstance(worker.do(ChunkingJob(path="0")), Refused)
+        found = worker.do(ChunkingJob(path="0", allow_inexact=True))
         assert isinstance(found, ChunkRule)
         assert found.inexact
 
@@ -557,8 +557,8 @@ def second_hooked() -> nn.Module:
 
 def test_modules_with_other_hooks_are_not_alike() -> None:
     worker = Worker(subject_of("B", 40), build=second_hooked)
-    assert isinstance(worker.do(ChunkingJob(path="0")).rule, ChunkRule)
-    assert isinstance(worker.do(ChunkingJob(path="1")).rule, Refused)
+    assert isinstance(worker.do(ChunkingJob(path="0")), ChunkRule)
+    assert isinstance(worker.do(ChunkingJob(path="1")), Refused)
 
 
 def wide_and_narrow() -> nn.Module:
@@ -580,7 +580,7 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
     monkeypatch.setattr("memopt_cli.measure.answers.chunks.capture_call", capture)
     worker.do(TraceJob(fake=True))
     for path in ("0", "2", "0", "3"):
-        assert worker.do(ChunkingJob(path=path)).rule == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+        assert worker.do(ChunkingJob(path=path)) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     assert tried == ["2", "3"]
 
 

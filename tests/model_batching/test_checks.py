@@ -100,7 +100,9 @@ def test_a_difference_names_the_model_and_the_output(monkeypatch: pytest.MonkeyP
         return output
 
     monkeypatch.setattr(BatchModule, "forward", wrong)
-    with pytest.raises(AssertionError, match=r"output 0 of model 2 differs by 5\.0e-01 from what it gives alone"):
+    with pytest.raises(
+        AssertionError, match=r"output 0 of model 2 differs by 5\.0e-01 from the output of the model by itself"
+    ):
         test_batched_model(models, net(), [(IMAGES, 5)])
 
 
@@ -123,18 +125,18 @@ class BatchScale(AbstractBatchModule):
 
 
 def test_a_module_of_ones_own_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extension._registered, Scale, BatchScale)
+    monkeypatch.setitem(extension._batch_classes, Scale, BatchScale)
     test_model_batching(nn.Sequential(nn.Linear(5, 5), Scale()), [(IMAGES, 5)], MODELS)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: merge_batch(X.flatten(0, 1), "(g b)"), "does not tell how many models"),
-        (lambda: merge_batch(X[0, 0]), "does not tell how many models"),
+        (lambda: merge_batch(X.flatten(0, 1), "(g b)"), "does not tell the number of models"),
+        (lambda: merge_batch(X[0, 0]), "does not tell the number of models"),
         (lambda: merge_batch(X, "bg"), "unknown data order 'bg'"),
-        (lambda: split_batch(X.flatten(0, 1), 5), "has no 5 models in it"),
-        (lambda: inner_batch_size(X.flatten(0, 1), 5), "has no 5 models in it"),
+        (lambda: split_batch(X.flatten(0, 1), 5), "does not hold 5 models"),
+        (lambda: inner_batch_size(X.flatten(0, 1), 5), "does not hold 5 models"),
         (lambda: inner_batch_size(X.flatten(0, 1), 0), "batch=0: there must be"),
         (lambda: BatchModule(net(), 2.5), "batch=2.5: there must be"),  # type: ignore[arg-type]
         (lambda: BatchModule(net().forward, 2), "model is a method"),  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
 
 
 def test_an_input_without_the_models_is_refused_with_its_shape() -> None:
-    with pytest.raises(UsageError, match=r"\(4, 5\).*no 3 models"):
+    with pytest.raises(UsageError, match=r"\(4, 5\).*does not hold 3 models"):
         BatchModule(small(), G)(torch.randn(4, 5))
     with pytest.raises(UsageError, match=r"\(4, 5\).*'\(g b\)'.*multiple of 3"):
         BatchModule(small(), G)(torch.randn(4, 5), data_order="(g b)")
@@ -350,7 +350,7 @@ def test_a_named_route_is_compared_and_not_timed(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_check_the_first_call_finds_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(selection, "Reference")
-    monkeypatch.delattr(selection, "with_seconds")
+    monkeypatch.delattr(selection, "time_routes")
     batched = BatchModule(small(), G, check=False, example_inputs=(images(),))
     assert not batched.trials
     batched(images())
@@ -413,9 +413,9 @@ def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: p
 def test_another_route_is_compared_where_that_is_short_beside_a_step(
     share: float, samples: int, tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_SHORT_S", 0.0)
-    monkeypatch.setattr(comparison, "_COMPARING_S", 1e6)
-    monkeypatch.setattr(comparison, "_COMPARING_SHARE", share)
+    monkeypatch.setattr(comparison, "_MIN_COMPARISON_S", 0.0)
+    monkeypatch.setattr(comparison, "_MAX_COMPARISON_S", 1e6)
+    monkeypatch.setattr(comparison, "_COMPARISON_SHARE", share)
     batched = BatchModule(small(), G, example_inputs=(torch.randn(G, samples, 5),))
     assert ["not tried" not in trial.refused for trial in batched.trials] == [True, tried, True]
 
@@ -436,14 +436,14 @@ def timers(*taken: tuple[float, ...]) -> tuple[dict[int, Callable[[], float]], l
 
 def test_a_route_is_timed_by_its_median_and_while_it_is_in_the_race() -> None:
     steps, calls = timers((0.3,), (0.09, 0.13, 0.14), (0.11, 0.11, 0.9))  # behind, a lucky one, a disturbed one
-    assert timing._median_seconds(steps, dict.fromkeys(steps, 0.1), most_s=2.0) == {0: 0.3, 1: 0.13, 2: 0.11}
+    assert timing._median_seconds(steps, dict.fromkeys(steps, 0.1), limit_s=2.0) == {0: 0.3, 1: 0.13, 2: 0.11}
     assert calls[0] == 2
     assert calls[1] == calls[2] > 2
 
 
 def test_steps_that_take_long_are_not_taken_again() -> None:
     steps: dict[int, Callable[[], float]] = {0: lambda: 1 / 0, 1: lambda: 1 / 0}
-    assert timing._median_seconds(steps, {0: 0.9, 1: 0.8}, most_s=1.0) == {0: 0.9, 1: 0.8}
+    assert timing._median_seconds(steps, {0: 0.9, 1: 0.8}, limit_s=1.0) == {0: 0.9, 1: 0.8}
 
 
 def test_the_loop_alone_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -841,7 +841,7 @@ def registered() -> None:
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     from memopt_cli.model_batching import extension
 
-    monkeypatch.setattr(extension, "_registered", {})
+    monkeypatch.setattr(extension, "_batch_classes", {})
 
 
 @pytest.mark.usefixtures("registered")

@@ -21,7 +21,7 @@ from memopt_cli.online import (
     traced,
     untraced,
 )
-from memopt_cli.online.algorithm import decay_and_rank
+from memopt_cli.online.algorithm import parse_decay_or_rank
 from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
 from sample_models import spiking_vgg
 from tests.online.networks import (
@@ -219,7 +219,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("given", "decay", "rank"), [(0.9, 0.9, 19), (19, 0.9, 19), (1, 0.0, 1), (0.5, 0.5, 3)])
 def test_decay_and_rank(given: float, decay: float, rank: int) -> None:
-    found = decay_and_rank(given)
+    found = parse_decay_or_rank(given)
     assert found == (pytest.approx(decay), rank)
 
 
@@ -449,7 +449,9 @@ def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
         init_all_states(net)
         D_RTRL(net).compile_graph(torch.rand(INPUTS))
 
-    with pytest.warns(UserWarning, match="no weight of Sequential is tagged: all get the gradient of each step alone"):
+    with pytest.warns(
+        UserWarning, match="no weight of Sequential is tagged, so that each gets only the gradient of each step"
+    ):
         compiled(nn.Sequential(nn.Linear(INPUTS, HIDDEN), LIF(HIDDEN)))
     with silent():
         compiled(nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN)))

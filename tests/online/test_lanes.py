@@ -121,7 +121,7 @@ def test_an_operator_without_a_rule_for_lanes_is_said_with_the_way_around_it() -
     for_lanes(model)
     with pytest.raises(MemoptError, match=r"Stepped cannot run in lanes: .*lstm_cell") as raised:
         Vmap(model)(torch.ones(LANES, 3))
-    assert str(raised.value.hint).startswith("batch the model by hand")
+    assert str(raised.value.hint).startswith("Batch the model by hand")
 
 
 @pytest.mark.parametrize("x", [torch.ones(LANES + 1, 3), torch.tensor(1.0)])

@@ -40,7 +40,7 @@ def test_paths_end_at_the_next_state_and_at_the_next_traced_weight() -> None:
     )
     found = structure(stacked)
     assert reached(found) == {"2": [("3", ("v",))]}
-    assert "another traced weight" in found.untraced["0"]
+    assert "another traced weight" in found.untraced_reasons["0"]
 
 
 def test_only_a_tagged_weight_carries_a_trace() -> None:
@@ -62,8 +62,8 @@ def test_a_traced_weight_without_a_state_after_it_has_the_gradient_of_its_step()
 
 
 def test_inputs_made_of_the_last_steps_states_alone_are_constants() -> None:
-    assert {use.path for use in structure(lif_net()).constant} == {"syn"}
-    assert {use.path for use in structure(Layered()).constant} == {"below", "within"}
+    assert {use.path for use in structure(lif_net()).constant_uses} == {"syn"}
+    assert {use.path for use in structure(Layered()).constant_uses} == {"below", "within"}
 
 
 def test_what_mixes_neurons_is_refused() -> None:
@@ -108,4 +108,4 @@ def test_a_readout_of_plain_weights_is_no_cell_of_theirs() -> None:
     net = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES))
     found = structure(net)
     assert reached(found) == {"0": [("1", ("v",))]}
-    assert found.untraced == {}
+    assert found.untraced_reasons == {}

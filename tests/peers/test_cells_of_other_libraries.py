@@ -185,7 +185,7 @@ def test_a_cell_that_cannot_run_in_lanes_is_told_the_way_around() -> None:
     lanes = for_lanes(ExplicitState(snntorch.SLSTM(HIDDEN, HIDDEN), {"syn": HIDDEN, "mem": HIDDEN}))
     with pytest.raises(MemoptError, match=r"SLSTM cannot be called .*lstm_cell") as raised:
         lanes(torch.rand(BATCH, HIDDEN))
-    assert str(raised.value.hint).startswith("batch the model by hand")
+    assert str(raised.value.hint).startswith("Batch the model by hand")
 
 
 @pytest.mark.parametrize("states", [{}, (7, 7), 7, None])

@@ -170,7 +170,7 @@ class Skipping(
 def test_a_path_beside_a_weight_wants_the_weight_to_be_tagged() -> None:
     net = Skipping().double()
     with pytest.raises(
-        MemoptError, match=r"what first returns reaches second\.v through a weight without a tag"
+        MemoptError, match=r"a tensor that first returns reaches second\.v through a weight without a tag"
     ) as raised:
         online(net)
     assert "Tag that weight with traced()" in str(raised.value.hint)
@@ -193,7 +193,7 @@ def test_a_state_that_enters_a_weight_and_another_cell_wants_to_be_detached_befo
     net = Inhibited().double()
     with pytest.raises(MemoptError, match=r"above\.v of the last step enters a weight") as raised:
         online(net)
-    assert "detach() it there" in str(raised.value.hint)
+    assert "Call detach() on it where" in str(raised.value.hint)
     net.past = Tensor.detach
     inputs, labels = sequence()
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
@@ -211,7 +211,7 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     net = ScaledAndSeen().double()
     inputs, labels = sequence()
     assert relative(learn(online(net), inputs, labels), cut_graph_gradients(net, inputs, labels)) <= EXACT
-    with pytest.raises(MemoptError, match="the output of w is read by a cell with other parameters") as raised:
+    with pytest.raises(MemoptError, match="the output of w is read by a cell that has parameters") as raised:
         es(net, inputs[0])
     assert "Use D_RTRL" in str(raised.value.hint)
 
@@ -304,8 +304,8 @@ class Reparametrized(Network):
         (lambda: OfCell(mixed_where_large), r"cell\.g \(7,\) does not reach cell\.g, \(7,\) per sample, neuron by"),
         (Sharing, r"the weight of w reaches second\.v without a call of w"),
         (WrittenLater, r"syn\.g is written after its cell has been called"),
-        (lambda: Reparametrized(spectral_norm), "the weight of w is computed anew each time it is read, and differs"),
-        (lambda: Reparametrized(nn.utils.weight_norm), "a hook computes the weight of w anew before each call"),
+        (lambda: Reparametrized(spectral_norm), "the weight of w is computed again at each read, and differs"),
+        (lambda: Reparametrized(nn.utils.weight_norm), "a hook computes the weight of w again before each call"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm")

@@ -784,7 +784,7 @@ def test_eval_mode_in_one_of_the_two_is_a_difference(inner: nn.Module, module: s
     for reference, candidate, whose in ((*makes, "candidate"), (*reversed(makes), "reference")):
         found = verified(reference, candidate, steps=1)
         assert not found.passed
-        assert (found.cause.module, found.cause.text) == (module, causes.EVAL_MODE.format(whose))
+        assert (found.cause.module, found.cause.text) == (module, causes.EVAL_MODE.format(whose, whose))
         assert f"blocks was given in eval mode only in the {whose}." in found.notes
 
 

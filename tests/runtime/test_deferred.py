@@ -446,11 +446,11 @@ def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypa
 
 
 def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
-    inside = step_of(apply_plan(LanguageModel(), PLAN)).checked()["logits"]
+    inside = step_of(apply_plan(LanguageModel(), PLAN)).run_checked()["logits"]
     target = torch.randint(64, (8,))
     model = apply_plan(Headed(), replace(PLAN, segments=(replace(PLAN.segments[0], path="2"),)))
     x, loss = torch.randn(8, 16), lambda logits: F.cross_entropy(logits, target)
-    outside = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss).checked()
+    outside = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss).run_checked()
     assert not inside.is_computed
     assert not outside.is_computed
 

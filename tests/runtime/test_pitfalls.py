@@ -343,13 +343,13 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
     calls: list[str] = []
     worker.bench.model.register_forward_pre_hook(lambda *_: calls.append("step"))
-    take_time = timed._timed
+    take_time = timed._time_step
 
     def timing(bench: Bench, step: Step, **asked: Any) -> Any:
         calls.append("timed")
         return take_time(bench, step, **asked)
 
-    monkeypatch.setattr(timed, "_timed", timing)
+    monkeypatch.setattr(timed, "_time_step", timing)
     worker.do(MeasureJob(plan=Plan(), steps=3))
     assert calls.index("step") < calls.index("timed")
 

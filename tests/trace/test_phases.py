@@ -153,7 +153,7 @@ def bench(tmp_path: Path, model: nn.Module, **settings: Any) -> Bench:
 @pytest.mark.slow
 def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) -> None:
     at = bench(tmp_path, Steep(), optimizer="adamw", precision="fp16")
-    with at.cleared():
+    with at.restored():
         found = measure(at, MeasureJob(plan=Plan())).measurement
     assert at.optimizer.state
     dry = {peak.phase: peak.tensor_peak_bytes for peak in FakeStep(at.step()).count().phases}
@@ -164,7 +164,7 @@ def test_a_scaler_has_found_its_scale_when_a_step_is_measured(tmp_path: Path) ->
 @pytest.mark.parametrize("model", [Steep, Steepest])
 def test_what_a_measured_step_leaves_is_finite(model: type[nn.Module], tmp_path: Path) -> None:
     at = bench(tmp_path, model(), optimizer="adamw", precision="fp16")
-    with at.cleared():
+    with at.restored():
         left = measure(at, MeasureJob(plan=Plan())).fingerprint
     assert all(math.isfinite(number) for tensor in left.tensors for number in tensor.projections)
 
@@ -179,7 +179,7 @@ class Endless(Loss):
 @pytest.mark.slow
 def test_gradients_that_are_never_finite_are_named(tmp_path: Path) -> None:
     at = bench(tmp_path, Endless(), optimizer="adamw", precision="fp16")
-    with at.cleared(), pytest.raises(StepError, match="a GradScaler skips every update"):
+    with at.restored(), pytest.raises(StepError, match="a GradScaler skips every update"):
         measure(at, MeasureJob(plan=Plan()))
 
 

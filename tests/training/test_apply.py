@@ -15,7 +15,7 @@ from memopt_cli.errors import OptionError, PlanError, VerificationError
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
-from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, taken_off
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, without_plan
 from tests.zoo.models import Parts
 from tests.zoo.records import a_header
 
@@ -290,7 +290,7 @@ def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type
     carried = plan_of(model)
 
     def fails() -> None:
-        with taken_off(model):
+        with without_plan(model):
             assert plan_of(model).is_empty
             apply_plan(model, Plan(segments=(SegmentPlan(path="1"),)))
             raise error
@@ -306,6 +306,6 @@ def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type
 def test_a_plan_that_was_taken_off_stays_off_where_nothing_fails() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
-    with taken_off(model):
+    with without_plan(model):
         pass
     assert plan_of(model).is_empty

@@ -133,9 +133,9 @@ class Steep(Net):
 def test_a_scaler_that_finds_its_scale() -> None:
     model, settings = Steep(), StepSettings(precision="fp16")
     step = Step(model=model, args=(inputs(),), kwargs={}, settings=settings, scaler=make_scaler(settings))
-    step.settle(StartingState(model))
+    step.find_scale(StartingState(model))
     assert step.scaler.get_scale() < 2**16
-    assert step.is_settled()
+    assert step.has_scale()
 
 
 def test_steps_on_ranks() -> None:
@@ -164,7 +164,7 @@ def test_steps_that_a_test_counts() -> None:
 
 def test_a_plan_that_is_proven_in_the_midst_of_training() -> None:
     model = Net()
-    step_of(model).checked()
+    step_of(model).run_checked()
     membrane, gradient = model.cell.v, model.readout.weight.grad
     memopt_cli.apply_plan(model, PLAN, verify=[(inputs(),)])
     assert not memopt_cli.plan_of(model).is_empty

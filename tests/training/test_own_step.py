@@ -82,7 +82,7 @@ def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_a_plan_changes_nothing_and_saves(name: str) -> None:
     step = own_step(name)
-    step.settle(StartingState(step.model))
+    step.find_scale(StartingState(step.model))
     before, peak = effects(step), FakeStep(step).count().tensor_peak_bytes
     assert bit_equal(before, effects(step))
     memopt_cli.apply_plan(step.model, PLANS[name])
@@ -190,7 +190,7 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
     step.take()
     (optimizer,) = step.optimizers()
     assert not optimizer.state
-    step.settle(StartingState(step.model))
+    step.find_scale(StartingState(step.model))
     assert optimizer.state
     assert all(t.isfinite().all() for name, t in effects(step).items() if name.startswith("gradient"))
 
@@ -201,7 +201,7 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
 def test_optimizers_that_never_step_are_named() -> None:
     step = own_step("always_skipped", rows=4)
     with pytest.raises(StepError, match="none of the step's optimizers has stepped in 33 steps"):
-        step.settle(StartingState(step.model))
+        step.find_scale(StartingState(step.model))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_optimizers_that_never_step_are_named() -> None:
 )
 def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> None:
     with pytest.raises(StepError) as error:
-        own_step(name, rows=4).checked()
+        own_step(name, rows=4).run_checked()
     assert message in error.value.message
     assert error.value.hint
 
@@ -228,7 +228,7 @@ def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("something_else", "returned an instance of int, neither an nn.Module nor a memopt_cli.Step"),
+        ("something_else", "returned an int, neither an nn.Module nor a memopt_cli.Step"),
         ("closure", "LBFGS runs forward and backward within its step"),
         ("strange_parameters", "SGD updates a tensor that is a parameter of no model of the step"),
     ],
@@ -246,7 +246,7 @@ def test_what_is_wrong_with_what_makes_a_step(name: str, message: str) -> None:
         ({"models": {"a.b": nn.ReLU()}}, "a model cannot be named 'a.b'"),
         ({"models": {"train": nn.ReLU()}}, "a model cannot be named 'train'"),
         ({"models": {"net": 3}}, "the model 'net' is an int"),
-        ({"optimizers": [3]}, "optimizers holds a int"),
+        ({"optimizers": [3]}, "optimizers holds an int"),
         ({"run": 3}, "run is an int"),
     ],
 )

@@ -242,7 +242,7 @@ def test_a_check_of_fewer_samples_says_nothing_of_how_long_those_of_all_take(mon
     now = 0.0
     monkeypatch.setattr(further_steps.time, "monotonic", lambda: now)
     step = Step(model=Net(), args=(), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
-    recorded = RecordedStep(step=step, batch=8, gradients={}, plain_s=0.1, asked_s=0.0, tolerance=0.0)
+    recorded = RecordedStep(step=step, batch=8, gradients={}, plain_s=0.1, original_step_s=0.0, tolerance=0.0)
     deadline, batches = _Deadline(recorded), list[int]()
     for batch in (8, 1, 8, 8):
         with deadline.watching(Variation(NEXT, batch, nullcontext)):

@@ -1,6 +1,6 @@
 """The audit of a pickled file: all of its objects are checked together, before any of them is made.
 
-Every object that the model reaches must be of a known kind, and be made of what that kind allows.  Only objects that
+Every object that the model reaches must be of a known kind, with parts that the kind allows.  Only objects that
 were audited are made.
 
 A list of allowed names is not enough, which is why the graph is audited.  ``functools.partial`` of an allowed function
@@ -27,17 +27,17 @@ from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple
 _DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MAX_MODULES: Final = 100
 _MAX_CONTAINERS: Final = 200
-"""Most modules, and most plain containers, nested in each other: Python walks them by recursion."""
+"""Maximum depth of nested modules, and of nested plain containers: Python walks them by recursion."""
 _DEEPEST: Final = 400
-"""Most objects nested in each other, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
+"""Maximum depth of nested objects, with the dicts and tuples between them: ``copy.deepcopy`` takes two calls for
 each, of the thousand that Python allows."""
 _MAX_ITEMS: Final = 4_000_000
-"""Most items of a container, or modules in a module, each counted as often as it is reached: printing or copying the
-container, or making a state dict, visits all of them."""
+"""Maximum number of items of a container, or of modules in a module, each counted as often as it is reached: printing
+or copying the container, or making a state dict, visits all of them."""
 
 
 def uses_in(root: Any) -> list[Use]:
-    """List every way in which the objects that ``root`` reaches use a name."""
+    """List every use of a name by the objects that ``root`` reaches."""
     return [
         Use(value, "held") if isinstance(value, Global) else Use(value.name, value.how, value)
         for value in reachable(root)
@@ -45,9 +45,9 @@ def uses_in(root: Any) -> list[Use]:
     ]
 
 
-def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
-    """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list those that none claims."""
-    known, unknown = [], []
+def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
+    """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
+    claims, unclaimed = [], []
     cache: dict[object, Kind | None] = {}
     for use in uses:
         # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
@@ -58,17 +58,17 @@ def claimed(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use,
             cache[key] = next((kind for kind in kinds if kind.claims(use)), None)
         kind = cache[key]
         if kind is None:
-            unknown.append(use)
+            unclaimed.append(use)
         else:
-            known.append((use, kind))
-    return known, unknown
+            claims.append((use, kind))
+    return claims, unclaimed
 
 
 class Audit:
     """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
-    def __init__(self, root: Any, known: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
-        """Import the names in ``known``, the uses from :func:`claimed`, and collect their recipes."""
+    def __init__(self, root: Any, claims: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
+        """Import the names in ``claims``, the uses from :func:`assign_kinds`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
         """Object, or name that is held as a value -> its recipe."""
@@ -76,9 +76,9 @@ class Audit:
         """Names that were refused by their kind after they were imported."""
         self._root = root
         self._nodes = list(reachable(root))
-        self._uses = [use for use, _ in known]
+        self._uses = [use for use, _ in claims]
         cache: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
-        for use, kind in known:
+        for use, kind in claims:
             key = use.name, use.how
             if key not in cache:
                 cache[key] = kind.recipe(use)
@@ -91,7 +91,7 @@ class Audit:
     # ------------------------------------------------------------------------------------------ questions of kinds
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object of which ``value`` is the stand-in."""
+        """Return the role of the object that ``value`` stands for."""
         recipe = self._recipe(value)
         if recipe is None:
             return "data"
@@ -104,7 +104,7 @@ class Audit:
         return kind if kind is None or isinstance(kind, type) else kind(value, self)
 
     def _fixed_role(self, value: Any) -> Role | None:
-        """Return the role of ``value`` without recursion; ``None`` if the role depends on the object's parts."""
+        """Return the role of ``value`` without recursion, or ``None`` if the role depends on the object's parts."""
         recipe = self._recipe(value)
         role = recipe.role if recipe else "data"
         return role if isinstance(role, str) else None
@@ -127,7 +127,7 @@ class Audit:
         yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
-        """Say why walking the objects would never end, or go too deep; empty if it would not."""
+        """Return the reason why a walk of the objects would never end or go too deep, or empty."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)
@@ -150,7 +150,7 @@ class Audit:
                         yield part, "is not a layer, but is stored as something to call"
 
     def _slow_keys(self) -> Iterator[tuple[Global, str]]:
-        """Yield the keys of dicts and sets whose class computes a hash from attributes, which may take forever."""
+        """Yield the keys of dicts and sets whose class computes a hash from attributes: this may take forever."""
         pending = [key for node in self._nodes if isinstance(node, Built) for key in _keys_of(node)]
         seen = set[int]()
         while pending:
@@ -160,15 +160,15 @@ class Audit:
             seen.add(id(key))
             kind = None if isinstance(key, Tuple) or key.callee == GETATTR else self.class_of(key)
             if isinstance(key, Built) and kind is not None and not (_has_plain_hash(kind) or self.trusts(kind)):
-                yield key.name, "is a key, and computes which of its attributes"
+                yield key.name, "is a key whose class computes the hash from attributes"
             pending.extend(key.items if isinstance(key, Tuple) else key.argument_items())
 
     def _shared_attributes(self) -> Iterator[tuple[Global, str]]:
         """Yield the objects that share attributes: a change to one object would change the other."""
-        held = Counter(id(part) for node in self._nodes for part in held_in(node))
+        owner_counts = Counter(id(part) for node in self._nodes for part in held_in(node))
         for node in self._nodes:
-            if isinstance(node, Built) and any(held[id(own)] > 1 for own in self._own_parts(node)):
-                yield node.name, "shares its attributes with something else"
+            if isinstance(node, Built) and any(owner_counts[id(own)] > 1 for own in self._own_parts(node)):
+                yield node.name, "shares its attributes with another object"
 
     def _own_parts(self, node: Built) -> Iterator[Built]:
         """Yield the dicts that become the attributes of ``node``, and the registers of a module in them."""
@@ -216,9 +216,9 @@ def _has_plain_hash(kind: type) -> bool:
 def _misfilled(node: Built, recipe: Recipe) -> str:
     """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
-        return "is filled as something else is"
+        return "is filled in a way that its class does not allow"
     if node.has_state and recipe.fill is None:
-        return "has a state, and can have none"
+        return "has a state, which its class does not take"
     return "is created with keyword arguments" if node.keywords is not None and recipe.role != "trusted" else ""
 
 

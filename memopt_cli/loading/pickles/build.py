@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.errors import MemoptError, first_line, type_in_words
 from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.kinds.own import check_segment
@@ -21,7 +21,7 @@ from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
-    """Make the object of which ``root`` is the stand-in, and the objects that this object reaches.
+    """Make the object for the stand-in ``root``, and all objects that it reaches.
 
     Raises :class:`Broken` if the parts of an object do not fit together, and
     :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
@@ -30,11 +30,11 @@ def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -
     for step in pickle.steps:
         builder.take(step)
     # Checked at the end, when no step can change them any more.
-    for made in builder.modules:
-        check_made(made)
-        check_segment(made)
-        if isinstance(made, LiftedModule):
-            check_lifted(made)
+    for module in builder.modules:
+        check_made(module)
+        check_segment(module)
+        if isinstance(module, LiftedModule):
+            check_lifted(module)
     check_apart(builder.modules)
     return builder.value(root)
 
@@ -69,11 +69,11 @@ class _Builder:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
             arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
-            self._made[id(node)] = made = recipe.make(*map(self.value, arguments), **keywords)
-            if recipe.role == "data" and callable(made):
-                raise Broken(f"a {type(made).__name__} can be called")
-            if isinstance(made, nn.Module):
-                self.modules.append(made)
+            self._made[id(node)] = built = recipe.make(*map(self.value, arguments), **keywords)
+            if recipe.role == "data" and callable(built):
+                raise Broken(f"{type_in_words(built)} can be called")
+            if isinstance(built, nn.Module):
+                self.modules.append(built)
             return
         target, values = self._made[id(node)], [self.value(value) for value in step.values]
         if step.action == "extend":
@@ -93,6 +93,6 @@ class _Builder:
             return self._recipes[value].make()
         if isinstance(value, Built | Tuple):
             if id(value) not in self._made:
-                raise Broken("it uses an object before that is made")
+                raise Broken("it uses an object before making the object")
             return self._made[id(value)]
         return value

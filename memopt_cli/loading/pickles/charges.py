@@ -1,8 +1,8 @@
 """A bound on the work of reading a pickle: each opcode and each object is charged before the unpickler would make it.
 
 A file of 200 bytes can keep the unpickler busy for years: each of sixty tuples may hold the one before it twice, and
-hashing the last visits 2^60 items.  In a larger one, a dict may get a million keys of the same hash, each of which is
-compared with all others.  Since only stand-ins are made here, the work can be counted first, in two sums:
+hashing the last visits 2^60 items.  In a larger file, a dict may get a million keys of the same hash, and
+Python compares each with all others.  Only stand-ins are made here, so the work can be counted first, in two sums:
 
 - *work*: one unit for each opcode, each item that is visited, and every few comparisons of keys.  A file of 1 kB may
   cause 500,000 units, one of 100 MB about 3.1 million, and none more than 8 million.
@@ -19,13 +19,13 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
-EXHAUSTING: Final = "reading it would take far more work than a model of its size does"
+EXHAUSTING: Final = "reading it would take far more work than a model of its size needs"
 _MIN_WORK, _MAX_WORK = 500_000, 8_000_000
-"""Units of work that even the smallest file may cause, and the most for any file.  For scale: a module of a model takes
+"""Units of work that even the smallest file may cause, and maximum for any file.  For scale: a module of a model takes
 about 150 units, and a few hundred bytes in the file."""
 _DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""Size in bytes of the part of a file that may be all opcodes, and bytes of it for each further unit of work; bytes of
-the whole file for each further unit, where most of a file is weights."""
+"""Size in bytes of the part of a file that may be all opcodes, and bytes of that part for each further unit of work.
+The rest of a large file is mostly weights: bytes of the whole file for each further unit."""
 _COPIES, _MIN_TAKEN = 4, 1 << 20
 """Bytes that calls may take as arguments: four for each byte of the file, since a pickle's memo lets it use a value
 several times, and 1 MiB in any file."""
@@ -33,14 +33,14 @@ several times, and 1 MiB in any file."""
 
 @dataclass(slots=True)
 class PickleScan:
-    """The names that the pickles of a file use, and the work that reading them would cause so far."""
+    """The names in the pickles of a file, and the work so far of reading them."""
 
     size: int
     """Bytes of the file, with which the allowed work grows."""
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
-    """Names that are called, or of which objects are created."""
+    """Names that are called, or whose objects are created."""
     work: int = 0
     """Units of work so far."""
     taken: int = 0
@@ -54,13 +54,13 @@ class PickleScan:
         )
 
     def spend(self, work: int) -> None:
-        """Charge ``work`` units.  Raises :class:`ValueError` if the sum is more than a model of this size takes."""
+        """Charge ``work`` units.  Raises :class:`ValueError` if the sum exceeds the needs of a model of this size."""
         self.work += work
         if self.work > self.most_work:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:
-        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far more than the file has."""
+        """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far larger than the file."""
         self.taken += size
         if self.taken > _COPIES * self.size + _MIN_TAKEN:
             raise ValueError(EXHAUSTING)
@@ -80,7 +80,7 @@ class PickleScan:
             pending += parts
 
 
-def hashed(value: Any) -> int:
+def hash_cost(value: Any) -> int:
     """Return the number of items that hashing ``value`` visits."""
     # A plain list, dict or set cannot be hashed: Python raises an exception at once.
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
@@ -103,10 +103,10 @@ _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 def amount_of(value: Any) -> int:
     """Return the number of items, or bytes, of an object made from ``value``: 9 for ``bytearray(9)``."""
     if isinstance(value, Built):
-        return value.weight + sum(map(hashed, value.items)) + len(value.entries)
+        return value.weight + sum(map(hash_cost, value.items)) + len(value.entries)
     if isinstance(value, int):
         return min(abs(value), 2**63)
-    return hashed(value)
+    return hash_cost(value)
 
 
 def size_of(value: Any) -> int:

@@ -33,15 +33,15 @@ STORAGE_DTYPES = {
 
 
 LARGEST = 2**63 - 1
-"""Most items or bytes of a tensor: the largest number that PyTorch can hold."""
+"""Maximum number of items or bytes of a tensor: the largest integer that PyTorch can hold."""
 _MAX_SIZES = 64
-"""Most dimensions of a tensor: few of PyTorch's operators take more."""
+"""Maximum number of dimensions of a tensor: few operators of PyTorch take more."""
 _EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""Most bytes of a tensor for each byte of its storage, and bytes that are allowed besides.  A tensor from ``expand`` is
-larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, and a copy of it takes 4 TB."""
+"""Maximum bytes of a tensor for each byte of its storage, and bytes that are allowed in addition.  A tensor from
+``expand`` is larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MAX_WRAPPERS = 8
-"""Most calls around the one that makes a tensor, such as those for a parameter and a subclass."""
+"""Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class PickledTensor:
     offset: int = 0
     """Number of items in the storage before the tensor's first one."""
     storage: PickledStorage | None = None
-    """The storage of which the tensor is a view; ``None`` for a sparse tensor, which is no view."""
+    """The storage that the tensor views.  ``None``: the tensor is sparse, and views no storage."""
     trainable: bool = False
 
     @property
@@ -76,13 +76,15 @@ class PickledTensor:
 def items_in(sizes: Iterable[int]) -> int:
     """Return the number of items of a tensor with these ``sizes``, at most :data:`LARGEST`.
 
-    Raises :class:`ValueError` for sizes that no tensor has.  An empty tensor may have no huge sizes either: its strides
-    are their products.
+    Raises :class:`ValueError` for sizes that no tensor has.  Sizes of an empty tensor are limited as well, since its
+    strides are their products.
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
         if dims > _MAX_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
-            raise ValueError(f"a tensor has more than {_MAX_SIZES} sizes, or one that is not a whole number below 2^63")
+            raise ValueError(
+                f"a tensor has more than {_MAX_SIZES} sizes, or a size that is not a whole number below 2^63"
+            )
         count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
     if not count and widest == LARGEST:
         raise ValueError("an empty tensor has sizes whose product does not fit into 63 bits")
@@ -112,18 +114,18 @@ def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_b
 
 def item_bytes(dtype: str) -> int:
     """Return the bytes of one item of ``dtype``, 0 if PyTorch does not know it."""
-    known = getattr(torch, dtype, None)
-    return known.itemsize if isinstance(known, torch.dtype) else 0
+    torch_dtype = getattr(torch, dtype, None)
+    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 0
 
 
 def is_floating(dtype: str) -> bool:
     """Return whether ``dtype`` is one of floating or complex numbers."""
-    known = getattr(torch, dtype, None)
-    return isinstance(known, torch.dtype) and (known.is_floating_point or known.is_complex)
+    torch_dtype = getattr(torch, dtype, None)
+    return isinstance(torch_dtype, torch.dtype) and (torch_dtype.is_floating_point or torch_dtype.is_complex)
 
 
 def storage_of(value: Any) -> PickledStorage | None:
-    """Return the storage of which ``value`` is the stand-in: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
     if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
         return None
     match value.arguments.items:
@@ -139,7 +141,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor of which ``value`` is the stand-in; ``None`` if it is a stand-in for something else."""
+    """Return the tensor that ``value`` stands for.  ``None``: it stands for something else."""
     trainable: bool | None = None
     for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -209,5 +211,5 @@ def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
 def _sizes(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Built) and str(value.callee) == "torch.Size" and isinstance(value.arguments, Tuple):
         value = value.arguments.items[0] if value.arguments.items else None
-    known = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
-    return tuple(value.items) if known else None
+    is_plain = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
+    return tuple(value.items) if is_plain else None

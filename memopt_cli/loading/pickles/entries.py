@@ -22,9 +22,9 @@ from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MAX_LOOKED_AT, _DEEPEST = 100_000, 20
-"""Most values among which a model is searched, and most containers nested in each other."""
+"""Maximum number of values that are searched for a model, and maximum depth of nested containers."""
 _SHOWN, _LONGEST_NAME = 8, 200
-"""Most names in a message, and most characters of a name."""
+"""Maximum number of names in a message, and of characters in a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -74,15 +74,15 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             raise _without_model(root, path)
         ((within, root),) = models.items()
         where = (*where, *within)
-    wrappers, root = _peeled(root, path)
+    wrappers, root = _split_wrappers(root, path)
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
-def several_models(found: dict[Path, Any], path: str) -> FileFormatError:
+def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     """Return the error for a file that holds more than one model."""
-    first = ".".join(next(iter(found)))
+    first = ".".join(next(iter(models)))
     return FileFormatError(
-        f"{path} holds {len(found)} models: {listed(found)}", hint=f"Say which: `{quoted_flag('--key', first)}`"
+        f"{path} holds {len(models)} models: {list_paths(models)}", hint=f"Name one: `{quoted_flag('--key', first)}`."
     )
 
 
@@ -92,26 +92,26 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, left, entries_in = root, key, entries or _entries
+    value, rest, entries_in = root, key, entries or _entries
     where: list[str] = []
-    while left:
+    while rest:
         entries_here = dict(entries_in(value))
         name = max(
-            (name for name in entries_here if left == name or left.startswith(f"{name}.")), key=len, default=None
+            (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
-            known = listed({(name,): None for name in entries_here}) or "none"
-            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {known}.")
-        value, left = entries_here[name], left[len(name) + 1 :]
+            names = list_paths({(name,): None for name in entries_here}) or "none"
+            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
+        value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
     return tuple(where), value
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
-    """Say at which entry of the file a model was found, and which other entries will not be written with it.
+    """Return notes on the entry of the file where a model was found, and on entries that are not written with it.
 
     ``what``: the start of the sentence, ``The model is`` or ``The weights are``; ``where``: the path in ``root``, empty
-    for the whole file, of which nothing is said; ``entries``: see :func:`place_of`.
+    for the whole file, which is not mentioned; ``entries``: see :func:`place_of`.
     """
     if not where:
         return ()
@@ -121,7 +121,9 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
     left_out = (
-        f" Its other entries are not written with a model: {listed(dict.fromkeys(other_paths))}." if other_paths else ""
+        f" Its other entries are not written with a model: {list_paths(dict.fromkeys(other_paths))}."
+        if other_paths
+        else ""
     )
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
@@ -140,22 +142,22 @@ def _is_wrapper(value: Any) -> bool:
     return isinstance(value, Built) and str(value.name) in WRAPPERS
 
 
-def _peeled(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
-    """Return the wrappers of ``root`` down to the last that needs its own process, and the module inside that one."""
+def _split_wrappers(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
+    """Return the wrappers of ``root`` down to the last that needs its own process, and the module in that wrapper."""
     wrappers: list[Wrapper] = []
     inner, left_out = root, 0
     while _is_wrapper(inner) and len(wrappers) < _DEEPEST:
         wrappers.append(WRAPPERS[str(inner.name)])
-        inner = _wrapped_in(inner, wrappers[-1].attribute, path)
+        inner = _module_in_wrapper(inner, wrappers[-1].attribute, path)
         if not wrappers[-1].stands_alone:
             root, left_out = inner, len(wrappers)
     return tuple(wrappers[:left_out]), root
 
 
-def _wrapped_in(root: Built, attribute: str, path: str) -> Any:
+def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
-    known = dict(entries_of(modules))
-    inner = known.get(attribute, next(iter(root.argument_items()), None))
+    submodules = dict(entries_of(modules))
+    inner = submodules.get(attribute, next(iter(root.argument_items()), None))
     if not (is_module(inner) or _is_wrapper(inner)):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without the object that it wraps",
@@ -200,7 +202,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def listed(found: dict[Path, Any]) -> str:
-    """List the first few paths of ``found``, as keys joined by dots."""
-    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(found, _SHOWN)]
-    return ", ".join(names) + (", …" if len(found) > _SHOWN else "")
+def list_paths(paths: dict[Path, Any]) -> str:
+    """List the first few paths of ``paths``, as keys joined by dots."""
+    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
+    return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

@@ -4,7 +4,7 @@ The charges, in units of work and in bytes (:class:`~.charges.PickleScan`):
 
 ========================  =====================================================================================
 a tuple of tuples         the items at every depth; they are charged again for each tuple around it
-a call                    the bytes of its arguments; for constructors of Python and ``torch`` their items, too
+a call                    the bytes of its arguments; for constructors of Python and ``torch`` also their items
 a call that hashes keys   hashing each key, and comparing it with the earlier keys of the same hash
 setting a dict's entries  hashing and comparing, as above
 adding to a set           hashing and comparing, as above
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final
 
-from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_of, hashed, size_of
+from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_cost, hash_of, size_of
 from memopt_cli.loading.pickles.names import called_name, within_class
 from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
 
@@ -69,18 +69,18 @@ class Maker:
         if depth > _DEEPEST_TUPLE:
             raise ValueError(f"tuples are nested deeper than {_DEEPEST_TUPLE}")
         weight = len(items) + sum(item.weight for item in items if isinstance(item, Tuple | Built))
-        made = Tuple(tuple(items), depth, weight)
+        node = Tuple(tuple(items), depth, weight)
         # A tuple may hold another tuple twice, which may do the same, and so on: hashing the outermost visits them all.
-        self._scan.spend(made.weight if inner else 0)
-        self.steps.append(Step("make", made))
-        return made
+        self._scan.spend(node.weight if inner else 0)
+        self.steps.append(Step("make", node))
+        return node
 
     # ------------------------------------------------------------------------------------------ calls
 
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
         """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
-        built.weight += sum(map(hashed, built.argument_items()))
+        built.weight += sum(map(hash_cost, built.argument_items()))
         return self.make(built)
 
     def call(self, callee: Any, arguments: Any) -> Built:
@@ -88,7 +88,7 @@ class Maker:
         if callee in _CREATING and isinstance(arguments, Tuple) and arguments.items:
             kind, *others = arguments.items
             if callee == _RECONSTRUCTOR and others != [_OBJECT, None]:
-                raise ValueError("it makes an object of another one's parts")
+                raise ValueError("it rebuilds an object from parts of another object")
             return self.create(kind, self.make_tuple(others if callee == _NEWOBJ else []))
         callee = within_class(callee) or callee
         built = Built("called", callee, arguments)
@@ -115,7 +115,7 @@ class Maker:
 
     def _charge_bytes(self, built: Built) -> None:
         """Charge for a call that only keeps its arguments, or reads their bytes."""
-        built.weight += sum(map(hashed, built.argument_items()))
+        built.weight += sum(map(hash_cost, built.argument_items()))
         if built.callee == _PATTERN:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if built.callee in _COPIED:
@@ -145,7 +145,7 @@ class Maker:
         """Give ``node`` its state, once."""
         self._check_open(node)
         if node.has_state:
-            raise ValueError("it gives an object two states")
+            raise ValueError("it sets the state of an object twice")
         node.state, node.has_state = state, True
         parts = state.items if isinstance(state, Tuple) else (state,)
         self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)
@@ -153,7 +153,7 @@ class Maker:
         self._scan.take(sum(map(size_of, parts)))
         if node.callee in _COPIED_STATES:
             self._scan.take_copies(state)
-        node.weight += sum(hashed(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
+        node.weight += sum(hash_cost(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
         self.steps.append(Step("fill", node))
 
     def _check_open(self, node: Built) -> None:
@@ -161,9 +161,9 @@ class Maker:
             raise ValueError("it changes the attributes of an object after it has taken its state")
 
     def charge_keys(self, node: Built, keys: list[Any]) -> None:
-        """Charge for hashing ``keys``, and for comparing each with those of the same hash in ``node``."""
+        """Charge for hashing ``keys``, and for comparing each with the keys of the same hash in ``node``."""
         for key in keys:
-            self._scan.spend(hashed(key))
+            self._scan.spend(hash_cost(key))
             # The n-th key of one hash is compared with n - 1 others.  Strings are left out: Python salts their hashes,
             # so no file can choose strings of the same hash.
             if not isinstance(key, str):

@@ -9,9 +9,9 @@ from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import COMPUTED, GETATTR, Built, Global
 
 _LONGEST_NAME = 1000
-"""Most characters of a name that is imported."""
+"""Maximum number of characters in the name of an import."""
 LONGEST_ATTRIBUTE = 500
-"""Most characters of the name of a child, parameter or buffer, which is repeated in the paths of all modules below."""
+"""Maximum number of characters in the name of a child, parameter or buffer; the paths of modules below repeat it."""
 
 
 def wanted_name(scan: PickleScan, module: str, name: str) -> Global:
@@ -33,7 +33,7 @@ def called_name(scan: PickleScan, callee: Any) -> Global:
 
 
 def within_class(callee: Any) -> Global | None:
-    """Return the name of ``callee``; ``None`` if it is computed.
+    """Return the name of ``callee``, or ``None`` if it is computed.
 
     Protocols before 4 name ``Outer.Inner`` by ``getattr(Outer, "Inner")``, which counts as a name.
     """

@@ -1,4 +1,4 @@
-"""Stand-ins for the objects that a pickle would make, and the steps that would make them.
+"""Stand-ins for the objects of a pickle, and the steps that would make the objects.
 
 For example, ``torch.nn.Linear`` in a file is a :class:`Global`, and an object of it a :class:`Built` with
 ``how="created"``, whose ``state`` is another :class:`Built`, the stand-in for its ``__dict__``.
@@ -60,7 +60,7 @@ class Tuple:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Built:
-    """A stand-in for an object: the callable that makes it, the arguments, and all that is put into it later."""
+    """A stand-in for an object: its callable, the arguments, and everything that later steps put into it."""
 
     how: How
     callee: Any
@@ -68,7 +68,7 @@ class Built:
     arguments: Any = ()
     """The arguments, a :class:`Tuple`; of a stored object, its identity."""
     keywords: Any = None
-    """Named arguments of a created object, a stand-in for a dict; ``None`` if there are none."""
+    """Named arguments of a created object, a stand-in for a dict.  ``None``: there are none."""
     items: list[Any] = field(default_factory=list)
     """Items that are appended to a list, or added to a set."""
     entries: list[tuple[Any, Any]] = field(default_factory=list)
@@ -127,7 +127,7 @@ def entries_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def held_in(value: Any) -> Sequence[Any]:
-    """Return the values that the stand-in ``value`` holds, without the name of the callable that makes it."""
+    """Return the values that the stand-in ``value`` holds, without the name of its callable."""
     if isinstance(value, Tuple):
         return value.items
     if isinstance(value, Built):
@@ -177,7 +177,7 @@ class Walk:
         self._depths: dict[int, int] = {}
 
     def endless(self, root: Any) -> str:
-        """Say why a recursion from ``root`` would not end, go too deep or visit too much; empty if it would not."""
+        """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much, or empty."""
         pending: list[tuple[Any, Sequence[Any] | None]] = [(root, None)]
         entered = set[int]()
         while pending:

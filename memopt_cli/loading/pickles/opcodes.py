@@ -35,7 +35,7 @@ from memopt_cli.loading.pickles.nodes import (
 from memopt_cli.loading.pickles.stack import Stack
 
 _LONGEST_INT = 2048
-"""Most bits of a number."""
+"""Maximum number of bits in an integer."""
 
 
 class Machine:
@@ -124,7 +124,7 @@ def _persistent_text(machine: Machine, identity: Any) -> None:
 # ---------------------------------------------------------------------------------------------- containers
 
 
-def _counted_tuple(count: int) -> Action:
+def _make_counted_tuple(count: int) -> Action:
     return lambda machine, _: machine.stack.push(machine.maker.make_tuple(machine.stack.pop_last(count)))
 
 
@@ -132,7 +132,7 @@ def _empty(kind: Global) -> Action:
     return lambda machine, _: machine.stack.push(machine.maker.make(Built("plain", kind)))
 
 
-def _filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
+def _make_filled(kind: Global, fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
     """Return an action that makes a container of all values above the mark."""
 
     def action(machine: Machine, _: Any) -> None:
@@ -151,7 +151,7 @@ def _frozenset(machine: Machine, _: Any) -> None:
 
 
 def _filling(take: Callable[[Stack], list[Any]], fill: Callable[[Maker, Built, list[Any]], None]) -> Action:
-    """Return an action that puts the values that ``take`` pops into the container below them."""
+    """Return an action that pops values by ``take``, and puts them into the container below."""
 
     def action(machine: Machine, _: Any) -> None:
         items = take(machine.stack)
@@ -182,8 +182,8 @@ def _argument(machine: Machine, argument: Any) -> None:
     machine.stack.push(argument)
 
 
-def _unsupported(machine: Machine, _: Any) -> None:
-    raise ValueError("it uses an opcode that is not for files")
+def _refuse_opcode(machine: Machine, _: Any) -> None:
+    raise ValueError("it uses an opcode that files do not need")
 
 
 _ACTIONS: Final[dict[str, Action]] = {
@@ -198,15 +198,15 @@ _ACTIONS: Final[dict[str, Action]] = {
     "BINPERSID": _persistent,
     "MARK": lambda machine, _: machine.stack.mark(),
     "TUPLE": lambda machine, _: machine.stack.push(machine.maker.make_tuple(machine.stack.pop_mark())),
-    "EMPTY_TUPLE": _counted_tuple(0),
-    "TUPLE1": _counted_tuple(1),
-    "TUPLE2": _counted_tuple(2),
-    "TUPLE3": _counted_tuple(3),
+    "EMPTY_TUPLE": _make_counted_tuple(0),
+    "TUPLE1": _make_counted_tuple(1),
+    "TUPLE2": _make_counted_tuple(2),
+    "TUPLE3": _make_counted_tuple(3),
     "EMPTY_LIST": _empty(LIST),
     "EMPTY_DICT": _empty(DICT),
     "EMPTY_SET": _empty(SET),
-    "LIST": _filled(LIST, Maker.extend),
-    "DICT": _filled(DICT, Maker.set_entries),
+    "LIST": _make_filled(LIST, Maker.extend),
+    "DICT": _make_filled(DICT, Maker.set_entries),
     "FROZENSET": _frozenset,
     "APPEND": _filling(lambda stack: stack.pop_last(1), Maker.extend),
     "APPENDS": _filling(Stack.pop_mark, Maker.extend),
@@ -224,7 +224,7 @@ _ACTIONS: Final[dict[str, Action]] = {
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
     "NEWFALSE": _constant(False),
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"), _unsupported),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"), _refuse_opcode),
     **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
 }
 """Name of an opcode -> its effect; all others push their argument."""

@@ -30,7 +30,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
             machine.run(stream)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-        raise ValueError("its bytes are not a pickle, or a broken one") from err
+        raise ValueError("its bytes are no pickle, or a damaged one") from err
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
-"""Most open marks, and most values above the last mark; picklers stay far below."""
+"""Maximum number of open marks, and of values above the last mark; picklers stay far below."""
 
 
 class Stack:
@@ -46,7 +46,7 @@ class Stack:
         """Return the object on top, which is to be filled.  Raises :class:`ValueError` if it can hold nothing."""
         node = self._values[-1]
         if not isinstance(node, Built):
-            raise ValueError("it fills what can hold nothing")
+            raise ValueError("it puts items into a value that can hold none")
         return node
 
     def check_size(self) -> None:

@@ -27,7 +27,7 @@ class Storages:
         if key not in self._made:
             data = self._find(key)
             if data is None:
-                raise Broken(f"its storage {key} is not there")
+                raise Broken(f"its storage {key} is missing")
             self._made[key] = storage = torch.UntypedStorage(data.nbytes)
             if data.nbytes:
                 memoryview((ctypes.c_char * data.nbytes).from_address(storage.data_ptr())).cast("B")[:] = data
@@ -52,7 +52,7 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
     start = 0
     for key in keys:
         if key not in sizes:
-            raise Broken(f"nothing is known of its storage {key}")
+            raise Broken(f"its pickle does not name the storage {key}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
             raise Broken("its storages are cut off")

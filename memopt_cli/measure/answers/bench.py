@@ -1,4 +1,4 @@
-"""The bench: the loaded model of a profiling subprocess, on which the functions that answer jobs run steps.
+"""The bench: the loaded model of a profiling subprocess, and its steps for the functions that answer jobs.
 
 The model is loaded once.  Before and after each job its tensors, modes and random generators are restored to the state
 in which it was loaded, so no answer depends on earlier jobs.
@@ -43,8 +43,8 @@ from memopt_cli.verification.further_steps import first_samples
 if TYPE_CHECKING:
     from memopt_cli.training.sharded.spread import Spread
 
-Found = TypeVar("Found")
-Knowledge = TypeVar("Knowledge")
+Value = TypeVar("Value")
+Fact = TypeVar("Fact")
 
 
 _LARGEST_RATIO: Final = 10_000
@@ -61,29 +61,29 @@ class NoRoomError(MemoryError):
         super().__init__(f"the step needs {needed_bytes} bytes, and {free_bytes} are free")
 
 
-class Holder:
+class CachedValue:
     """A cache of one value, with the contexts that must stay entered while the value is used."""
 
     def __init__(self) -> None:
-        self._held: tuple[Any, Any] = None, None
+        self._cached: tuple[Any, Any] = None, None
         self._open = contextlib.ExitStack()
 
-    def get(self, key: Any, make: Callable[[contextlib.ExitStack], Found]) -> Found:
+    def get(self, key: Any, make: Callable[[contextlib.ExitStack], Value]) -> Value:
         """Return the cached value if it was made for ``key``; otherwise drop it, and cache what ``make`` returns.
 
         ``make`` gets a stack for the contexts that it enters; they are left when the value is dropped.
         """
-        if self._held[0] != key:
+        if self._cached[0] != key:
             self.close()
             with contextlib.ExitStack() as entered:
-                made = make(entered)
-                self._open, self._held = entered.pop_all(), (key, made)
-        value: Found = self._held[1]
+                fresh = make(entered)
+                self._open, self._cached = entered.pop_all(), (key, fresh)
+        value: Value = self._cached[1]
         return value
 
     def close(self) -> None:
         """Drop the value, and leave its contexts."""
-        self._held = None, None
+        self._cached = None, None
         self._open.close()
 
 
@@ -105,10 +105,10 @@ class Bench:
         self._maker = ModelMaker(subject, build)
         self.mode = self._maker.mode
         self._functions = functions
-        with self._maker.building():
-            model = self._maker.built()
+        with self._maker.without_data():
+            model = self._maker.build()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = self._maker.placed(model)
+            self.model = self._maker.place(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of the modules that were saved in eval mode; they are in training mode now, as all modules are."""
         if subject.layer_runs:
@@ -119,9 +119,9 @@ class Bench:
         self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
-        self._known: dict[Callable[[Bench], Any], Any] = {}
+        self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
-        self.held = Holder()
+        self.rank_step = CachedValue()
         """The step of a rank, which takes long to make."""
 
     @contextlib.contextmanager
@@ -136,32 +136,32 @@ class Bench:
 
         check_spreadable(self.model, plan, "predicted")
         function = spread_function(layout, self._functions)
-        with self._maker.building():
-            model = apply_plan(self._maker.placed(self._maker.built()), plan)
+        with self._maker.without_data():
+            model = apply_plan(self._maker.place(self._maker.build()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
-                made = spread(model, mesh, layout, function)
-            yield made
+                spread_model = spread(model, mesh, layout, function)
+            yield spread_model
 
-    def known(self, find_out: Callable[[Bench], Knowledge]) -> Knowledge:
+    def fact(self, find_out: Callable[[Bench], Fact]) -> Fact:
         """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
-        if find_out not in self._known:
-            self._known[find_out] = find_out(self)
-        fact: Knowledge = self._known[find_out]
+        if find_out not in self._facts:
+            self._facts[find_out] = find_out(self)
+        fact: Fact = self._facts[find_out]
         return fact
 
-    def knows(self, find_out: Callable[[Bench], object]) -> bool:
+    def has_fact(self, find_out: Callable[[Bench], object]) -> bool:
         """Return whether the result of ``find_out`` is known."""
-        return find_out in self._known
+        return find_out in self._facts
 
     def remember(self, find_out: Callable[[Bench], object], fact: object) -> None:
         """Cache ``fact`` as the result of ``find_out``, if steps that ran for another purpose have shown it."""
-        self._known.setdefault(find_out, fact)
+        self._facts.setdefault(find_out, fact)
 
     # ------------------------------------------------------------------------------------------ its state
 
     @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the model as it was loaded, before and after the block that answers a job."""
         self.enter_start()
         try:
@@ -174,12 +174,12 @@ class Bench:
             self.reset()
 
     @contextlib.contextmanager
-    def planned(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
-        """Apply ``plan`` inside the block, to the model and optimizer of ``step``; ``None`` for the bench's own."""
+    def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
+        """Apply ``plan`` inside the block, to the model and optimizer of ``step``, or to the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
-            self.known(_checked_alone)
+            self.fact(_check_steps_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -198,7 +198,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------ its steps
 
     def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
-        """Make a step at the sizes ``batch`` and ``dims``, or at those in the description of the inputs.
+        """Make a step at the sizes ``batch`` and ``dims``; the description of the inputs gives the other sizes.
 
         Raises :class:`UsageError` for another batch size of inputs from a file.
         """
@@ -220,7 +220,7 @@ class Bench:
             scaler=self._scaler,
         )
 
-    def resized(self, batch: int, dims: Mapping[str, int]) -> Step:
+    def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""
         try:
             return self.step(batch, dims)
@@ -252,7 +252,7 @@ class Bench:
             codecs = codecs_for(self, plan)
             self.enter_start()
             fake = trace.FakeStep(step, self.mode)
-            with self.planned(plan, fake.step):
+            with self.(plan, fake.step):
                 needed_bytes = fake.count(codecs=codecs).allocated_peak_bytes
         except Exception:  # the model's own code may raise anything on tensors without data
             return
@@ -264,33 +264,33 @@ class Bench:
     @property
     def may_run_in_full(self) -> bool:
         """Whether the original's step may be run at full size on data."""
-        return self.subject.data == "full size" and self.known(_has_room)
+        return self.subject.data == "full size" and self.fact(_has_room)
 
     def begin(self, step: Step) -> None:
         """Begin ``step`` from the state in which the model was loaded: see :func:`memopt_cli.training.step.begin`."""
         begin(step, self._start)
 
-    def settle(self, step: Step) -> None:
+    def find_scale(self, step: Step) -> None:
         """Let the gradient scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
-        step.settle(self._start)
+        step.find_scale(self._start)
         self.reset()
 
-    def settled(self, step: Step) -> Step:
+    def warmed_up(self, step: Step) -> Step:
         """Return ``step`` after its scaler has found a scale and its optimizers have made their state."""
-        self.settle(step)
+        self.find_scale(step)
         if any(not optimizer.state for optimizer in step.optimizers()):
             step.take()
             self.reset()
         return step
 
-    def at_full_size(self, run: Callable[[Step], Found]) -> Found | None:
-        """Return what ``run`` returns for a step at full size; ``None`` if it does not fit, or must not be tried."""
+    def run_at_full_size(self, run: Callable[[Step], Value]) -> Value | None:
+        """Return what ``run`` returns for a step at full size, or ``None`` if it does not fit, or must not be tried."""
         if not self.may_run_in_full:
             return None
         self.enter_start()
         try:
             step = self.step()
-            self.settle(step)
+            self.find_scale(step)
             return run(step)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -331,7 +331,7 @@ def _has_room(bench: Bench) -> bool:
     return True
 
 
-def _checked_alone(bench: Bench) -> None:
+def _check_steps_alone(bench: Bench) -> None:
     """Raise :class:`PlanError` if the optimizer updates a single parameter otherwise than all of them together."""
     if bench.optimizer is not None:
         try:
@@ -343,5 +343,5 @@ def _checked_alone(bench: Bench) -> None:
 def maker_of_optimizer(text: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> OptimizerMaker:
     """Return a maker of the optimizer that ``text`` of ``--optimizer`` names; ``functions``: see :class:`Bench`."""
     choice = parse_optimizer(text)
-    made = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
-    return optimizer_maker(choice, made)
+    function = user_function(choice.reference, "--optimizer", functions) if isinstance(choice, MadeOptimizer) else None
+    return optimizer_maker(choice, function)

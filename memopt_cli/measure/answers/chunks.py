@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import small_step
-from memopt_cli.measure.jobs import ChunkingFound, ChunkingJob
+from memopt_cli.measure.jobs import ChunkingJob
 from memopt_cli.records import ChunkRule, ModuleTrace, Refused, ancestry
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.private_torch import hook_tables
@@ -20,16 +20,16 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 """Attributes of modules that do not change along which axis a module can run in chunks."""
 
 
-def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkingFound:
+def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
     """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
-    return ChunkingFound(rule=bench.known(Trials).rule(job.path, allow_inexact=job.allow_inexact))
+    return bench.fact(Trials).rule(job.path, allow_inexact=job.allow_inexact)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A key that is equal for modules that differ only in their widths, so that one trial is enough for all of them.
+    """A key that is equal for modules that differ only in their widths: one trial is enough for all of them.
 
-    If they differ in a way that the key does not show, the verification of the whole plan finds it.
+    The verification of the whole plan finds differences that the key does not show.
     """
 
     description: str
@@ -46,7 +46,7 @@ class Trials:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._small = bench.known(small_step)
+        self._small = bench.fact(small_step)
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
@@ -81,13 +81,13 @@ class Trials:
 
 
 def _description(module: nn.Module) -> str:
-    plain = (int, float, bool, str, tuple)
+    plain_types = (int, float, bool, str, tuple)
     return repr(
         [
             (
                 path,
                 type(m).__qualname__,
-                {k: v for k, v in vars(m).items() if isinstance(v, plain) and k not in _WIDTHS},
+                {k: v for k, v in vars(m).items() if isinstance(v, plain_types) and k not in _WIDTHS},
                 [[_name(hook) for hook in table.values()] for table in hook_tables(m)],
             )
             for path, m in module.named_modules()

@@ -1,4 +1,4 @@
-"""The first steps of a model that a plan compiles, in which PyTorch compiles it."""
+"""The first steps of a model with a compiling plan, in which PyTorch compiles the model."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory
 
-_COMPILING = 2
-"""Steps until nothing is compiled any more: the first starts without gradients, the second and all later ones with
-them, which PyTorch may compile anew."""
+_COMPILING_STEPS = 2
+"""Number of steps until nothing is compiled any more: the first starts without gradients.  Later steps start with
+gradients, for which PyTorch may compile the model again."""
 
 
 def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
     """Apply ``plan``, which compiles the model, and take ``step`` until nothing is compiled any more.
 
-    Return the reason why the model is not one graph; empty if it is.  Earlier compilations are dropped first: PyTorch
+    Return the reason why the model is not one graph, or empty.  Earlier compilations are dropped first: PyTorch
     compiles a function for a few models only, then runs it plainly.  Raises :class:`StepError` if the model does not
     compile.
     """
-    assert plan.compile is not None, "else nothing is compiled"
+    assert plan.compile is not None, "the caller has a plan that compiles"
     if isinstance(step, OwnStep):
         raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
     torch.compiler.reset()
     apply_plan(bench.model, plan, bench.optimizer)
-    with graph_breaks() as broken:
+    with graph_breaks() as breaks:
         try:
-            for _ in range(_COMPILING):
+            for _ in range(_COMPILING_STEPS):
                 take_from_start(bench, step, lambda step: step.take())
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, MemoptError):
                 raise
             alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
             is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
-            raise StepError(first_line(error), hint="" if is_refused else f"{alone}: it should fail, too.") from error
+            raise StepError(
+                first_line(error), hint="" if is_refused else f"{alone}: it should fail in the same way."
+            ) from error
     step.model.zero_grad(set_to_none=True)
-    return broken[0] if broken else ""
+    return breaks[0] if breaks else ""
 
 
 def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:

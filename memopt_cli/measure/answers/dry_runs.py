@@ -32,7 +32,7 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     recorded if it may run, and if it fails, the answer is the dry run.  For the card of the subject, which is not here,
     the allocated peak and the times are estimates.
     """
-    traced, card = _traced(bench, job), bench.subject.card
+    traced, card = _trace_step(bench, job), bench.subject.card
     if card is None:
         return traced
     on_card = timed(traced.trace, card)
@@ -40,11 +40,11 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     return replace(traced, trace=on_card)
 
 
-def _traced(bench: Bench, job: TraceJob) -> Traced:
+def _trace_step(bench: Bench, job: TraceJob) -> Traced:
     if not job.fake:
         return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (
-        bench.known(_original_trace)
+        bench.fact(_original_trace)
         if job.plan == ORIGINAL
         else _record(bench, job.plan, workspaces_for(bench, job.plan))
     )
@@ -74,7 +74,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
-    codecs = bench.known(_codecs) if job.plan != ORIGINAL else None
+    codecs = bench.fact(_codecs) if job.plan != ORIGINAL else None
     with _step_under(bench, job.plan, job.batch, job.dims) as fake:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
@@ -87,13 +87,13 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
     """Return a function that estimates the allocated peak on ``card``, including what its libraries keep.
 
-    ``to_fit``: the function estimates the least memory in which the step fits, as the search for a batch asks.
+    ``to_fit``: whether to estimate the smallest memory in which the step fits, which the search for a batch needs.
     """
-    library = library_blocks(bench.known(_original_trace).trace.ops, card)
+    library = library_blocks(bench.fact(_original_trace).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
-        held = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
-        blocks = [*held, *library]
+        lifetimes = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
+        blocks = [*lifetimes, *library]
         return needed_bytes(blocks, card) if to_fit else replayed(blocks, card).allocated_peak_bytes
 
     return allocated
@@ -101,8 +101,8 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
 
 def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """Count the tensor peak and measure the allocated peak of a step on data."""
-    step = bench.settled(bench.step(job.batch, job.dims))
-    with bench.planned(job.plan):
+    step = bench.warmed_up(bench.step(job.batch, job.dims))
+    with bench.with_plan(job.plan):
         counted = trace.count(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
 
@@ -134,10 +134,10 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
         return replace(record_on_data(bench, plan), note=reason)
     called = tuple(dict.fromkeys(checkpoints))
     traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes, checkpoints=called)
-    small = bench.known(small_step)
+    small = bench.fact(small_step)
     if small is None:
         return traced
-    with bench.planned(plan):
+    with bench.with_plan(plan):
         seen = small.recorded if plan == ORIGINAL else look_into(bench, small.step)
     recorded, no_contents = trace.with_contents(recorded, seen)
     return replace(traced, trace=recorded, unknown=(no_contents,) if no_contents else ())
@@ -146,8 +146,8 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
 def record_on_data(bench: Bench, plan: Plan) -> Traced:
     """Record a step on data under ``plan``."""
     workspaces = workspaces_for(bench, plan)
-    with bench.planned(plan):
-        step = bench.settled(bench.step())
+    with bench.with_plan(plan):
+        step = bench.warmed_up(bench.step())
         with _checkpoints_of(step, plan) as checkpoints:
             recorded = trace.record(step, bench.batch, contents=True, workspaces=workspaces)
     called = tuple(dict.fromkeys(checkpoints))
@@ -155,8 +155,8 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
 
 
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
-    """Watch which modules call ``torch.utils.checkpoint`` themselves; not under a plan, whose segments call it, too."""
-    return watched_checkpoints(step.named) if plan == ORIGINAL else contextlib.nullcontext([])
+    """Watch which modules call ``torch.utils.checkpoint``; not under a plan, whose segments call it as well."""
+    return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
@@ -167,21 +167,21 @@ def _wants_data(bench: Bench, traced: Traced) -> bool:
 def _require_data(bench: Bench, reason: str) -> NoReturn:
     """Raise :class:`StepError` for a step that needs data, or the error of a small step if its inputs are wrong."""
     if bench.subject.data == "small batch":  # wrong inputs fail here, with a message that names the module
-        bench.step(min(SMALL_BATCH, bench.batch)).checked()
+        bench.step(min(SMALL_BATCH, bench.batch)).run_checked()
     raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
 
 
 def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
     """Return which tensors codecs can hold in fewer bytes; ``None`` for a ``plan`` that packs nothing."""
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
-    return bench.known(_codecs) if packs else None
+    return bench.fact(_codecs) if packs else None
 
 
 def _codecs(bench: Bench) -> trace.Codecs:
     """Return which tensors codecs can hold in fewer bytes: steps on data show that, and dry runs need to know."""
     if bench.subject.data == "none":
         return trace.Codecs()
-    dry_run = bench.known(_original_trace if bench.knows(_original_trace) else _original_trace_without_workspaces)
+    dry_run = bench.fact(_original_trace if bench.has_fact(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
             return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
@@ -194,9 +194,9 @@ def _codecs(bench: Bench) -> trace.Codecs:
 def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
-        times = bench.known(operator_times)
+        times = bench.fact(operator_times)
     else:
-        with bench.planned(plan):
+        with bench.with_plan(plan):
             times = operator_times(bench)
     if not times:
         return traced
@@ -210,8 +210,8 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
-    """Time the operators of a step under the plan on the model; ``None`` if it must not run, or does not fit."""
-    return bench.at_full_size(trace.time_operators)
+    """Time the operators of a step under the plan on the model.  ``None``: the step must not run, or does not fit."""
+    return bench.run_at_full_size(trace.time_operators)
 
 
 # ---------------------------------------------------------------------------------------------- without data
@@ -226,11 +226,11 @@ def _step_under(
         with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
-    fake = bench.known(_step_as_described)
+    fake = bench.fact(_step_as_described)
     described = batch is None and not dims
     with (
         contextlib.nullcontext(fake) if described else fake.fed(_step_at(bench, batch, dims)),
-        bench.planned(plan, fake.step),
+        bench.with_plan(plan, fake.step),
     ):
         yield fake
 
@@ -269,7 +269,7 @@ def _step_of_rank(
         return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
 
     try:
-        rank = bench.held.get(plan, make)
+        rank = bench.rank_step.get(plan, make)
         if rank.sizes != (batch, dims):
             rank.step.feed(_step_at(bench, batch, dims))
             rank.sizes = (batch, dims)

@@ -25,11 +25,11 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     """Take consecutive steps under the plan of ``job``, and return their results."""
-    apply_plan(bench.model, (_unbudgeted(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
+    apply_plan(bench.model, (_without_budget(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
     step = bench.step()
     if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
-            bench.settle(step)
+            bench.find_scale(step)
         except StepError as never_finite:
             why = f"{never_finite.message}; {never_finite.hint}"
             failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
@@ -37,7 +37,7 @@ def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
-        return replace(take_steps(taken, job.steps, job.watched, between), evaluating=bench.evaluating)
+        return replace(take_steps(taken, job.steps, job.watched_step, between), evaluating=bench.evaluating)
 
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {
@@ -47,7 +47,7 @@ _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]
 }
 
 
-def _unbudgeted(plan: Plan) -> Plan:
+def _without_budget(plan: Plan) -> Plan:
     """Return ``plan`` without a memory budget of its own."""
     return plan if plan.compile is None else replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
 
@@ -57,7 +57,7 @@ def _enter_mode(bench: Bench, mode: Mode) -> None:
         bench.model.eval()
     elif mode == "as it came":
         modes = {m: m.training and path not in bench.evaluating for path, m in bench.model.named_modules()}
-        for module, is_training in modes.items():  # outer ones first: ``train`` sets the modules below, too
+        for module, is_training in modes.items():  # outer modules first: ``train`` also sets the modules below
             module.train(is_training)
 
 

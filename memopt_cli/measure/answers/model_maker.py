@@ -13,7 +13,7 @@ from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.own_checkpoints import turn_off
-from memopt_cli.training.step import place
+from memopt_cli.training.step import place as place_model
 from memopt_cli.training.user_step import StepModels
 
 
@@ -28,20 +28,20 @@ class ModelMaker:
         self.mode = trace.fake_mode()
         """The mode in which tensors without data are made."""
 
-    def building(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which parameters are made without data, if the subject has none."""
+    def without_data(self) -> contextlib.AbstractContextManager[Any]:
+        """Make parameters without data inside the block, if the subject has no data."""
         return contextlib.nullcontext() if self._has_data else trace.built_without_data(self.mode)
 
-    def built(self) -> nn.Module:
+    def build(self) -> nn.Module:
         """Make a new model without its plan, and without checkpoints of its own unless the subject keeps them."""
         model = remove_plan(self._build() if self._build else load_model(self._subject.source).module)
         if not self._subject.source.own_checkpoints:
             turn_off(model)
         return model
 
-    def placed(self, model: nn.Module) -> nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         """Put ``model`` on the step's device, in its dtype and in training mode."""
         settings = self._subject.settings
         if isinstance(model, StepModels):  # the user's step sets the modes of its models itself
-            return model.on(settings.device)
-        return (place if self._has_data else trace.place_fake)(model, settings)
+            return model.on_device(settings.device)
+        return (place_model if self._has_data else trace.place_fake)(model, settings)

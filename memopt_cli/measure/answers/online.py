@@ -19,13 +19,13 @@ from memopt_cli.records import BatchProbe, GradientAgreement
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.step import input_dtype, synchronize
 
-_WINDOW = 8
+_RECORDED_TIME_STEPS = 8
 """Number of time steps, from the start of a sequence, whose memory is recorded."""
 
 
 def compare(bench: Bench, job: AgreementJob) -> GradientAgreement:
-    """Compare the online gradients of ``job.steps`` time steps with those through time, in float64."""
-    return compare_gradients(bench.step(dims={job.symbol: job.steps}), job.rule)
+    """Compare the online gradients of ``job.time_steps`` steps with those through time, in float64."""
+    return compare_gradients(bench.step(dims={job.symbol: job.time_steps}), job.rule)
 
 
 def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
@@ -39,15 +39,15 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
     sequence.restart()
     # Memory is recorded twice, since a recording of a whole sequence would be huge: at the start, where everything
     # that stays is made, and after the last time step, where anything that grew would show.
-    first = _allocated_bytes(bench, sequence, range(min(job.steps, _WINDOW)))
+    first = _allocated_bytes(bench, sequence, range(min(job.time_steps, _RECORDED_TIME_STEPS)))
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
     synchronize(bench.settings.device)
     started = time.perf_counter()
-    sequence.run(range(job.steps))
+    sequence.run(range(job.time_steps))
     synchronize(bench.settings.device)
     elapsed = time.perf_counter() - started
-    last = _allocated_bytes(bench, sequence, range(job.steps, job.steps + 1))
+    last = _allocated_bytes(bench, sequence, range(job.time_steps, job.time_steps + 1))
     return BatchProbe(batch=bench.batch, allocated_peak_bytes=max(first, last), step_s=elapsed)
 
 
@@ -57,14 +57,14 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
         # it did not see allocated, so the states are allocated anew while it records.
         for state in sequence.states:
             state.value = state.value.clone()
-        sequence.algorithm.keep()
+        sequence.algorithm.accept_states()
         sequence.run(steps)
         sequence.step.update()
 
     gc.collect()  # else garbage in reference cycles of a cell may be freed while memory is recorded
-    held = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
-    held -= unique_bytes(state.value for state in sequence.states)
-    return measure_allocated(lambda _: take(), bench.settings.device, held).peak_bytes
+    held_bytes = trace.resident_bytes(replace(sequence.step, model=sequence.algorithm))
+    held_bytes -= unique_bytes(state.value for state in sequence.states)
+    return measure_allocated(lambda _: take(), bench.settings.device, held_bytes).peak_bytes
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
@@ -75,6 +75,6 @@ def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
     if kwargs or any(t.shape[:1] != (1,) for t in args):
         raise StepError(
             f"{symbol} is not the first dimension of every input, or some inputs are passed by name",
-            hint=f"Online learning goes along the first dimension: describe inputs as {symbol}xBx…",
+            hint=f"Online learning goes along the first dimension: describe inputs as `-i {symbol}xBx…`.",
         )
     return tuple(t[0] for t in args)

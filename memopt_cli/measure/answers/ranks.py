@@ -1,6 +1,6 @@
 """Measuring a step on every rank of a real process group, such as one that ``torchrun`` starts.
 
-All ranks run this file together; each returns the measurements of all of them.
+All ranks run this file together, and each returns the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, spread_function
-from memopt_cli.measure.jobs import DescribeJob, GroupJob, InGroup, Subject
+from memopt_cli.measure.jobs import DescribeJob, GroupJob, Subject
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.records import (
     Counted,
@@ -39,13 +39,13 @@ from memopt_cli.training.sharded.reduced import buckets_seen
 from memopt_cli.training.sharded.spread import data_ranks, spread_really
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
 
-_COUNTS = 3
-"""Number of times that a step is counted, of which the median is taken: gloo may free a buffer late."""
+_COUNT_REPEATS = 3
+"""Number of counts of a step, whose median is used: gloo may free a buffer late."""
 _TIMED_STEPS = 5
 
 
-def measure(subject: Subject, job: GroupJob) -> InGroup:
-    """Measure a step on this rank, and return the measurements of all ranks.
+def measure(subject: Subject, job: GroupJob) -> RanksMeasured | RankLost:
+    """Measure a step on this rank, and return the measurements of all ranks, or the reason why one was lost.
 
     Raises :class:`MemoptError`: on all ranks if one fails while they still agree on each stage; once ranks run
     collectives, only on the rank that fails.
@@ -57,14 +57,16 @@ def measure(subject: Subject, job: GroupJob) -> InGroup:
             real_group(subject.layout, subject.settings.device, job.timeout_s) as mesh,
             ranks_of(None, timedelta(seconds=job.timeout_s)) as ranks,
         ):
-            return InGroup(outcome=_measured(subject, subject.layout, job, mesh, ranks))
+            return _measure_ranks(subject, subject.layout, job, mesh, ranks)
     except RankLostError as lost:
-        return InGroup(outcome=RankLost(reason=lost.message, hint=lost.hint))
+        return RankLost(reason=lost.message, hint=lost.hint)
 
 
-def _measured(subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks) -> RanksMeasured:
+def _measure_ranks(
+    subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks
+) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
-    model, spec, function = ranks.each(lambda: (*_built(subject, job), spread_function(layout)))
+    model, spec, function = ranks.each(lambda: (*_build(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", parameters_of(model))
@@ -72,11 +74,11 @@ def _measured(subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceM
         spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))
     with ranks.alone():
-        start = StartingState(step.named)
+        start = StartingState(step.unwrapped_model)
         warm_up(step, start)
-        times = tuple(_timed(step, start, ranks) for _ in range(_TIMED_STEPS))
+        times = tuple(_time_step(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
-        allocated, counted = _allocated_by(step, start), median_count(step, start)
+        allocated, counted = _measure_allocated(step, start), median_count(step, start)
     measurement = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -93,7 +95,7 @@ def _measured(subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceM
     return RanksMeasured(ranks=tuple(ranks.all(lambda: measurement)), spec=spec, plan_digest=digest)
 
 
-def _built(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
+def _build(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
     """Build the model with the plan, on this rank's device, and its inputs; parameters on ``meta`` stay there."""
     loaded = load_model(subject.source)
     model = loaded.module
@@ -123,14 +125,14 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 
 
 def warm_up(step: Step, start: StartingState) -> None:
-    """Take two steps, in which the optimizer makes its state, and DDP its buckets, which it rebuilds in the second.
+    """Take two steps: the optimizer makes its state, and DDP makes its buckets and rebuilds them in the second.
 
     Raises :class:`StepError` if a step cannot be taken.
     """
-    step.settle(start)
+    step.find_scale(start)
     begin(step, start)
-    step.checked()
-    step.clip()
+    step.run_checked()
+    step.unscale_and_clip()
     step.update()
     begin(step, start)
     step.take()
@@ -145,19 +147,19 @@ def with_buckets(step: Step, start: StartingState) -> Step:
 def median_count(step: Step, start: StartingState) -> Counted:
     """Count the tensor peak of ``step`` a few times, and return the median."""
     counts = []
-    for _ in range(_COUNTS):
+    for _ in range(_COUNT_REPEATS):
         begin(step, start)
         counts.append(trace.count(step))
-    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNTS // 2]
+    return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
 
 
-def _allocated_by(step: Step, start: StartingState) -> Allocated:
+def _measure_allocated(step: Step, start: StartingState) -> Allocated:
     begin(step, start)
     held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
     return measure_allocated(step.take, step.settings.device, held_bytes)
 
 
-def _timed(step: Step, start: StartingState, ranks: Ranks) -> float:
+def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:
     begin(step, start)
     ranks.each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()

@@ -12,7 +12,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
-"""Samples of the small step: the least batch that two chunks divide unevenly, into 2 and 1."""
+"""Samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SmallStep:
 
 
 def small_step(bench: Bench) -> SmallStep | None:
-    """Take a small step of the original; ``None`` if no step may run on data, or only the full size works."""
+    """Take a small step of the original, or ``None`` if no step may run on data, or only the full size works."""
     if bench.subject.data == "none":
         return None
     bench.enter_start()

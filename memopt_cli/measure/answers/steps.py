@@ -16,7 +16,7 @@ from memopt_cli.training.step import Step
 Found = TypeVar("Found")
 
 HOLDERS = 40
-"""Number of modules that an answer names as holders of memory, at most."""
+"""Maximum number of modules that an answer names as holders of memory."""
 
 
 def allocated_by(bench: Bench, step: Step) -> Allocated:

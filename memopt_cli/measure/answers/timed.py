@@ -1,7 +1,7 @@
 """Measured steps on real data: time and memory of the step as described, under a plan, and at other sizes.
 
 A step is timed several times if it is short, and once after a warm-up if it is long.  A plan and the original are
-compared by steps taken in turns, since everything else that the machine does slows both of a pair.
+compared by steps taken in turns, since other work of the machine slows both steps of a pair.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
-from memopt_cli.measure.answers.workspaces import full_workspaces, metered
+from memopt_cli.measure.answers.workspaces import full_workspaces, workspaces_seen
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.records import (
     UPDATE_PHASES,
@@ -49,18 +49,19 @@ from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, sy
 from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
 from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
 
-_ENOUGH_S = 0.3
+_MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
-_BEYOND_DOUBT = 3
-"""Slowdown in the first turn, divided by the allowed one, beyond which a plan is not timed again."""
-_NEAR, _NEAR_TURNS = 0.05, 5
+_HOPELESS_FACTOR = 3
+"""Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
+_NEAR_SHARE, _NEAR_TURNS = 0.05, 5
 """A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
-gave 1.35, and those before and after 1.14 and 1.13, where 1.33 was allowed."""
+gave 1.35, and other turns 1.14 and 1.13, where 1.33 was allowed."""
 _MAX_TURNS, _MAX_LONG_TURNS = 12, 3
-"""Most turns of short steps, and of long ones, while the error leaves open on which side of the limit a plan is."""
-_LONG_S = 1.0
-"""Seconds from which a step is long: it is timed once, after a warm-up.  A measurement ignores the time of the step in
+"""Maximum number of turns of short steps, and of long steps, while the error leaves open whether a plan keeps the
+limit."""
+_LONG_STEP_S = 1.0
+"""Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
 
 
@@ -75,13 +76,13 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     started = time.monotonic()
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
-    is_long = job.warm_up and first_s >= _LONG_S
+    is_long = job.warm_up and first_s >= _LONG_STEP_S
     cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
     since = _clocks()
-    timed = _timed_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
-    waited = _waited(since, bench.settings.device)
+    timed = _time_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
+    waited = _waited_share(since, bench.settings.device)
     bench.enter_start()
-    # The operators of a long step are timed in the step that is counted anyway, those of a short one in further steps.
+    # The operators of a long step are timed in the step that is counted anyway; a short step is repeated for that.
     clock = trace.Clock(bench.settings.device) if is_long else None
     meter = trace.meter_on(bench.settings.device)
     with contextlib.ExitStack() as watched:
@@ -89,10 +90,10 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
             watched.enter_context(mode)
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
-    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
+    fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     not_as_planned = tuple(warnings_of(bench.model))
     if job.plan == ORIGINAL:
-        bench.remember(full_workspaces, metered(meter, allocated))
+        bench.remember(full_workspaces, workspaces_seen(meter, allocated))
         if clock is not None and clock.times:
             bench.remember(operator_times, clock.times)
     # Gradients stay allocated after a step.  If a step under a plan leaves more, a segment may keep tensors forever.
@@ -101,18 +102,18 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         _refuse_growth(bench, step)
     measurement = _measurement(bench, started, timed, counted, allocated)
     measurement = replace(measurement, step_times_s=(*cold, *measurement.step_times_s), waited=waited)
-    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned)
+    return Measured(measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned)
 
 
 def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     """Measure as :func:`_measure` does, but by the allocator alone: compiled code runs operators that nothing sees."""
     started = time.monotonic()
     step = bench.step()
-    broken = compile_step(bench, job.plan, step)
-    first_s, first = _first(bench, step)
-    timed = _timed_steps(bench, step, 1 if first_s >= _LONG_S else job.steps, phases=True)
+    graph_break = compile_step(bench, job.plan, step)
+    first_s, first = _take_first(bench, step)
+    timed = _time_steps(bench, step, 1 if first_s >= _LONG_STEP_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
-    printed = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
+    fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     counted = Counted(
         tensor_peak_bytes=allocated.peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
@@ -126,7 +127,9 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     )
     measurement = _measurement(bench, started, timed, counted, allocated)
     not_as_planned = tuple(warnings_of(bench.model))
-    return Measured(measurement=measurement, fingerprint=printed, not_as_planned=not_as_planned, broken=broken)
+    return Measured(
+        measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned, graph_break=graph_break
+    )
 
 
 def _measurement(
@@ -151,13 +154,13 @@ def _measurement(
 
 
 def _refuse_growth(bench: Bench, step: Step) -> None:
-    """Raise :class:`StepError` if steps under the plan each leave more memory than those of the original do.
+    """Raise :class:`StepError` if each step under the plan leaves more memory behind than a step of the original.
 
     The plan is removed from the model on the way.
     """
 
     def take() -> None:
-        _timed(bench, step)
+        _time_step(bench, step)
 
     device = bench.settings.device
     planned_bytes = growth(take, device)
@@ -174,7 +177,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
-    step, since, limit = bench.settled(bench.step()), _clocks(), job.most_slowdown
+    step, since, limit = bench.warmed_up(bench.step()), _clocks(), job.most_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
 
@@ -182,18 +185,18 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
         return list(zip(original, planned[plan], strict=False))
 
     def is_open(plan: int) -> bool:
-        least, most = (1, _MAX_LONG_TURNS) if original[0] >= _LONG_S else (job.turns, _MAX_TURNS)
+        least, most = (1, _MAX_LONG_TURNS) if original[0] >= _LONG_STEP_S else (job.turns, _MAX_TURNS)
         return _needs_more([sum(pair) for pair in pairs(plan)], least) or _is_near(pairs(plan), most, limit)
 
     hopeful = list(range(len(job.plans)))
     while not original or any(map(is_open, hopeful)):
-        original.append(_timed_in_turn(bench, step))
+        original.append(_time_in_turn(bench, step))
         for plan in hopeful:
-            with bench.planned(job.plans[plan]):
-                planned[plan].append(_timed_in_turn(bench, step))
+            with bench.with_plan(job.plans[plan]):
+                planned[plan].append(_time_in_turn(bench, step))
         if limit is not None:
-            hopeful = [n for n in hopeful if planned[n][0] <= _BEYOND_DOUBT * limit * original[0]]
-    waited = _waited(since, bench.settings.device)
+            hopeful = [n for n in hopeful if planned[n][0] <= _HOPELESS_FACTOR * limit * original[0]]
+    waited = _waited_share(since, bench.settings.device)
     return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
 
@@ -202,16 +205,16 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: flo
     if most_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
+    least = _NEAR_SHARE * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
     return abs(slowdown - most_slowdown) < max(least, error)
 
 
 def _clocks() -> tuple[float, float]:
-    """Return the seconds of the wall clock, and those in which this thread has run."""
+    """Return the seconds of the wall clock, and the seconds in which this thread has run."""
     return time.perf_counter(), time.thread_time()
 
 
-def _waited(since: tuple[float, float], device: str) -> float:
+def _waited_share(since: tuple[float, float], device: str) -> float:
     """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
 
     On a GPU the share is 0: the thread then waits for the device, which tells nothing of other processes.
@@ -220,15 +223,15 @@ def _waited(since: tuple[float, float], device: str) -> float:
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
-def _timed_in_turn(bench: Bench, step: Step) -> float:
+def _time_in_turn(bench: Bench, step: Step) -> float:
     """Return the seconds of ``step`` as the model is now: the shorter of two steps after a warm-up.
 
     The first step without a plan takes up to a tenth longer, since the plan's steps have left the allocator other free
     blocks.  The first step under a plan takes up to twice as long, since segments watch their first call.  Other work
     of the machine can only make a step longer, so the shorter one is nearer to the truth.
     """
-    _timed(bench, step)
-    return min(_timed(bench, step).step_s for _ in range(2))
+    _time_step(bench, step)
+    return min(_time_step(bench, step).step_s for _ in range(2))
 
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
@@ -241,27 +244,27 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
         compile_step(bench, job.plan, step)
     since = _clocks()
     with device_of(job.limit_bytes, bench.settings.device):
-        peak_bytes, step_s = probed(bench, step)
-    waited = _waited(since, bench.settings.device)
+        peak_bytes, step_s = measure_peak_and_time(bench, step)
+    waited = _waited_share(since, bench.settings.device)
     return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, waited=waited)
 
 
-def probed(bench: Bench, step: Step) -> tuple[int, float]:
+def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
-    bench.settle(step)
+    bench.find_scale(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
-        _timed(bench, step)  # the optimizer makes its state in its first update
+        _time_step(bench, step)  # the optimizer makes its state in its first update
     try:
         allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
-            step.checked()  # fails in the same way, with an error that names the module
+            step.run_checked()  # fails in the same way, with an error that names the module
         raise
     step.model.zero_grad(set_to_none=True)
-    if allocated.step_s >= _LONG_S:
+    if allocated.step_s >= _LONG_STEP_S:
         return allocated.peak_bytes, allocated.step_s
-    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _timed_steps(bench, step, 1))
+    return allocated.peak_bytes, statistics.median(timed.step_s for timed in _time_steps(bench, step, 1))
 
 
 @contextlib.contextmanager
@@ -288,13 +291,13 @@ def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
         never_called.pop(module, None)
 
     with module_hooks(bench.model, enter, lambda *_: None):
-        elapsed, printed = _first(bench, step)
+        seconds, fingerprints = _take_first(bench, step)
     if never_called:
         raise StepError(
             f"the plan makes a segment of '{min(never_called.values())}', but the step never calls that module",
             hint="Remove it from the plan.",
         )
-    return elapsed, printed
+    return seconds, fingerprints
 
 
 def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
@@ -305,35 +308,35 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
             if parameter.is_floating_point():
                 up = torch.empty(parameter.shape, dtype=parameter.dtype).bernoulli_(generator=generator)
                 parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up.to(parameter.device) - 1))
-        return _first(bench, bench.step())[1]
+        return _take_first(bench, bench.step())[1]
 
 
-def _first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     """Take a step with finite gradients, drop the gradients, and return the seconds and the results of the step."""
-    elapsed, printed = _taken(bench, step)
-    if not step.is_settled():
-        bench.settle(step)
-        elapsed, printed = _taken(bench, step)
+    seconds, fingerprints = _take_checked(bench, step)
+    if not step.has_scale():
+        bench.find_scale(step)
+        seconds, fingerprints = _take_checked(bench, step)
     bench.model.zero_grad(set_to_none=True)
-    return elapsed, printed
+    return seconds, fingerprints
 
 
-def _taken(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     seed_everything(bench.settings.seed)
     synchronize(bench.settings.device)
     started = time.perf_counter()
     updates: dict[str, Tensor | None] = {}
     if isinstance(step, OwnStep):
         used = UpdateGradients(step)
-        output = step.checked_while(used.collect)
+        output = step.run_checked_with(used.collect)
         updates |= used.gradients
     else:
-        output = step.checked()
-        step.clip()
+        output = step.run_checked()
+        step.unscale_and_clip()
         step.update()
     synchronize(bench.settings.device)
-    elapsed = time.perf_counter() - started
-    return elapsed, fingerprint(tensors_left(bench.model, output) | updates)
+    seconds = time.perf_counter() - started
+    return seconds, fingerprint(tensors_left(bench.model, output) | updates)
 
 
 @dataclass(slots=True)
@@ -372,7 +375,7 @@ class _Timed:
         return time.perf_counter()
 
 
-def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
+def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     """Time ``step``; with ``phases``, also its update alone, for which it waits for the device before and after."""
     bench.begin(step)
     timed = _Timed(bench.settings.device)
@@ -383,16 +386,16 @@ def _timed(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     return timed
 
 
-def _timed_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
+def _time_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
     """Time ``step`` at least ``least`` times, and a step that is short more often."""
     steps: list[_Timed] = []
     while _needs_more([timed.step_s for timed in steps], least):
-        steps.append(_timed(bench, step, phases=phases))
+        steps.append(_time_step(bench, step, phases=phases))
     return steps
 
 
 def _needs_more(times: Sequence[float], least: int) -> bool:
-    return len(times) < least or (0 < sum(times) < _ENOUGH_S and len(times) < _MAX_STEPS)
+    return len(times) < least or (0 < sum(times) < _MIN_TIMED_S and len(times) < _MAX_STEPS)
 
 
 def _process_peak_bytes() -> int:

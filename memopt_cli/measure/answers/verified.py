@@ -1,4 +1,4 @@
-"""Answers to the jobs that verify a plan against the original, and that find small sizes to verify it at."""
+"""Answers to the jobs that verify a plan against the original, and that find small sizes for verifying."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from memopt_cli.verification.updates import compare_updates
 
 
 def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
-    """Find, by forwards under the plan of ``job``, the least sizes at which every segment runs in all its chunks."""
+    """Find, by forwards under the plan of ``job``, the smallest sizes at which every segment runs in all its chunks."""
     spec = bench.subject.spec
     full_sizes = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
     chunked = sum(segment.chunks > 1 for segment in job.plan.everywhere)
 
     def observe(sizes: Mapping[str, int]) -> Mapping[int, Cut]:
         forget_unsafe(bench.model)  # a module that could not run in chunks at other sizes may at these
-        step = bench.resized(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
-        with bench.planned(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
+        step = bench.step_at(sizes[BATCH], {name: size for name, size in sizes.items() if name != BATCH})
+        with bench.with_plan(job.plan.of_model), recorded_cuts() as cuts, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # small sizes warn that there are fewer chunks than the plan has
-            step.reach_loss()
+            step.run_to_loss()
         if len(cuts) < chunked:
             raise StepError(f"of {chunked} segments that are to run in chunks, {len(cuts)} did")
         return cuts
@@ -51,8 +51,8 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
 
 def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     """Verify the plan of ``job`` at its sizes; a plan with an optimizer in backward also in a few updates."""
-    trained = bench.resized(job.batch, job.dims)
-    bench.settle(trained)
+    trained = bench.step_at(job.batch, job.dims)
+    bench.find_scale(trained)
     step, plan = replace(trained, optimizer=None), job.plan.of_model
     described = bench.subject.spec.dims
 
@@ -70,8 +70,8 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
         remove_segments,
         batch=job.batch,
         full_size=job.batch == bench.batch and job.dims.items() <= described.items(),
-        resize=resize if job.further else None,
-        asked_s=job.asked_s,
+        resize=resize if job.further_steps else None,
+        original_step_s=job.original_step_s,
     )
     dims = {**described, **job.dims}
     dims.pop(BATCH, None)
@@ -81,7 +81,7 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     )
 
 
-def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:
+def _with_updates(step: Step, plan: Plan, verification: Verification) -> Verification:
     def install(model: nn.Module, optimizer: Optimizer) -> None:
         check_steps_alone(optimizer)
         apply_plan(model, plan, optimizer)
@@ -89,13 +89,13 @@ def _with_updates(step: Step, plan: Plan, found: Verification) -> Verification:
     def install_plain(model: nn.Module, optimizer: Optimizer) -> None:
         apply_plan(model, plan.of_model)
 
-    check, updates = compare_updates(step, install_plain, install, batch=found.batch)
-    further = (*found.further, check)
+    check, updates = compare_updates(step, install_plain, install, batch=verification.batch)
+    further = (*verification.further, check)
     if not updates.worst.name:
-        return replace(found, further=further)
+        return replace(verification, further=further)
     worst = updates.worst
     return replace(
-        found,
+        verification,
         further=further,
         passed=False,
         worst_name=worst.name,

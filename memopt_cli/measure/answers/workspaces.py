@@ -20,16 +20,16 @@ from memopt_cli.training.step import Step, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
-    """Return the workspaces for steps under ``plan``: those of the original at full size, or estimates."""
-    workspaces = bench.known(full_workspaces)
+    """Return the workspaces for steps under ``plan``: measured on the original at full size, or estimated."""
+    workspaces = bench.fact(full_workspaces)
     if workspaces is None:
-        return bench.known(_estimated)
-    return bench.known(_growing) if plan.has_chunks else workspaces
+        return bench.fact(_estimate)
+    return bench.fact(_with_growth) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
-    """Return the workspaces of the original at full size; ``None`` if that step must not run, or does not fit."""
-    return bench.at_full_size(functools.partial(_workspaces_by, bench))
+    """Return the workspaces of the original at full size, or ``None`` if that step must not run, or does not fit."""
+    return bench.run_at_full_size(functools.partial(_workspaces_by, bench))
 
 
 def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
@@ -37,29 +37,29 @@ def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
     if meter is not None:
         with meter:
             take_from_start(bench, step, lambda step: step.take())
-    return metered(meter, allocated_by(bench, step))
+    return workspaces_seen(meter, allocated_by(bench, step))
 
 
-def metered(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
-    """Return the workspaces that ``meter`` saw, with the bytes that libraries keep; ``None``: the profiler's."""
+def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
+    """Return the workspaces that ``meter`` saw, or without it the profiler's, with the bytes that libraries keep."""
     workspaces = allocated.workspaces
     return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)
 
 
-def _growing(bench: Bench) -> Workspaces:
+def _with_growth(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
-    workspaces = bench.known(full_workspaces)
+    workspaces = bench.fact(full_workspaces)
     assert workspaces is not None
     return workspaces.pair_with(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step; empty if there is none."""
-    small = bench.known(small_step)
+    """Return the workspaces of the small step, or empty if there is none."""
+    small = bench.fact(small_step)
     return small.workspaces if small else Workspaces()
 
 
-def _estimated(bench: Bench) -> Workspaces:
+def _estimate(bench: Bench) -> Workspaces:
     """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
     workspaces = _of_small_step(bench)
     if workspaces == Workspaces() or bench.batch < SMALL_BATCH:

@@ -80,18 +80,18 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return both masks as one to add to the scores, (models, images, heads, L, S); ``None`` if there are none."""
+    """Return the sum of both masks, to add to the scores, (models, images, heads, L, S).  ``None``: no masks."""
     masks = []
     if attn_mask is not None:
-        mask = _added(attn_mask, q)
+        mask = _additive_mask(attn_mask, q)
         per_head = mask.dim() == 4  # (models, images·heads, L, S)
         masks.append(torch.unflatten(mask, 1, q.shape[1:3]) if per_head else mask[:, None, None])
     if key_padding_mask is not None:
-        masks.append(_added(key_padding_mask, q)[:, :, None, None])
+        masks.append(_additive_mask(key_padding_mask, q)[:, :, None, None])
     return sum(masks[1:], masks[0]) if masks else None
 
 
-def _added(mask: Tensor, q: Tensor) -> Tensor:
+def _additive_mask(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(q.dtype)
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, -torch.inf)
@@ -137,14 +137,14 @@ def decoder_layer(
     memory_is_causal: bool = False,
 ) -> Any:
     """Compute ``nn.TransformerDecoderLayer.forward``."""
-    own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-    other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+    self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+    cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
     if layer.norm_first:
-        tgt = tgt + self_attention(layer, layer.norm1(tgt), *own)
-        tgt = tgt + cross_attention(layer, layer.norm2(tgt), *other)
+        tgt = tgt + self_attention(layer, layer.norm1(tgt), *self_args)
+        tgt = tgt + cross_attention(layer, layer.norm2(tgt), *cross_args)
         return tgt + feed_forward(layer, layer.norm3(tgt))
-    tgt = layer.norm1(tgt + self_attention(layer, tgt, *own))
-    tgt = layer.norm2(tgt + cross_attention(layer, tgt, *other))
+    tgt = layer.norm1(tgt + self_attention(layer, tgt, *self_args))
+    tgt = layer.norm2(tgt + cross_attention(layer, tgt, *cross_args))
     return layer.norm3(tgt + feed_forward(layer, tgt))
 
 

@@ -25,9 +25,9 @@ class Call:
     name: str
     function: Callable[..., Any]
     args: Any
-    """For each positional argument, nested as the arguments are: whether it is batched; ``None`` for a constant."""
+    """For each positional argument, nested as the arguments are: whether it is batched.  ``None``: a constant."""
     kwargs: Any
-    """For each keyword argument, by name: whether it is batched; ``None`` for a constant."""
+    """For each keyword argument, by name: whether it is batched.  ``None``: a constant."""
 
     def mapped(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with ``args`` and ``kwargs`` under ``vmap``."""
@@ -64,9 +64,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def shape_query(name: str) -> Callable[..., Any] | None:
-    """Return the function that computes ``name``, such as ``size``, of one model's tensor from that of all models.
+    """Return the function that computes ``name``, such as ``size``, for one model from the tensor of all models.
 
-    Return ``None`` if ``name`` reads more than a shape, a dtype or a device, which are the same for every model.
+    ``None``: ``name`` reads more than a shape, a dtype or a device, which are the same for every model.
     """
     return _QUERIES.get(name)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Kernels = dict[type[nn.Module], Callable[..., Any]]
-"""Type of a module -> a function of the stacked module, whose parameters are (models, …), and of inputs (models, …)."""
+"""Type of a module -> a function of the stacked module, with parameters (models, …), and of inputs (models, …)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -25,8 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product_with(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``rows`` (models, n, in) times ``weight`` (models, out, in) transposed, plus ``bias``: (models, n, out).
 
-    Either way one tensor comes out transposed in memory, and costs a copy: the weight's gradient, when it is
-    accumulated, or the product, when a later kernel needs it contiguous.  The way with the smaller tensor is chosen.
+    There are two ways.  Each leaves one tensor transposed in memory, which costs a copy: the weight's gradient, when it
+    is accumulated, or the product, when a later kernel needs it contiguous.  The way with the smaller tensor is chosen.
     """
     if rows.shape[1] <= weight.shape[2]:
         return torch.bmm(weight, rows.mT).mT if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, rows.mT).mT
@@ -46,11 +46,11 @@ def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     models, words = module.weight.shape[:2]
     offsets = torch.arange(models, device=ids.device).mul_(words).view(-1, *[1] * (ids.dim() - 1))
     options = module.max_norm, module.norm_type, module.scale_grad_by_freq
-    found = F.embedding(ids + offsets, module.weight.flatten(0, 1), None, *options)
+    vectors = F.embedding(ids + offsets, module.weight.flatten(0, 1), None, *options)
     if module.padding_idx is None:
-        return found
+        return vectors
     is_padding = (ids == module.padding_idx % words).unsqueeze(-1)
-    return torch.where(is_padding, found.detach(), found)
+    return torch.where(is_padding, vectors.detach(), vectors)
 
 
 KERNELS: Kernels = {nn.Linear: _linear, nn.Embedding: _embedding}

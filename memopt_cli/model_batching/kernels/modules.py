@@ -32,7 +32,7 @@ KERNELS: Kernels = {
 
 
 def kernel_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the kernel of ``module``; ``None`` if there is none for its class and settings."""
+    """Return the kernel of ``module``.  ``None``: there is no kernel for its class and settings."""
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return None
     return KERNELS.get(type(module))
@@ -55,11 +55,13 @@ def mapped(module: nn.Module) -> Callable[..., Any]:
         nonlocal has_run
         state = dict(module.named_parameters()) | dict(module.named_buffers())
 
-        def one(tensors: dict[str, Tensor], given: Any, named: Any) -> Any:
-            return functional_call(module, tensors, given, named) if state else module(*given, **named)
+        def run_model(tensors: dict[str, Tensor], model_args: Any, model_kwargs: Any) -> Any:
+            if not state:
+                return module(*model_args, **model_kwargs)
+            return functional_call(module, tensors, model_args, model_kwargs)
 
         axes = tuple(_axis(a) for a in args), {key: _axis(a) for key, a in kwargs.items()}
-        output = map_models(one, (0 if state else None, *axes), state, args, kwargs)
+        output = map_models(run_model, (0 if state else None, *axes), state, args, kwargs)
         if not has_run:
             refuse_kept_tensors(module)
             has_run = True

@@ -14,7 +14,7 @@ from memopt_cli.model_batching.kernels.linear import Kernels, linear, product_wi
 State = tuple[Tensor, ...]
 """Hidden state of one direction of a layer: h, and c for an LSTM; each (models, images, size)."""
 Advance = Callable[[Tensor, State], State]
-"""Function of the projected input of a time step, (models, images, gates), and the state before it -> that after it."""
+"""Function of the projected input of a time step, (models, images, gates), and the old state; returns the new state."""
 
 
 def _lstm_step(w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None = None) -> Advance:
@@ -63,7 +63,7 @@ def _step_of(module: Any) -> Callable[..., Advance]:
 
 
 def _input_bias(module: Any, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor | None:
-    """Return the bias that is added to all time steps at once: ``b_ih``, and ``b_hh`` but for a GRU, which gates it."""
+    """Return the bias of all time steps: ``b_ih`` plus ``b_hh``, or only ``b_ih`` for a GRU, which gates ``b_hh``."""
     if b_ih is None or b_hh is None or isinstance(module, nn.GRU | nn.GRUCell):
         return b_ih
     return b_ih + b_hh
@@ -128,9 +128,9 @@ def _cell(module: Any, x: Tensor, hx: Any = None) -> Any:
         return _map_state(lambda t: t.squeeze(1), _cell(module, x.unsqueeze(1), state))
     zero = x.new_zeros(*x.shape[:2], module.hidden_size)
     is_lstm = isinstance(module, nn.LSTMCell)
-    given: Any = hx if hx is not None else ((zero, zero) if is_lstm else zero)
+    start: Any = hx if hx is not None else ((zero, zero) if is_lstm else zero)
     projected = linear(x, module.weight_ih, _input_bias(module, module.bias_ih, module.bias_hh))
-    states = tuple(t.to(projected.dtype) for t in (given if is_lstm else (given,)))
+    states = tuple(t.to(projected.dtype) for t in (start if is_lstm else (start,)))
     after = _step_of(module)(module.weight_hh, module.bias_hh)(projected, states)
     return after if is_lstm else after[0]
 

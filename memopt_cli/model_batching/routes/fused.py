@@ -71,7 +71,7 @@ class FusedModule(nn.Module):
         key = _key(skeleton)
         if key not in self._graphs:
             graph, entry = _trace(self.source, skeleton, len(tensors))
-            fused = _Fusion(self.source, entry, self._models).of(graph)
+            fused = _GraphFusion(self.source, entry, self._models).rewrite(graph)
             self._graphs[key] = fx.GraphModule(nn.Module(), fused).forward
         return self._graphs[key](tensors)
 
@@ -134,7 +134,7 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         substitute = TRACEABLE.get(type(m))
-        before, stack = _last_node(self.graph), self.module_stack.copy()
+        last_node, stack = _last_node(self.graph), self.module_stack.copy()
         try:
             return substitute(m, *args, **kwargs) if substitute else super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -142,8 +142,8 @@ class _Tracer(fx.Tracer):
                 raise
             # Erase the nodes that tracing made before it failed, and make the whole module one node.
             self.module_stack = stack
-            while (last := _last_node(self.graph)) is not before and last is not None:
-                self.graph.erase_node(last)
+            while (node := _last_node(self.graph)) is not last_node and node is not None:
+                self.graph.erase_node(node)
             return self.create_proxy("call_module", path, args, kwargs)
 
 
@@ -154,7 +154,7 @@ def _last_node(graph: fx.Graph) -> fx.Node | None:
 def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.Module]:
     """Return the graph of ``source`` and the module that was traced.
 
-    That is a copy which shares the tensors, since tracing runs the model's own code, which may set attributes.
+    The traced module is a copy with the same tensors, since tracing runs the model's code, which may set attributes.
     """
     shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
@@ -189,10 +189,10 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- fusing
 
 
-class _Fusion:
+class _GraphFusion:
     """The rewriting of one graph, node by node.
 
-    Each method ``_<op>`` returns, for a node of that kind, whether its value is batched, and its new node.
+    Each method ``_<op>`` rewrites a node of that kind, and returns whether its value is batched, and the new node.
     """
 
     def __init__(self, source: nn.Module, entry: nn.Module, models: int) -> None:
@@ -200,14 +200,14 @@ class _Fusion:
         self._entry = entry
         self._models = models
         self._graph = fx.Graph()
-        self._new: dict[fx.Node, fx.Node] = {}
-        self._batched: dict[fx.Node, bool] = {}
-        self._stacked = {id(slot.tensor) for slot in slots_of(source)}
+        self._new_nodes: dict[fx.Node, fx.Node] = {}
+        self._is_batched: dict[fx.Node, bool] = {}
+        self._stacked_ids = {id(slot.tensor) for slot in slots_of(source)}
 
-    def of(self, graph: fx.Graph) -> fx.Graph:
+    def rewrite(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` rewritten so that it runs all models."""
         for node in graph.nodes:
-            self._batched[node], self._new[node] = getattr(self, f"_{node.op}")(node)
+            self._is_batched[node], self._new_nodes[node] = getattr(self, f"_{node.op}")(node)
         return self._graph
 
     def _placeholder(self, node: fx.Node) -> tuple[bool, fx.Node]:
@@ -216,7 +216,7 @@ class _Fusion:
     def _output(self, node: fx.Node) -> tuple[bool, fx.Node]:
         (value,) = self._flags(node.args)
         spread = functools.partial(_spread, self._models)
-        batched = self._emit(node, spread, (self._moved(node.args[0]), value), {})
+        batched = self._emit(node, spread, (self._map_nodes(node.args[0]), value), {})
         return True, self._graph.output(batched)
 
     def _get_attr(self, node: fx.Node) -> tuple[bool, fx.Node]:
@@ -226,10 +226,10 @@ class _Fusion:
         try:
             read = functools.partial(getattr, self._source.get_submodule(inner), name)
             tensor = read()
-        except AttributeError:  # made by the model's code while it was traced, hence a constant
+        except AttributeError:  # a constant, which the model's code made while it was traced
             tensor = functools.reduce(getattr, path.split("."), self._entry)
-            read = functools.partial(_identity, tensor)
-        return id(tensor) in self._stacked, self._emit(node, read, (), {})
+            return id(tensor) in self._stacked_ids, self._emit(node, lambda: tensor, (), {})
+        return id(tensor) in self._stacked_ids, self._emit(node, read, (), {})
 
     def _call_module(self, node: fx.Node) -> tuple[bool, fx.Node]:
         path = str(node.target).removeprefix("model").removeprefix(".")
@@ -237,23 +237,23 @@ class _Fusion:
         flags = self._flags(node.args), self._flags(node.kwargs)
         run = self._module_operation(module, path)
         if False in tree_leaves(flags):
-            run = functools.partial(_on_batched, run, self._models, flags)
-        return True, self._emit(node, run, self._moved(node.args), self._moved(node.kwargs))
+            run = functools.partial(_run_batched, run, self._models, flags)
+        return True, self._emit(node, run, self._map_nodes(node.args), self._map_nodes(node.kwargs))
 
     def _call_function(self, node: fx.Node) -> tuple[bool, fx.Node]:
         assert callable(node.target)
         return self._call(node, getattr(node.target, "__name__", str(node.target)), node.target)
 
     def _call_method(self, node: fx.Node) -> tuple[bool, fx.Node]:
-        return self._call(node, str(node.target), functools.partial(_method, str(node.target)))
+        return self._call(node, str(node.target), functools.partial(_call_method, str(node.target)))
 
     def _call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
         call = Call(name, function, self._flags(node.args), self._flags(node.kwargs))
-        args, kwargs = self._moved(node.args), self._moved(node.kwargs)
+        args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if True not in tree_leaves((call.args, call.kwargs)):
-            if name in _RANDOM:
+            if name in _RANDOM_FUNCTIONS:
                 raise Refused(
-                    f"{name} draws numbers whose shape depends on no input: they would be equal in all models"
+                    f"{name} draws numbers whose shape depends on no input, so that they would be equal in all models"
                 )
             return False, self._emit(node, function, args, kwargs)
         if name == "getattr" and (query := shape_query(str(node.args[1]))):
@@ -278,9 +278,9 @@ class _Fusion:
         return functools.partial(kernel, module)
 
     def _flags(self, value: Any) -> Any:
-        """Return ``value`` with each node replaced by whether it is batched, and each constant by ``None``."""
+        """Return ``value`` with each node replaced by whether it is batched.  ``None`` replaces a constant."""
         if isinstance(value, fx.Node):
-            return self._batched[value]
+            return self._is_batched[value]
         if isinstance(value, dict):
             return {key: self._flags(v) for key, v in value.items()}
         if isinstance(value, tuple | list):
@@ -289,8 +289,8 @@ class _Fusion:
             return any(tree_leaves(self._flags((value.start, value.stop, value.step)))) or None
         return None
 
-    def _moved(self, value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: self._new[node])
+    def _map_nodes(self, value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: self._new_nodes[node])
 
     def _emit(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         operation = functools.partial(run)  # a new object for each node, since generated code finds it by its name
@@ -298,11 +298,14 @@ class _Fusion:
         return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
 
 
-_RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
+_RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
 
 
 def _fused_segment(module: nn.Module, models: int) -> nn.Module:
-    """Return ``module``, a segment, as a segment of fused kernels; its chunks' axis moves by one, behind the models."""
+    """Return ``module``, a segment, as a segment of fused kernels.
+
+    The axis of its chunks moves by one, since the models are dimension 0.
+    """
     config = settings_of(module)
     assert isinstance(config, SegmentConfig)
     plain = copy.copy(module)
@@ -313,13 +316,13 @@ def _fused_segment(module: nn.Module, models: int) -> nn.Module:
     return fused
 
 
-def _on_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _spread(models, (args, kwargs), flags)
     return run(*args, **kwargs)
 
 
 def _spread(models: int, value: Any, flags: Any) -> Any:
-    """Return ``value`` with every tensor that ``flags`` say is not batched expanded to ``models`` models."""
+    """Return ``value`` with each tensor that is not batched, by its flag, expanded to ``models`` models."""
     if isinstance(value, Tensor):
         return value if flags else value.expand(models, *value.shape)
     if isinstance(flags, dict):
@@ -329,9 +332,5 @@ def _spread(models: int, value: Any, flags: Any) -> Any:
     return value
 
 
-def _method(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_method(name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(tensor, name)(*args, **kwargs)
-
-
-def _identity(value: Any) -> Any:
-    return value

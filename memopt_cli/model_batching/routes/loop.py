@@ -18,22 +18,22 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 @dataclass(frozen=True, slots=True)
 class _Lending:
-    """A stacked tensor, of which each model gets its part for a call."""
+    """A stacked tensor, which lends each model its part for a call."""
 
     slot: Slot
-    shared: bool
+    is_shared: bool
     """Whether all models get the same tensor."""
-    written: bool
+    is_written: bool
     """Whether forward may write the tensor in place."""
 
     def views(self, models: int) -> Sequence[Tensor]:
         """Return a view of the tensor for each of ``models`` models."""
         tensor = self.slot.tensor
-        if self.shared:
+        if self.is_shared:
             return [tensor] * models
-        # ``unbind`` is better: its backward makes the whole gradient by one stack.  But autograd forbids in-place
+        # ``unbind`` is faster, since its backward makes the whole gradient by one stack.  But autograd forbids in-place
         # writes to its outputs.
-        return [tensor[g] for g in range(models)] if self.written else tensor.unbind(0)
+        return [tensor[g] for g in range(models)] if self.is_written else tensor.unbind(0)
 
 
 class LoopRoute:
@@ -46,14 +46,15 @@ class LoopRoute:
     def __init__(self, tree: nn.Module, models: int) -> None:
         shared = shared_names(tree)
         # An embedding's ``max_norm`` writes its weight in forward.
-        written = {id(m.weight) for m in tree.modules() if getattr(m, "max_norm", None) is not None}
-        self._stacked = [
-            _Lending(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written) for slot in slots_of(tree)
+        written_ids = {id(m.weight) for m in tree.modules() if getattr(m, "max_norm", None) is not None}
+        self._lendings = [
+            _Lending(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written_ids)
+            for slot in slots_of(tree)
         ]
         self._models = [placeholder_copy(tree) for _ in range(models)]
         self._slots = [{slot.name: slot for slot in slots_of(model)} for model in self._models]
         self._recurrent = [[m for m in model.modules() if isinstance(m, nn.RNNBase)] for model in self._models]
-        self._starts = [ModuleState(model) for model in self._models]
+        self._start_states = [ModuleState(model) for model in self._models]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
@@ -62,22 +63,22 @@ class LoopRoute:
         pieces = zip(*(t.unbind(0) for t in tensors), strict=True) if tensors else [()] * len(self._models)
         outputs = []
         for model, piece in zip(self._models, pieces, strict=True):
-            given, named = join_tensors(piece, skeleton)
-            outputs.append(model(*given, **named))
+            model_args, model_kwargs = join_tensors(piece, skeleton)
+            outputs.append(model(*model_args, **model_kwargs))
         self._take_back(lent)
         return stack_outputs(outputs)
 
     def reset(self) -> None:
-        """Put the modules back to the attributes that they had when the route was made."""
-        for start in self._starts:
-            start.restore()
+        """Restore the attributes that the modules had when the route was made."""
+        for state in self._start_states:
+            state.restore()
 
     def _lend(self) -> list[tuple[Slot, Sequence[Tensor]]]:
         views: dict[int, Sequence[Tensor]] = {}
-        for lending in self._stacked:
+        for lending in self._lendings:
             key = id(lending.slot.tensor)
             views[key] = views.get(key) or lending.views(len(self._models))
-        lent = [(lending.slot, views[id(lending.slot.tensor)]) for lending in self._stacked]
+        lent = [(lending.slot, views[id(lending.slot.tensor)]) for lending in self._lendings]
         for slot, pieces in lent:
             for slots, piece in zip(self._slots, pieces, strict=True):
                 slots[slot.name].tensors[slot.key] = piece
@@ -86,11 +87,11 @@ class LoopRoute:
         return lent
 
     def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:
-        """Stack buffers that a model has replaced by new tensors; one written in place, in a view, is up to date."""
+        """Stack buffers that a model has replaced by new tensors; a buffer written in place needs nothing."""
         for slot, pieces in lent:
-            now = [slots[slot.name].tensor for slots in self._slots]
-            if slot.is_buffer and any(new is not old for new, old in zip(now, pieces, strict=True)):
-                slot.tensors[slot.key] = torch.stack(now)
+            new_tensors = [slots[slot.name].tensor for slots in self._slots]
+            if slot.is_buffer and any(new is not old for new, old in zip(new_tensors, pieces, strict=True)):
+                slot.tensors[slot.key] = torch.stack(new_tensors)
 
 
 def stack_outputs(outputs: list[Any]) -> Any:

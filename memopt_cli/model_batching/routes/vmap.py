@@ -23,18 +23,18 @@ class VmapRoute(Route):
         self._axes = {slot.name: None if slot.name in shared else 0 for slot in self._slots}
         self._models = models
         self._model = placeholder_copy(tree)
-        self._ran = False
+        self._has_run = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         tensors, skeleton = split_tensors((args, kwargs))
 
-        def one(state: dict[str, Tensor], given: list[Tensor]) -> Any:
-            return functional_call(self._model, state, *join_tensors(given, skeleton), tie_weights=False)
+        def run_model(state: dict[str, Tensor], pieces: list[Tensor]) -> Any:
+            return functional_call(self._model, state, *join_tensors(pieces, skeleton), tie_weights=False)
 
         state = {slot.name: slot.tensor for slot in self._slots}
-        output = map_models(one, (self._axes, 0), state, tensors)
-        if not self._ran:
+        output = map_models(run_model, (self._axes, 0), state, tensors)
+        if not self._has_run:
             refuse_kept_tensors(self._model)
-            self._ran = True
+            self._has_run = True
         return output

@@ -231,11 +231,11 @@ def _point(steps: int, run: BatchProbe | None, line: tuple[float, float] | None)
 
 
 def _run_online(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> BatchProbe | Failure:
-    return session().ask(OnlineJob(rule=rule, symbol=symbol, steps=steps))
+    return session().ask(OnlineJob(rule=rule, symbol=symbol, time_steps=steps))
 
 
 def _agreement(session: Sessions, rule: OnlineRule, symbol: str, steps: int) -> tuple[bool | None, str]:
-    agreement = session().ask(AgreementJob(rule=rule, symbol=symbol, steps=steps))
+    agreement = session().ask(AgreementJob(rule=rule, symbol=symbol, time_steps=steps))
     if not isinstance(agreement, GradientAgreement):
         return None, f"its gradient could not be compared: {describe(agreement)}"
     if agreement.exact:

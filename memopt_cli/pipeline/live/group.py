@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.records import Plan
-from memopt_cli.training.apply import apply_plan, plan_of, put_back, taken_off
+from memopt_cli.training.apply import apply_plan, plan_of, restoring_plan, without_plan
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ def on_every_rank(
     if group is None:
         return optimize()
     ranks_of, parameters_of = _sharded(group)
-    with ranks_of(group, _LIMIT) as ranks, put_back(model):
+    with ranks_of(group, _LIMIT) as ranks, restoring_plan(model):
         ranks.require_same("model", parameters_of(model))
         result: Result = ranks.first(optimize)
         ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(result) or Plan()))
@@ -39,7 +39,7 @@ def on_every_rank(
 
 
 def _replace(model: nn.Module, plan: Plan) -> None:
-    with taken_off(model):
+    with without_plan(model):
         apply_plan(model, plan.of_model)
 
 

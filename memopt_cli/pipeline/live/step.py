@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from memopt_cli.loading.factory import step_made
+from memopt_cli.loading.factory import make_step
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import undisturbed
 from memopt_cli.measure.reach import main_script, unreachable
@@ -27,11 +27,11 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
     in this process, and a note says why.
-    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`step_made` raises.
+    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`make_step` raises.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _obstacle(make, name)
-    make_step = functools.partial(step_made, make, name)
+    make_again = functools.partial(make_step, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
         save_inputs(inputs, input_file)
@@ -39,7 +39,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
         spec = InputSpec(data_file=str(input_file), source="inputs")
         with undisturbed():
             subject = Subject(source=source, spec=spec, settings=settings)
-            prepared = prepare_here(subject, STEP, lambda: StepModels(make_step(), make_step), obstacle)
+            prepared = prepare_here(subject, STEP, lambda: StepModels(make_again(), make_again), obstacle)
         yield prepared
 
 

@@ -11,7 +11,7 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.files.outputs import check_outputs
 from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.devices import resolve_device
-from memopt_cli.measure.jobs import ORIGINAL, GroupJob, InGroup, Subject
+from memopt_cli.measure.jobs import ORIGINAL, GroupJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prediction import predicted_ranks
@@ -95,12 +95,12 @@ def _measure_in_group(request: MeasureRequest, plan: Plan, progress: Progress) -
     subject = Subject(source=request.source, settings=request.settings, layout=request.layout, rank=request.rank)
     with Session(subject, request.timeout_s) as session:
         answer = session.ask(GroupJob(plan=plan, spec=request.spec, timeout_s=request.timeout_s))
-    if not isinstance(answer, InGroup):
+    if not isinstance(answer, RanksMeasured | RankLost):
         context = f"rank {request.rank} of {request.layout.ranks}: "  # a failed step names its rank itself
         raise_failure(answer, "" if isinstance(answer, StepFailed) else context)
-    if isinstance(answer.outcome, RankLost):
-        raise RankLostError(answer.outcome.reason, hint=answer.outcome.hint)
-    return answer.outcome
+    if isinstance(answer, RankLost):
+        raise RankLostError(answer.reason, hint=answer.hint)
+    return answer
 
 
 def _predict_first_rank(

@@ -113,15 +113,15 @@ def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep 
         backend=plan.compile.backend,
         allocated_peak_bytes=measured.measurement.allocated_peak_bytes,
         step_s=measured.measurement.step_s,
-        broken=measured.broken,
+        broken=measured.graph_break,
     )
 
 
 def broken_notes(measured: Measured) -> tuple[str, ...]:
     """Return a note on why the compiled model of a measurement is not one graph; empty if it is."""
-    if not measured.broken:
+    if not measured.graph_break:
         return ()
-    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {measured.broken}.",)
+    return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {measured.graph_break}.",)
 
 
 def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str]) -> Measurement | OutOfMemory:

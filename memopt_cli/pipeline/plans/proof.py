@@ -158,7 +158,7 @@ class Prover:
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:
-                answer = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further=True))
+                answer = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further_steps=True))
                 return answer if isinstance(answer, Verification) else None
 
             return agreeing_part(plan, verify)

@@ -1,1 +1,1 @@
-"""A model spread over many ranks: those of a real process group, or one rank of a fake group in this process."""
+"""A model spread over many ranks, of a real process group or of a fake group in this process."""

@@ -51,13 +51,13 @@ class Ranks:
             result = do()
         except BaseException as err:  # also Ctrl-C: the other ranks would wait for this one
             error = err
-        failures = {rank: sent for rank, sent in enumerate(self._gathered(_as_sent(error))) if sent is not None}
+        failures = {rank: sent for rank, sent in enumerate(self._gather(_as_sent(error))) if sent is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
             raise error
         if failures:
             first, failure = next(iter(failures.items()))
             alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else _named(failure, first, self.count)  # alike on all ranks: no rank is to blame
+            raise failure if alike else _with_rank(failure, first, self.count)  # alike on all: blame no rank
         return result
 
     @contextlib.contextmanager
@@ -72,24 +72,24 @@ class Ranks:
         except RankLostError:
             raise
         except MemoptError as err:
-            raise _named(err, self.rank, self.count) from err
+            raise _with_rank(err, self.rank, self.count) from err
         except Exception as err:
             if is_out_of_memory(err) or _is_of_lost_rank(err):
                 raise
-            raise _named(StepError(first_line(err)), self.rank, self.count) from err
+            raise _with_rank(StepError(first_line(err)), self.rank, self.count) from err
 
     def all(self, do: Callable[[], Result]) -> list[Result]:
         """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
-        return self._gathered(self.each(do))
+        return self._gather(self.each(do))
 
-    def _gathered(self, mine: Result) -> list[Result]:
+    def _gather(self, mine: Result) -> list[Result]:
         results: list[Any] = [None] * self.count
         with reporting_lost_ranks():
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
     def first(self, do: Callable[[], Result]) -> Result:
-        """Call ``do`` on rank 0 alone, and return its result on all ranks.  Raises like :meth:`each`."""
+        """Call ``do`` only on rank 0, and return its result on all ranks.  Raises like :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def require_same(self, what: str, value: Any) -> str:
@@ -126,7 +126,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 @contextlib.contextmanager
 def reporting_lost_ranks() -> Iterator[None]:
-    """Raise a :class:`RankLostError` in place of a backend's error in the block that means that a rank is gone."""
+    """Raise a :class:`RankLostError` where a backend's error in the block means that a rank is gone."""
     try:
         yield
     except Exception as error:
@@ -134,16 +134,16 @@ def reporting_lost_ranks() -> Iterator[None]:
             raise
         raise RankLostError(
             f"another rank has ended, or does not answer: {first_line(error)}",
-            hint="See the output of that rank, or the log of its process, for the reason.",
+            hint="The output of that rank, or the log of its process, has the reason.",
         ) from error
 
 
-def _named(error: MemoptError, rank: int, ranks: int) -> MemoptError:
+def _with_rank(error: MemoptError, rank: int, ranks: int) -> MemoptError:
     return type(error)(f"rank {rank} of {ranks}: {error.message}", hint=error.hint)
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
-    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait for ever."""
+    """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait forever."""
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 

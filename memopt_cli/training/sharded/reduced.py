@@ -1,4 +1,4 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients, which only a communication hook is given."""
+"""Find the buckets in which ``DistributedDataParallel`` reduces gradients, by a communication hook on each module."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from memopt_cli.training.step import Step
 
 
 def buckets_seen(step: Step) -> tuple[Tensor, ...]:
-    """Take ``step`` once, and return the buckets of all its DDP modules, which only a communication hook gets to see.
+    """Take ``step`` once, and return the buckets of all its DDP modules.
 
-    The hook stays on the modules, and reduces as DDP does without one.  Raises :class:`StepError` if a module has
-    another hook.
+    DDP shows its buckets only to a communication hook.  The hook stays on the modules, and reduces as DDP does by
+    itself.  Raises :class:`StepError` if a module has another hook.
     """
     replicas = [part for part in step.model.modules() if isinstance(part, DistributedDataParallel)]
-    found: list[Tensor] = []
+    buckets: list[Tensor] = []
 
     def reduce(group: Any, bucket: Any) -> Any:
-        if all(bucket.buffer() is not known for known in found):
-            found.append(bucket.buffer())
+        if all(bucket.buffer() is not known for known in buckets):
+            buckets.append(bucket.buffer())
         return allreduce_hook(group, bucket)
 
     reduce.__annotations__.clear()  # PyTorch compares them with classes, and here they are strings
@@ -37,4 +37,4 @@ def buckets_seen(step: Step) -> tuple[Tensor, ...]:
             ) from err
     if replicas:
         step.take()
-    return tuple(found)
+    return tuple(buckets)

@@ -28,7 +28,7 @@ from memopt_cli.runtime.graph import leaves_before
 from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
-"""Arguments of DDP that are refused, as this reducer does not do what they ask for: casts, and other buckets."""
+"""Arguments of DDP that are refused, because this reducer makes no casts and no other buckets."""
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
 """Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
@@ -86,8 +86,8 @@ def without_reducer() -> Iterator[list[Tensor]]:
 
 def _not_predicted(what: str) -> StepError:
     return StepError(
-        f"DistributedDataParallel with {what} cannot be predicted: what that does with gradients is not counted",
-        hint="Predict it without.",
+        f"DistributedDataParallel with {what} cannot be predicted: its effect on gradients is not counted",
+        hint="Leave it out to predict the step.",
     )
 
 
@@ -113,8 +113,8 @@ class Reducer:
     ``find_unused_parameters`` is not set.
     """
 
-    def __init__(self, wrapper: Any, parameters: list[Tensor], of_all: list[Tensor], *, is_static: bool) -> None:
-        self._parameters, self._of_all = parameters, of_all
+    def __init__(self, wrapper: Any, parameters: list[Tensor], all_buckets: list[Tensor], *, is_static: bool) -> None:
+        self._parameters, self._all_buckets = parameters, all_buckets
         self._group = wrapper.process_group
         self._as_view: bool = wrapper.gradient_as_bucket_view
         self._is_static = is_static
@@ -132,9 +132,9 @@ class Reducer:
         self._used = parameters[0].detach().new_zeros(len(parameters), dtype=torch.int32)
         """Tensor that tells of each parameter whether any rank used it; only its memory matters here."""
         if self._finds_unused:
-            of_all.append(self._used)
+            all_buckets.append(self._used)
         for number, parameter in enumerate(parameters):
-            hook = functools.partial(self._arrived, number)
+            hook = functools.partial(self._on_gradient, number)
             parameter.register_post_accumulate_grad_hook(hook)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +154,10 @@ class Reducer:
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect the gradients of all parameters; if it finds unused ones, of those that ``outputs`` depend on."""
+        """Expect the gradients of all parameters, or only of used ones.
+
+        With ``find_unused_parameters``, these are the parameters that ``outputs`` depend on.
+        """
         if self._has_begun and self._is_static and self._seen is not None:
             self._finish()
         if self._has_begun:
@@ -173,12 +176,12 @@ class Reducer:
 
     def _make_buckets(self, order: Sequence[int], limits: list[int]) -> None:
         """Make buckets for the parameters in ``order``; ``limits`` are the bytes of the first bucket and of others."""
-        known = {id(bucket.flat) for bucket in self._buckets}
-        self._of_all[:] = [flat for flat in self._of_all if id(flat) not in known]
+        replaced_ids = {id(bucket.flat) for bucket in self._buckets}
+        self._all_buckets[:] = [flat for flat in self._all_buckets if id(flat) not in replaced_ids]
         self._buckets = []
         groups = bucketed([self._parameters[number] for number in order], limits)
         self._buckets = [self._bucket([order[position] for position in group]) for group in groups]
-        self._of_all.extend(bucket.flat for bucket in self._buckets)
+        self._all_buckets.extend(bucket.flat for bucket in self._buckets)
 
     def _bucket(self, numbers: list[int]) -> _Bucket:
         parameters = [self._parameters[number] for number in numbers]
@@ -187,7 +190,7 @@ class Reducer:
         views = {n: part.view(p.shape) for n, p, part in zip(numbers, parameters, parts, strict=True)}
         return _Bucket(flat=flat, parts=views)
 
-    def _arrived(self, number: int, parameter: Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Copy the gradient of ``parameter`` to its bucket, and reduce the bucket if it is full; called by a hook."""
         if not self._is_reducing:
             return

@@ -1,4 +1,4 @@
-"""A model as one rank of many holds it: sharded or replicated by the user's function, or by FSDP2 or DDP.
+"""A model on one rank of many: sharded or replicated by the user's function, or by FSDP2 or DDP.
 
 A rank is predicted in a fake group without data (:func:`spread`), or measured in a real one (:func:`spread_really`).
 Both refuse what memopt cannot count.
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt_cli.errors import MemoptError, StepError, UsageError, first_line
+from memopt_cli.errors import MemoptError, StepError, UsageError, first_line, type_in_words
 from memopt_cli.records import RankLayout
 from memopt_cli.runtime.private_torch import is_compiled, reducing_ranks, replaced, sharded_without_the_others
 from memopt_cli.training.sharded.replicated import without_reducer
@@ -61,26 +61,26 @@ def _spread(
 ) -> nn.Module:
     parts = set(model.modules())
     with _without_older(what):
-        made = _called(function or _BUILT_IN[layout.parallel], model, mesh, layout)
-    _refuse(made, what)
-    if not isinstance(made, nn.Module):
-        raise UsageError(f"{layout.parallel} returned {_kind(made)}, not an nn.Module", hint=_RETURN)
-    if parts.isdisjoint(made.modules()):
-        raise UsageError(f"{layout.parallel} returned another model than it was given", hint=_RETURN)
-    if any(map(is_compiled, made.modules())):
+        spread_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+    _refuse(spread_model, what)
+    if not isinstance(spread_model, nn.Module):
+        raise UsageError(f"{layout.parallel} returned {_describe(spread_model)}, not an nn.Module", hint=_RETURN)
+    if parts.isdisjoint(spread_model.modules()):
+        raise UsageError(f"{layout.parallel} returned a model other than the one it was called with", hint=_RETURN)
+    if any(map(is_compiled, spread_model.modules())):
         raise StepError(
             f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
             hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
-    if not _is_spread(made):
+    if not _is_spread(spread_model):
         raise UsageError(
-            f"{layout.parallel} left every parameter of {type(made).__name__} whole: it shards nothing",
+            f"{layout.parallel} left every parameter of {type(spread_model).__name__} whole: it shards nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
-    return made
+    return spread_model
 
 
-_COMPILED = {"predicted": "it runs on data alone", "measured": "its tensors are not seen"}
+_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
 
 
 def data_ranks(model: nn.Module) -> int:
@@ -94,30 +94,30 @@ def data_ranks(model: nn.Module) -> int:
     return max((*sharded, *replicas), default=1)
 
 
-def _called(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
+def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
     group = dist.group.WORLD
     try:
-        made = function(model, mesh)
+        spread_model = function(model, mesh)
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise UsageError(
             f"{layout.parallel} failed: {first_line(err)}",
-            hint=f"{_GIVEN.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
+            hint=f"{_CALL.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
         raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP)
-    return made
+    return spread_model
 
 
-_RETURN = "Let it return the model that trains."
-_GIVEN = "It is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh exist already: do not make others in it."
+_RETURN = "Let the function return the model that trains."
+_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
 
 
-def _refuse(made: Any, what: str) -> None:
-    """Raise :class:`StepError` if a part of ``made`` is of a package whose memory is not counted."""
-    parts = made.modules() if isinstance(made, nn.Module) else [made]
+def _refuse(spread_model: Any, what: str) -> None:
+    """Raise :class:`StepError` if a part of ``spread_model`` is of a package whose memory is not counted."""
+    parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
         for package, why in _UNPREDICTED.items():
@@ -137,15 +137,15 @@ def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
 _NOT_WATCHED = "it handles memory in ways that are not counted here"
 _UNPREDICTED = {
     "deepspeed": _NOT_WATCHED,
-    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel in the first step alone",
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
 }
 """Package -> why its modules are refused."""
-_OTHERS = "fully_shard, parallelize_module and DistributedDataParallel can."
+_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"an instance of {type(value).__name__}"
+def _describe(value: object) -> str:
+    return "nothing" if value is None else type_in_words(value)
 
 
 def _is_spread(model: nn.Module) -> bool:

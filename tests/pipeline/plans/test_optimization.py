@@ -1051,7 +1051,7 @@ def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
     optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     def lost(session: LocalSession, job: VerifyJob, ask: Callable[[VerifyJob], Any]) -> Any:
-        return Crashed(reason="gone", output_tail="") if job.further else ask(job)
+        return Crashed(reason="gone", output_tail="") if job.further_steps else ask(job)
 
     answered(VerifyJob, lost)
     torch.save(deep_net(), "net.pt")

@@ -155,7 +155,7 @@ def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
     for case in cases:
         torch.manual_seed(0)
         step = real_step(case)
-        start = StartingState(step.named)
+        start = StartingState(step.unwrapped_model)
         warm_up(step, start)
         bucketed = with_buckets(step, start)
         counted = [median_count(bucketed, start) for _ in range(3)]  # a thread of gloo's may let go of a buffer late

@@ -190,7 +190,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
     [
         (wrong.nothing, 2, "returned nothing, not an nn.Module"),
         (wrong.whole, 2, "left every parameter of Transformer whole"),
-        (wrong.another_model, 2, "returned another model than it was given"),
+        (wrong.another_model, 2, "returned a model other than the one it was called with"),
         (wrong.failing, 2, "LookupError: no such layer"),
         (wrong.another_group, 2, "failed: "),
         (wrong.exchanged_group, 2, "made its own process group"),
@@ -248,7 +248,7 @@ def test_an_optimizer_in_backward_is_not_predicted() -> None:
     [
         ({"ranks": 4, "mesh": {"dp": 2, "tp": 3}}, "the mesh has 2 × 3 = 6 ranks, not 4"),
         ({"ranks": 2, "rank": 2}, "there is no rank 2 of 2"),
-        ({"ranks": 2, "parallelize": "ddp", "mesh": {"a": 2, "b": 1}}, "ddp takes a mesh of 1 axis, not of 2"),
+        ({"ranks": 2, "parallelize": "ddp", "mesh": {"a": 2, "b": 1}}, "ddp takes a mesh of at most 1 axis, not of 2"),
         ({"ranks": 0}, "ranks is 0"),
         ({"ranks": 2, "parallelize": None}, "parallelize is no function"),
     ],

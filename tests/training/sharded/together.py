@@ -80,7 +80,7 @@ def misfit(ranks: Ranks) -> None:
     model = nn.parallel.DistributedDataParallel(Net())
     step = Step(model=model, args=(torch.ones(2, 15),), kwargs={}, settings=StepSettings(device="cpu"))
     with ranks.alone():
-        warm_up(step, StartingState(step.named))
+        warm_up(step, StartingState(step.unwrapped_model))
 
 
 def searches() -> dict[str, Any]:

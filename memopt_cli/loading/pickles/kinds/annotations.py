@@ -45,9 +45,8 @@ class Annotations:
             return arguments[0].module == "typing" and arguments[0].name in _FORMS
         if use.name == _ALTERNATIVES:  # int | None
             return len(arguments) == 2 and str(arguments[0]) in _OR
-        return str(use.name) == "types.GenericAlias" and arguments[0].name in _GENERIC.get(
-            arguments[0].module, ()
-        )  # list[int]
+        is_alias = str(use.name) == "types.GenericAlias"  # list[int]
+        return is_alias and arguments[0].name in _GENERIC.get(arguments[0].module, ())
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for the type of ``use``."""
@@ -65,7 +64,7 @@ def _alternatives(_: Any, parts: Any) -> Any:
 
 
 _MAX_PARTS: Final = 200
-"""Most parts of a type: Python compares each with all the others."""
+"""Maximum number of parts of a type: Python compares each part with all others."""
 
 
 def _check_parts(node: Built, graph: Graph) -> str:
@@ -80,7 +79,7 @@ def _check_parts(node: Built, graph: Graph) -> str:
             pending.extend(part.items)
         elif isinstance(part, Built) and str(part.name) != "builtins.type":
             if not Annotations().claims(Use(part.name, part.how, part)):
-                return "makes a type of something else"
+                return "makes a type from a value that is not a type"
         elif isinstance(part, str) and not _TEXT.fullmatch(part):
-            return "makes a type of a text that names none"
+            return "makes a type from a text that names no type"
     return ""

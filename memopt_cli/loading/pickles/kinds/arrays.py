@@ -14,7 +14,7 @@ from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
 _LARGEST, _MAX_SIZES = 2**48, 32
-"""Most items and most dimensions of an array."""
+"""Maximum number of items and of dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
@@ -40,7 +40,7 @@ def _dtype(name: Any, *_: Any) -> Any:
     import numpy as np
 
     if type(name) is not str or not _PLAIN.fullmatch(name):
-        raise Broken("an array holds something else than numbers")
+        raise Broken("an array holds values other than numbers")
     return np.dtype(name)
 
 
@@ -49,7 +49,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
-    raise Broken("an array has a dtype that is made of others, or its bytes are in another order")
+    raise Broken("an array has a structured dtype, or its bytes are in another order")
 
 
 def _empty(*_: Any) -> Any:

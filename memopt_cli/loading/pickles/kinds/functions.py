@@ -45,7 +45,7 @@ _FUNCTION_MODULES: Final[Mapping[str, re.Pattern[str]]] = {
     "torchvision.ops": re.compile(r"[a-z]\w+"),
     "norse.torch.functional": re.compile(r"\w+_step(_\w+)?|compute_\w+"),
 }
-"""Modules and packages of Python functions -> names of those that only compute, and do not call their arguments."""
+"""Module or package -> names of its functions that only compute, and do not call their arguments."""
 _MATH: Final = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh degrees dist erf erfc exp exp2 expm1 fabs "
     "floor fmod fsum gamma hypot isclose isfinite isinf isnan ldexp lgamma log log10 log1p log2 modf pow prod "
@@ -86,7 +86,7 @@ class Functions:
         # A module such as ``torch.nn.functional`` also has names that it imported, which need not only compute.
         python = _in_function_module(use.name.module)
         if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
-            return Denied("is not a function that memopt knows to do nothing but compute")
+            return Denied("is not a function that memopt knows to only compute")
         return Recipe(make=lambda: function, role="callable")
 
 
@@ -109,18 +109,19 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    """Say why ``node``, a call of ``getattr``, must not be made; empty if it may."""
+    """Return the reason why ``node``, a call of ``getattr``, must not be made, or empty."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
-            allowed, of = is_allowed(f"aten::{name}"), owner.name
+            is_permitted, owner_name = is_allowed(f"aten::{name}"), owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
             may_get = _may_get_from_class if is_class else _may_get_from_object
-            allowed, of = kind is not None and may_get(kind, name, graph), kind.__name__ if kind else "something"
+            is_permitted = kind is not None and may_get(kind, name, graph)
+            owner_name = kind.__name__ if kind else "an object without a known class"
         case _:
-            return "is asked for something without a name"
-    return "" if allowed else f"asks for the attribute {quoted(name)} of {of}"
+            return "asks for an attribute without a name"
+    return "" if is_permitted else f"asks for the attribute {quoted(name)} of {owner_name}"
 
 
 def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
@@ -128,18 +129,18 @@ def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
         return name in kind.__members__
     if is_surrogate(kind):
         return name == "apply"
-    inner = _defined(kind, name)
+    inner = _class_attribute(kind, name)
     return _is_listed(kind, name, _KEPT_METHODS) or is_surrogate(inner) or (graph.trusts(kind) and not is_dunder(name))
 
 
-def _defined(kind: type, name: str) -> Any:
+def _class_attribute(kind: type, name: str) -> Any:
     """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
     attribute = inspect.getattr_static(kind, name, None)
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
 def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
-    method = _defined(kind, name)
+    method = _class_attribute(kind, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False
     is_forward = name == "forward" and issubclass(kind, nn.Module)
@@ -149,7 +150,7 @@ def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
 
 def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether the method ``name`` of ``kind``, a library's class, is ``listed`` and defined by the library."""
-    method = _defined(kind, name)
+    method = _class_attribute(kind, name)
     home = str(getattr(method, "__module__", ""))
     libraries = (library for library, names in listed.items() if name in names and within(kind.__module__, library))
     return isinstance(method, types.FunctionType) and any(within(home, library) for library in libraries)
@@ -159,7 +160,7 @@ def _inner_class(node: Built, graph: Graph) -> type | None:
     """Return the nested class that ``node``, a call of ``getattr``, gets from another class; ``None`` for others."""
     owner, name = node.argument_items()
     kind = graph.class_of(owner)
-    inner = _defined(kind, name) if kind is not None and isinstance(name, str) else None
+    inner = _class_attribute(kind, name) if kind is not None and isinstance(name, str) else None
     return inner if isinstance(inner, type) else None
 
 

@@ -1,4 +1,4 @@
-"""The interface of a kind of objects (:class:`Kind`), the recipes that kinds give, and helpers that they share.
+"""The interface of a kind of objects (:class:`Kind`), recipes for objects, and helpers of all kinds.
 
 A kind claims the names that it knows, such as ``torch.nn.modules.linear.Linear``, by name alone.  When it is then asked
 for a recipe, it may import the name, and returns how to check, make and fill the object, or why the file is refused.
@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 
-from memopt_cli.errors import first_line, shortened
+from memopt_cli.errors import first_line, shortened, type_in_words
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
@@ -39,7 +39,7 @@ class Use:
     name: Global
     how: How | Literal["held"]
     node: Built | None = None
-    """The stand-in of the object that is made; ``None`` for a name that is held as a value."""
+    """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
 
 
 class Broken(ValueError):
@@ -52,7 +52,7 @@ class Denied:
 
     reason: str
     remedy: Trust | None = None
-    """The flags that would allow the name; ``None`` if no flag should be suggested."""
+    """The flags that would allow the name.  ``None``: no flag should be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Graph(Protocol):
     """The objects of a file, before any of them is made."""
 
     def role_of(self, value: Any) -> Role:
-        """Return the role of the object of which ``value`` is the stand-in."""
+        """Return the role of the object that ``value`` stands for."""
 
     def class_of(self, value: Any) -> type | None:
         """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
@@ -88,11 +88,11 @@ class Recipe:
     kind: type | Callable[[Built, Graph], type | None] | None = None
     """Answer of :meth:`Graph.class_of` for the object."""
     extend: Callable[[Any, list[Any]], object] | None = None
-    """Function that appends or adds items to the object; ``None`` if the object cannot hold items."""
+    """Function that appends or adds items to the object.  ``None``: the object cannot hold items."""
     set: Callable[[Any, Any, Any], object] | None = None
-    """Function that sets an entry of the object; ``None`` if the object cannot hold entries."""
+    """Function that sets an entry of the object.  ``None``: the object cannot hold entries."""
     fill: Callable[[Any, Any], object] | None = None
-    """Function that gives the object its state; ``None`` if the object cannot have a state."""
+    """Function that gives the object its state.  ``None``: the object cannot have a state."""
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
@@ -116,12 +116,12 @@ class Kind(Protocol):
 def resolve(wanted: Global) -> Any | Denied | Missing:
     """Import the module of ``wanted``, and return the object of that name in it: ``Outer.Inner`` is a nested class."""
     try:
-        found: Any = importlib.import_module(wanted.module)
+        target: Any = importlib.import_module(wanted.module)
         for part in wanted.name.split("."):
-            if not (isinstance(found, type) or found is importlib.import_module(wanted.module)) or is_dunder(part):
-                return Denied("is not a class or function by itself")
-            found = getattr(found, part)
-        return found
+            if not (isinstance(target, type) or target is importlib.import_module(wanted.module)) or is_dunder(part):
+                return Denied("is an attribute, not a class or function of a module")
+            target = getattr(target, part)
+        return target
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
         return Missing(first_line(err), "" if within(lacks, wanted.package) else lacks)
@@ -131,9 +131,9 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 """Packages that the user cannot trust as a whole: some of their functions run their arguments as code."""
 
 
-def by_name(use: Use, found: Any) -> Trust | None:
-    """Return the trust in the name of ``use`` alone; ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
-    home = found.__name__ if isinstance(found, types.ModuleType) else getattr(found, "__module__", None)
+def by_name(use: Use, target: Any) -> Trust | None:
+    """Return the trust in the name of ``use`` alone, or ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
+    home = target.__name__ if isinstance(target, types.ModuleType) else getattr(target, "__module__", None)
     is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
     return None if is_theirs else Trust(globals=(str(use.name),))
 
@@ -148,10 +148,10 @@ def is_callable(kind: type) -> bool:
     return any("__call__" in vars(base) for base in kind.__mro__)
 
 
-def is_surrogate(found: Any) -> bool:
-    """Return whether ``found`` is a class of surrogate gradients of snnTorch."""
-    is_function = isinstance(found, type) and issubclass(found, torch.autograd.Function)
-    return is_function and within(found.__module__, "snntorch")
+def is_surrogate(target: Any) -> bool:
+    """Return whether ``target`` is a class of surrogate gradients of snnTorch."""
+    is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
+    return is_function and within(target.__module__, "snntorch")
 
 
 def quoted(value: Any) -> str:
@@ -160,7 +160,7 @@ def quoted(value: Any) -> str:
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
         return shortened(value)
-    return f"a {type(value).__name__}"
+    return type_in_words(value)
 
 
 def is_dunder(name: str) -> bool:
@@ -172,7 +172,7 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
     """Return the attributes and slots in ``state``, a dict or a pair of dict and slots; ``None`` for other states.
 
     A class with ``__slots__`` has the state ``(None, {"slot": value})``, or ``({"attribute": value}, {"slot": value})``
-    if its objects have a ``__dict__``, too.
+    if its objects have a ``__dict__`` as well.
     """
     match state:
         case Tuple(items=(None, slots)) if _is_dict(slots):
@@ -187,7 +187,7 @@ def plain_entries(state: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_dict(value: Any) -> bool:
-    """Return whether ``value`` is a dict that shows all its entries, unlike one that is made by a call on another."""
+    """Return whether ``value`` is a dict that shows all its entries, unlike a dict made by a call on another dict."""
     if not isinstance(value, Built) or str(value.callee) not in ("builtins.dict", "collections.OrderedDict"):
         return False
     return not (value.argument_items() or value.keywords is not None or value.items or value.has_state)
@@ -200,12 +200,12 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"a {type(target).__name__} has no slot {quoted(name)}")  # a property would run
+            raise Broken(f"{type(target).__name__} has no slot {quoted(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 
 def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Say why an object of the class ``kind`` must not have the attributes ``entries``; empty if it may.
+    """Return the reason why an object of the class ``kind`` must not have the attributes ``entries``, or empty.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """
@@ -216,11 +216,11 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
         if name == _BECOMES and not graph.trusts(kind):
-            return f"has {name} among its attributes, a class that would take the place of its own"
+            return f"has {name} among its attributes, a class that would replace its own"
         own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         hides = runs and own is not None
         if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
-            return f"has something else in the place of its method {name}"
+            return f"replaces its method {name} by an attribute"
     return ""
 
 
@@ -228,13 +228,13 @@ _BECOMES: Final = "cls_to_become"
 """The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
-def _is_method(found: Any) -> bool:
-    """Return whether ``found``, an attribute of a class, is one that an object's attribute would hide, as a method is.
+def _is_method(attribute: Any) -> bool:
+    """Return whether an attribute of an object would hide ``attribute``, one of its class, as it would hide a method.
 
-    A property is not hidden, since Python looks for it before it looks at the object's attributes.
+    A property is not hidden: Python looks for properties before the object's attributes.
     """
-    kind = type(found)
-    keeps_its_value = hasattr(kind, "__set__") or isinstance(found, functools.cached_property)
+    kind = type(attribute)
+    keeps_its_value = hasattr(kind, "__set__") or isinstance(attribute, functools.cached_property)
     return hasattr(kind, "__get__") and not keeps_its_value
 
 

@@ -81,13 +81,13 @@ _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the module ``names`` that any process may import: model libraries, and their layers and models.
+    """Return the modules in ``names`` that any process may import: model libraries, and their layers and models.
 
     The names may be made up by a hostile model.  Other modules of a library, such as examples, may run a training when
     they are imported.
     """
-    known = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
-    return tuple(name for name in names if name in known or _MODELING.fullmatch(name))
+    importable = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
+    return tuple(name for name in names if name in importable or _MODELING.fullmatch(name))
 
 
 _CONFIGURATIONS: Final = frozenset(
@@ -124,24 +124,26 @@ class Libraries:
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``: a module, hook, enum, named tuple, settings, or a class held as a value."""
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
-        remedy = by_name(use, found)
-        if not isinstance(found, type):
+        cls = resolve(use.name)
+        if isinstance(cls, Denied | Missing):
+            return cls
+        remedy = by_name(use, cls)
+        if not isinstance(cls, type):
             return Denied("is a function", remedy)
-        if not any(within(found.__module__, library) for library in self.libraries):
-            return Denied(f"is not defined in {use.name.package} but in {found.__module__}", remedy)
-        recipe = {"created": _created, "called": _called, "held": self._held}[use.how](found)
+        if not any(within(cls.__module__, library) for library in self.libraries):
+            return Denied(f"is not defined in {use.name.package} but in {cls.__module__}", remedy)
+        recipe = {"created": _recipe_for_object, "called": _recipe_for_call, "held": self._recipe_for_class}[use.how](
+            cls
+        )
         return recipe or Denied(_REASONS[use.how], remedy)
 
-    def _held(self, found: type) -> Recipe | None:
+    def _recipe_for_class(self, cls: type) -> Recipe | None:
         own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
-        is_layer = issubclass(found, _LAYERS) and any(within(found.__module__, package) for package in own)
-        if is_layer or is_surrogate(found) or issubclass(found, enum.Enum):
-            return Recipe(make=lambda: found, role="callable", kind=found)
-        is_named = issubclass(found, nn.Module) or _is_settings(found) or _is_named_tuple(found)
-        return Recipe(make=lambda: found, role="named", kind=found) if is_named else None
+        is_layer = issubclass(cls, _LAYERS) and any(within(cls.__module__, package) for package in own)
+        if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
+            return Recipe(make=lambda: cls, role="callable", kind=cls)
+        is_named = issubclass(cls, nn.Module) or _is_settings(cls) or _is_named_tuple(cls)
+        return Recipe(make=lambda: cls, role="named", kind=cls) if is_named else None
 
 
 _LAYERS: Final = (nn.Module, torch.optim.Optimizer)
@@ -152,37 +154,37 @@ _REASONS: Final = {
 }
 
 
-def _created(found: type) -> Recipe | Denied | None:
-    """Return the recipe for an object of the class ``found``, or why it has none; ``None`` if its kind is not known."""
-    bases = [base for base in found.__mro__ if base.__module__ not in _PLAIN_COPIES]
-    if issubclass(found, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
-        own = found.__module__.partition(".")[0] == "torch"
-        remedy = None if own else Trust(globals=(f"{found.__module__}.{found.__qualname__}",))
+def _recipe_for_object(cls: type) -> Recipe | Denied | None:
+    """Return the recipe for an object of the class ``cls``, or why it has none; ``None`` if its kind is not known."""
+    bases = [base for base in cls.__mro__ if base.__module__ not in _PLAIN_COPIES]
+    if issubclass(cls, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
+        own = cls.__module__.partition(".")[0] == "torch"
+        remedy = None if own else Trust(globals=(f"{cls.__module__}.{cls.__qualname__}",))
         return Denied("rebuilds itself from its attributes when it is copied or saved", remedy)
-    if issubclass(found, nn.Module):
-        return module_recipe(found)
-    if found.__name__ in _HOOKS.get(found.__module__, ()):
-        return Recipe(make=_maker(found), role="hook", kind=found, fill=fill, check=_check_hook)
-    if issubclass(found, _TRAINING):
-        return Recipe(make=_maker(found), kind=found, fill=fill, check=_check_training)
-    if _is_settings(found):
-        role: Role = "callable" if is_callable(found) else "data"
-        return Recipe(make=_maker(found), role=role, kind=found, fill=set_attributes, check=_check_attributes)
-    if _is_named_tuple(found):
-        return Recipe(make=lambda *items: _named_tuple(found, items), kind=found)
+    if issubclass(cls, nn.Module):
+        return module_recipe(cls)
+    if cls.__name__ in _HOOKS.get(cls.__module__, ()):
+        return Recipe(make=_maker(cls), role="hook", kind=cls, fill=fill, check=_check_hook)
+    if issubclass(cls, _TRAINING):
+        return Recipe(make=_maker(cls), kind=cls, fill=fill, check=_check_training)
+    if _is_settings(cls):
+        role: Role = "callable" if is_callable(cls) else "data"
+        return Recipe(make=_maker(cls), role=role, kind=cls, fill=set_attributes, check=_check_attributes)
+    if _is_named_tuple(cls):
+        return Recipe(make=lambda *items: _make_named_tuple(cls, items), kind=cls)
     return None
 
 
 _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that run when an object is copied or saved, with content that comes from the file."""
+"""Methods that run when an object is copied or saved, with content from the file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
 """Modules in whose classes these methods only copy attributes."""
 
 
-def _called(found: type) -> Recipe | None:
-    """Return the recipe for a call of ``found`` if it is an enum, whose call returns a member; ``None`` otherwise."""
-    return Recipe(make=lambda value: _member(found, value), kind=found) if issubclass(found, enum.Enum) else None
+def _recipe_for_call(cls: type) -> Recipe | None:
+    """Return the recipe for a call of ``cls`` if it is an enum, whose call returns a member; ``None`` otherwise."""
+    return Recipe(make=lambda value: _member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
 
 
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -194,38 +196,38 @@ _HELPERS: Final = (
 """Modules and packages whose classes hold settings and tensors, and compute with them."""
 
 
-def _is_settings(found: type) -> bool:
-    if any(within(found.__module__, package) for package in _HELPERS):
+def _is_settings(cls: type) -> bool:
+    if any(within(cls.__module__, package) for package in _HELPERS):
         return True
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in found.__mro__}
-    plain = dataclasses.is_dataclass(found) and not is_callable(found) and not hasattr(found, "__setstate__")
-    return bool(bases & _CONFIGURATIONS) or plain
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    is_plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
+    return bool(bases & _CONFIGURATIONS) or is_plain
 
 
-def _is_named_tuple(found: type) -> bool:
-    return issubclass(found, tuple) and hasattr(found, "_fields") and found.__bases__ == (tuple,)
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields") and cls.__bases__ == (tuple,)
 
 
-def _named_tuple(found: Any, items: tuple[Any, ...]) -> Any:
-    if len(items) != len(found._fields):
-        raise Broken(f"a {found.__name__} has {len(items)} items")
-    return tuple.__new__(found, items)
+def _make_named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
+    if len(items) != len(cls._fields):
+        raise Broken(f"an instance of {cls.__name__} has {len(items)} items")
+    return tuple.__new__(cls, items)
 
 
-def _member(found: type[enum.Enum], value: Any) -> enum.Enum:
-    for member in found:
+def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
+    for member in cls:
         if type(member.value) is type(value) and member.value == value:
             return member
-    raise Broken(f"{found.__name__} has no member of such a value")
+    raise Broken(f"{cls.__name__} has no member of this value")
 
 
-def _maker(found: type) -> Callable[..., Any]:
-    """Return a function that creates an object of the class ``found`` without running its constructor."""
+def _maker(cls: type) -> Callable[..., Any]:
+    """Return a function that creates an object of the class ``cls`` without running its constructor."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
-            raise Broken(f"a {found.__name__} is created with arguments")
-        return object.__new__(found)
+            raise Broken(f"an instance of {cls.__name__} is created with arguments")
+        return object.__new__(cls)
 
     return make
 
@@ -244,33 +246,37 @@ def _check_attributes(node: Built, graph: Graph) -> str:
     if entries is None:
         return "has a state of an unexpected type"
     # A dict of the class is a rule for all its settings, such as ``attribute_map``, which renames them.
-    wanted = [name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)]
-    return f"has {wanted[0]} among its attributes" if wanted else shadowing(kind, entries, graph)
+    refused_names = [
+        name for name, _ in entries if name in _KERNELS or isinstance(getattr(kind, str(name), None), dict)
+    ]
+    return f"has {refused_names[0]} among its attributes" if refused_names else shadowing(kind, entries, graph)
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Say why an optimizer or scheduler must not get its state; empty if it may.
+    """Return the reason why an optimizer or scheduler must not get its state, or empty.
 
     An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
     """
     groups = dict(plain_entries(node.state) or ()).get("param_groups")
-    held = [] if groups is None else _items_of(groups)
-    known = held is not None and all(_items_of(dict(entries_of(group)).get("params")) is not None for group in held)
-    return _check_attributes(node, graph) if known else "has groups of parameters that are not lists"
+    group_list = [] if groups is None else _items_of(groups)
+    are_lists = group_list is not None and all(
+        _items_of(dict(entries_of(group)).get("params")) is not None for group in group_list
+    )
+    return _check_attributes(node, graph) if are_lists else "has groups of parameters that are not lists"
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """Return the items of ``value``; ``None`` if it is not a plain list."""
+    """Return the items of ``value``, or ``None`` if it is not a plain list."""
     is_list = isinstance(value, Built) and value.how == "plain" and value.name == LIST
     return value.items if is_list else None
 
 
 _KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that make a model download kernels, which are code, from a hub."""
+"""Settings that make a model download code (kernels) from a hub."""
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Say why a hook must not get its state; empty if it may.  A hook may call other hooks, and nothing else."""
+    """Return the reason why a hook must not get its state, or empty."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
@@ -279,13 +285,13 @@ def _check_hook(node: Built, graph: Graph) -> str:
 # ---------------------------------------------------------------------------------------------- modules
 
 
-def module_recipe(found: type[nn.Module]) -> Recipe:
-    """Return the recipe for a module of the class ``found``, which is created empty and given audited attributes."""
-    return Recipe(make=_maker(found), role="module", kind=found, fill=fill, check=check_module)
+def module_recipe(cls: type[nn.Module]) -> Recipe:
+    """Return the recipe for a module of the class ``cls``, which is created empty and given audited attributes."""
+    return Recipe(make=_maker(cls), role="module", kind=cls, fill=fill, check=check_module)
 
 
 def check_module(node: Built, graph: Graph) -> str:
-    """Say why the module ``node`` must not be made from its state; empty if it may."""
+    """Return the reason why the module ``node`` must not be made from its state, or empty."""
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:
@@ -297,20 +303,20 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Say why a recurrent layer must not have this ``num_layers``; empty if it may.
+    """Return the reason why a recurrent layer must not have this ``num_layers``, or empty.
 
-    It loops over that number, so the number must not be larger than that of its parameters.
+    The layer loops over that number, so it must not exceed the number of its parameters.
     """
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
     layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
-    known = type(layers) is int and 0 < layers <= len(parameters)
-    return "" if known else f"has {quoted(layers)} layers and {len(parameters)} parameters"
+    is_plausible = type(layers) is int and 0 < layers <= len(parameters)
+    return "" if is_plausible else f"has {quoted(layers)} layers and {len(parameters)} parameters"
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Say why a module of the class ``kind`` must not have the attributes ``entries``; empty if it may."""
+    """Return the reason why a module of the class ``kind`` must not have the attributes ``entries``, or empty."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
         reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)
@@ -339,7 +345,7 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
-            return f"has {what} named {quoted(misnamed)}, which stands for more than a name where code is made of it"
+            return f"has {what} named {quoted(misnamed)}, which would become code where code is made from it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
         return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
 
@@ -428,10 +434,10 @@ def check_made(module: nn.Module) -> None:
     for register, holds in _PARTS.items():
         parts = attributes.get(register)
         if not isinstance(parts, dict):
-            raise Broken(f"a {kind.__name__} has no {register}")
+            raise Broken(f"an instance of {kind.__name__} has no {register}")
         for name, part in parts.items():
             if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
-                raise Broken(f"a {kind.__name__} has {register} that are none")
+                raise Broken(f"an instance of {kind.__name__} has values in {register} that do not belong there")
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:

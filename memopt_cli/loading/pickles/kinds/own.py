@@ -73,16 +73,16 @@ class Own:
             )
         if use.name == RESTORE_LIFTED:
             return Recipe(make=restore_lifted, role="module", kind=LiftedModule, check=_check_lifted)
-        found = resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
+        target = resolve(use.name)
+        if isinstance(target, Denied | Missing):
+            return target
         if use.how == "held":
-            return Recipe(make=lambda: found, role="named", kind=found)
-        if isinstance(found, type) and issubclass(found, nn.Module):
-            return replace(module_recipe(found), fill=_fill_script) if found is ScriptLeaf else module_recipe(found)
-        if found not in map(type, COMPRESSORS.values()):
+            return Recipe(make=lambda: target, role="named", kind=target)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            return replace(module_recipe(target), fill=_fill_script) if target is ScriptLeaf else module_recipe(target)
+        if target not in map(type, COMPRESSORS.values()):
             return Denied("is not part of the format of memopt's files")
-        return Recipe(make=lambda: object.__new__(found), kind=found)  # codecs hold no state
+        return Recipe(make=lambda: object.__new__(target), kind=target)  # codecs hold no state
 
 
 def _fill_script(target: Any, state: Any) -> None:
@@ -102,7 +102,7 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
         return restore(original, settings)
     except ValueError as reason:
         kind = original if isinstance(original, type) else type(original)
-        raise Broken(f"a {kind.__name__} can be no segment: {reason}") from reason
+        raise Broken(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
 
 
 def check_segment(module: nn.Module) -> None:
@@ -110,7 +110,7 @@ def check_segment(module: nn.Module) -> None:
     try:
         check_installed(module)
     except ValueError as reason:
-        raise Broken(f"its {name_of(module)} can be no segment: {reason}") from reason
+        raise Broken(f"its {name_of(module)} cannot be a segment: {reason}") from reason
 
 
 def _check_segment(node: Built, graph: Graph) -> str:
@@ -122,7 +122,7 @@ def _check_segment(node: Built, graph: Graph) -> str:
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
             if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):
-                return "makes a segment of something that is not a module"
+                return "makes a segment of an object that is not a module"
             return "has a state of an unexpected type" if entries is None else check_attributes(kind, entries, graph)
     return "makes a segment from unexpected arguments"
 
@@ -176,4 +176,4 @@ def _check_lifted(node: Built, graph: Graph) -> str:
                 if entries is None
                 else check_attributes(LiftedModule, entries, graph)
             )
-    return "lifts something else"
+    return "rebuilds a lifted module from unexpected arguments"

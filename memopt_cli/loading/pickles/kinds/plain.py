@@ -35,15 +35,15 @@ from memopt_cli.loading.pickles.kinds.interface import (
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
 _LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Most characters of a path, of a logger's name (Python makes a logger for each part of it), and of a pattern."""
+"""Maximum number of characters of a path, of a logger's name (Python makes a logger for each part) and of a pattern."""
 
 
-def _checked(make: Callable[..., Any], *given: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check that its arguments are of the types ``given``, and at most ``most``."""
+def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int = 10_000) -> Callable[..., Any]:
+    """Return ``make`` with a check that it gets at most ``most`` arguments, all of ``allowed_types``."""
 
     def checked(*arguments: Any) -> Any:
-        if len(arguments) > most or not all(type(argument) in given for argument in arguments):
-            raise Broken(f"a {getattr(make, '__name__', 'value')} is built from unexpected arguments")
+        if len(arguments) > most or not all(type(argument) in allowed_types for argument in arguments):
+            raise Broken(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
     return checked
@@ -81,7 +81,7 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
             raise Broken(f"a path has more than {_LONGEST} characters")
         return kind(*parts)
 
-    return _checked(make, str)
+    return _with_type_check(make, str)
 
 
 def _logger(name: str = "root") -> logging.Logger:
@@ -108,7 +108,7 @@ def _moment(kind: Callable[..., Any]) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
         return kind(*(_bytes(argument) if type(argument) is str else argument for argument in arguments))
 
-    return _checked(make, bytes, str, int, datetime.timezone, type(None))
+    return _with_type_check(make, bytes, str, int, datetime.timezone, type(None))
 
 
 def _set_random(generator: random.Random, state: Any) -> None:
@@ -123,7 +123,7 @@ def _set_random(generator: random.Random, state: Any) -> None:
 def _type_of(value: Any) -> type:
     """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
-        raise Broken("it asks for the type of something")
+        raise Broken("it asks for the type of a value that memopt does not expect")
     return type(value)
 
 
@@ -137,24 +137,24 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 def _check_partial(node: Built, graph: Graph) -> str:
     """Refuse a partial whose function may do more than compute, or whose state names another function."""
-    given = node.argument_items()
-    if len(given) != 1 or graph.role_of(given[0]) not in ("callable", "trusted"):
-        return "calls something that is not a function that only computes"
+    operands = node.argument_items()
+    if len(operands) != 1 or graph.role_of(operands[0]) not in ("callable", "trusted"):
+        return "calls a callable that memopt does not know to only compute"
     match node.state:
-        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is given[0]:
+        case Tuple(items=(function, Tuple(items=arguments), named, attributes)) if function is operands[0]:
             entries = plain_entries(named)
             if entries is None:
                 return "is given arguments of an unexpected type"
             values = (*arguments, *(value for _, value in entries))
             if graph.class_of(function) is None and any(graph.role_of(value) != "data" for value in values):
-                return "hands a function something to call"
+                return "passes a callable to a function"
             return "has attributes" if isinstance(attributes, Built) and attributes.entries else ""
     return "has a state of an unexpected type"
 
 
 def _role_of_partial(node: Built, graph: Graph) -> Role:
-    given = node.argument_items()
-    return "trusted" if given and graph.role_of(given[0]) == "trusted" else "callable"
+    operands = node.argument_items()
+    return "trusted" if operands and graph.role_of(operands[0]) == "trusted" else "callable"
 
 
 # ---------------------------------------------------------------------------------------------- attributes
@@ -177,20 +177,20 @@ _OF_ITEMS: Final = (list, tuple)
 
 PLAIN: Final = Listed(
     called={
-        "builtins.list": Recipe(make=_checked(list, *_OF_ITEMS, most=1), extend=list.extend),
-        "builtins.dict": Recipe(make=_checked(dict, dict, most=1), set=operator.setitem),
-        "builtins.set": Recipe(make=_checked(set, *_OF_ITEMS, most=1), extend=set.update),
-        "builtins.frozenset": Recipe(make=_checked(frozenset, *_OF_ITEMS, most=1)),
-        "builtins.tuple": Recipe(make=_checked(tuple, *_OF_ITEMS, most=1)),
-        "builtins.complex": Recipe(make=_checked(complex, float, int, most=2)),
-        "builtins.slice": Recipe(make=_checked(slice, int, type(None), most=3)),
-        "builtins.range": Recipe(make=_checked(range, int, most=3)),
-        "builtins.bytes": Recipe(make=_checked(_bytes, str, most=2)),
-        "builtins.bytearray": Recipe(make=_checked(_bytearray, bytes, bytearray, str, most=2)),
+        "builtins.list": Recipe(make=_with_type_check(list, *_OF_ITEMS, most=1), extend=list.extend),
+        "builtins.dict": Recipe(make=_with_type_check(dict, dict, most=1), set=operator.setitem),
+        "builtins.set": Recipe(make=_with_type_check(set, *_OF_ITEMS, most=1), extend=set.update),
+        "builtins.frozenset": Recipe(make=_with_type_check(frozenset, *_OF_ITEMS, most=1)),
+        "builtins.tuple": Recipe(make=_with_type_check(tuple, *_OF_ITEMS, most=1)),
+        "builtins.complex": Recipe(make=_with_type_check(complex, float, int, most=2)),
+        "builtins.slice": Recipe(make=_with_type_check(slice, int, type(None), most=3)),
+        "builtins.range": Recipe(make=_with_type_check(range, int, most=3)),
+        "builtins.bytes": Recipe(make=_with_type_check(_bytes, str, most=2)),
+        "builtins.bytearray": Recipe(make=_with_type_check(_bytearray, bytes, bytearray, str, most=2)),
         "builtins.type": Recipe(make=_type_of, role="callable"),
-        "_codecs.encode": Recipe(make=_checked(_bytes, str, most=2)),
+        "_codecs.encode": Recipe(make=_with_type_check(_bytes, str, most=2)),
         "collections.OrderedDict": Recipe(
-            make=_checked(collections.OrderedDict, *_OF_ITEMS, most=1),
+            make=_with_type_check(collections.OrderedDict, *_OF_ITEMS, most=1),
             set=operator.setitem,
             fill=set_attributes,
             check=_attributes(
@@ -198,17 +198,17 @@ PLAIN: Final = Listed(
             ),  # set by ``state_dict`` and by ``typing``
         ),
         "collections.defaultdict": Recipe(make=collections.defaultdict, set=operator.setitem, check=_check_defaultdict),
-        "collections.Counter": Recipe(make=_checked(collections.Counter, dict, most=1), set=operator.setitem),
+        "collections.Counter": Recipe(make=_with_type_check(collections.Counter, dict, most=1), set=operator.setitem),
         "collections.deque": Recipe(make=_deque, extend=collections.deque.extend),
         "functools.partial": Recipe(
             make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
         ),
         "types.SimpleNamespace": Recipe(
-            make=_checked(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED
+            make=_with_type_check(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED
         ),
-        "random.Random": Recipe(make=_checked(random.Random, most=0), fill=_set_random),
+        "random.Random": Recipe(make=_with_type_check(random.Random, most=0), fill=_set_random),
         "re._compile": Recipe(make=_pattern),
-        "logging.getLogger": Recipe(make=_checked(_logger, str, most=1)),
+        "logging.getLogger": Recipe(make=_with_type_check(_logger, str, most=1)),
         **{
             f"{home}.{name}": Recipe(make=_path(kind))
             for home in ("pathlib", "pathlib._local")  # the second is Python 3.13's
@@ -223,14 +223,16 @@ PLAIN: Final = Listed(
         "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
         "datetime.date": Recipe(make=_moment(datetime.date)),
         "datetime.time": Recipe(make=_moment(datetime.time)),
-        "datetime.timedelta": Recipe(make=_checked(datetime.timedelta, int, most=3)),
-        "datetime.timezone": Recipe(make=_checked(datetime.timezone, datetime.timedelta, str, most=2)),
+        "datetime.timedelta": Recipe(make=_with_type_check(datetime.timedelta, int, most=3)),
+        "datetime.timezone": Recipe(make=_with_type_check(datetime.timezone, datetime.timedelta, str, most=2)),
     },
     created={
-        "argparse.Namespace": Recipe(make=_checked(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED),
-        "builtins.object": Recipe(make=_checked(object, most=0)),
+        "argparse.Namespace": Recipe(
+            make=_with_type_check(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED
+        ),
+        "builtins.object": Recipe(make=_with_type_check(object, most=0)),
         "contextlib.nullcontext": Recipe(
-            make=_checked(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED
+            make=_with_type_check(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED
         ),
     },
     held={

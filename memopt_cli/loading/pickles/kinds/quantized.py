@@ -18,11 +18,11 @@ def _make(*arguments: Any) -> Any:
 
 
 def _check(node: Built, graph: Graph) -> str:
-    """Refuse packed weights whose state is not a pair of a known class's name and a state that the class checks."""
+    """Refuse packed weights whose state is not a pair: the name of a known class, and a state that the class checks."""
     match node.state:
         case Tuple(items=(state, str(name))) if name in CLASSES:
-            return "" if is_packed(name, state) else "is of packed weights in a form that PyTorch does not write"
-    return "is not of a class of packed weights"
+            return "" if is_packed(name, state) else "holds packed weights in a form that PyTorch does not write"
+    return "is not an object of a class of packed weights"
 
 
 QUANTIZED: Final = Listed(

@@ -61,9 +61,9 @@ class Stored:
 
     def recipe(self, use: Use) -> Recipe:
         """Return a recipe that takes the storage from the file."""
-        return Recipe(make=self._nested if use.name == NESTED else self._storage)
+        return Recipe(make=self._read_nested if use.name == NESTED else self._storage)
 
-    def _nested(self, data: Any) -> Storage:
+    def _read_nested(self, data: Any) -> Storage:
         if type(data) is not bytes:
             raise Broken("a storage is built from unexpected arguments")
         identity, storages = self.nested(data)
@@ -73,10 +73,10 @@ class Stored:
         match identity:
             case ("storage", str(kind), str(key), _, int(count), *view) if kind in STORAGE_DTYPES and count >= 0:
                 if any(part is not None for part in view):
-                    raise Broken("it was saved by a PyTorch before 0.4, whose storages are views of others")
+                    raise Broken("it was saved by a PyTorch before 0.4, whose storages may be views of other storages")
                 dtype = getattr(torch, STORAGE_DTYPES[kind])
                 return Storage(self.storages.get(key, count * dtype.itemsize), dtype)
-        raise Broken("it refers to something beside it that is not a storage")
+        raise Broken("it refers to data outside of the pickle that is not a storage")
 
 
 # ---------------------------------------------------------------------------------------------- dense
@@ -91,7 +91,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
     """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than the storage."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise Broken("a tensor is made of no storage")
+        raise Broken("a tensor has no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
     try:
         check_view(sizes, strides, start, dtype.itemsize, storage.data.nbytes())
@@ -119,16 +119,16 @@ def _tensor(
     metadata: Any = None,
 ) -> Tensor:
     _without_hooks(hooks)
-    made = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
+    tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
             raise Broken(f"a tensor has the property {quoted(bit)}")
     if metadata:
-        set_bits(made, dict(metadata))
-    return made.requires_grad_(bool(requires_grad))
+        set_bits(tensor, dict(metadata))
+    return tensor.requires_grad_(bool(requires_grad))
 
 
-def _typed_tensor(
+def _make_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
     typed = Storage(storage.data, dtype) if isinstance(storage, Storage) else storage
@@ -141,11 +141,11 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tens
 
 
 def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
-    """Make on the CPU a tensor that was on a device, such as XLA, for which PyTorch saves a CPU tensor or an array."""
-    made = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
-    if made.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
-        raise Broken(f"a tensor of {dtype} is stored as {made.dtype}")
-    return made.requires_grad_(bool(requires_grad))
+    """Make a tensor on the CPU that was on a device such as XLA; PyTorch saves it as a CPU tensor or an array."""
+    tensor = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
+    if tensor.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
+        raise Broken(f"a tensor of {dtype} is stored as {tensor.dtype}")
+    return tensor.requires_grad_(bool(requires_grad))
 
 
 # ---------------------------------------------------------------------------------------------- sparse and quantized
@@ -163,12 +163,12 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
-        raise Broken("a sparse tensor has blocks of no size")  # kernels would divide by 0
+        raise Broken("a sparse tensor has blocks of size 0")  # kernels would divide by 0
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
 
-def _quantized_tensor(
+def _make_quantized_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any = False, hooks: Any = None
 ) -> Tensor:
     _without_hooks(hooks)
@@ -178,17 +178,17 @@ def _quantized_tensor(
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
-            made = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
+            tensor = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
-            made = _quantized_by_channel(
+            tensor = _make_quantized_by_channel(
                 _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
             raise Broken("a tensor is quantized in a way that memopt does not know")
-    return made.set_(storage.data, offset, tuple(size), tuple(stride))
+    return tensor.set_(storage.data, offset, tuple(size), tuple(stride))
 
 
-def _quantized_by_channel(
+def _make_quantized_by_channel(
     sizes: tuple[int, ...], scales: Tensor, zeros: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
     """Make a tensor that is quantized by channel.
@@ -216,9 +216,9 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter
 
 
 def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any) -> nn.Parameter:
-    made = _parameter(data, requires_grad, hooks)
-    vars(made).update(state[0] or {} if isinstance(state, tuple) else state)
-    return made
+    tensor = _parameter(data, requires_grad, hooks)
+    vars(tensor).update(state[0] or {} if isinstance(state, tuple) else state)
+    return tensor
 
 
 def _check_state_of_parameter(node: Built, graph: Graph) -> str:
@@ -248,12 +248,12 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
     """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
-        raise Broken("a tensor is made by something else")
-    made = _MAKERS[function](*arguments)
-    if type(made) is not kind:
-        made = made.as_subclass(kind)
-    vars(made).update((state[0] if isinstance(state, tuple) else state) or {})
-    return made
+        raise Broken("a tensor is not made by a function that memopt knows")
+    tensor = _MAKERS[function](*arguments)
+    if type(tensor) is not kind:
+        tensor = tensor.as_subclass(kind)
+    vars(tensor).update((state[0] if isinstance(state, tuple) else state) or {})
+    return tensor
 
 
 def _check_subclass(node: Built, graph: Graph) -> str:
@@ -261,9 +261,9 @@ def _check_subclass(node: Built, graph: Graph) -> str:
         case Global() as function, kind, Tuple(), state if str(function) in _MAKERS:
             own = graph.class_of(kind)
             if own is None or not issubclass(own, Tensor):
-                return "makes a tensor of a class that is not a tensor's"
+                return "makes a tensor of a class that is not a tensor class"
             return _check_attributes((state,), graph)
-    return "makes a tensor by something else"
+    return "makes a tensor by a function that memopt does not know"
 
 
 def _size(*sizes: Any) -> torch.Size:
@@ -292,9 +292,9 @@ def _layout(name: Any) -> Any:
 _MAKERS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_tensor_v3": _make_typed_tensor,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_qtensor": _quantized_tensor,
+    "torch._utils._rebuild_qtensor": _make_quantized_tensor,
     "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,

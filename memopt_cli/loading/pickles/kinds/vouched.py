@@ -33,7 +33,7 @@ from memopt_cli.records import Trust
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Most files of the current folder that are searched for the definition of a class, and most bytes of each."""
+"""Maximum number of files of the current folder that are searched for a class, and of bytes in each file."""
 _DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
 """A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
 Parsing a source would take seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
@@ -71,27 +71,27 @@ class Vouched:
         is_here = str(use.name) in self.trust.globals and _defined_here(use.name)
         if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name)
-        found = self.code.find(use.name) if own else resolve(use.name)
-        if isinstance(found, Denied | Missing):
-            return found
+        target = self.code.find(use.name) if own else resolve(use.name)
+        if isinstance(target, Denied | Missing):
+            return target
         named = str(use.name) in self.trust.globals
         if not named and not own:
-            home = str(getattr(found, "__module__", ""))
+            home = str(getattr(target, "__module__", ""))
             if not any(within(home, package) for package in self.trust.packages):
                 return Denied(
-                    f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use, found)
+                    f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use, target)
                 )
         if use.how == "held":
-            return Recipe(make=lambda: found, role="trusted", kind=found if isinstance(found, type) else None)
-        if not isinstance(found, type):
+            return Recipe(make=lambda: target, role="trusted", kind=target if isinstance(target, type) else None)
+        if not isinstance(target, type):
             if use.how == "called" and not named:
-                return Denied("is a function that is called with arguments from the file", by_name(use, found))
-            return Recipe(make=found, role="trusted", extend=_extend, set=operator.setitem, fill=fill, is_vouched=True)
-        is_module = issubclass(found, nn.Module)
+                return Denied("is a function that is called with arguments from the file", by_name(use, target))
+            return Recipe(make=target, role="trusted", extend=_extend, set=operator.setitem, fill=fill, is_vouched=True)
+        is_module = issubclass(target, nn.Module)
         return Recipe(
-            make=found if use.how == "called" else functools.partial(found.__new__, found),
+            make=target if use.how == "called" else functools.partial(target.__new__, target),
             role="trusted" if not is_module else "module",
-            kind=found,
+            kind=target,
             extend=_extend,
             set=operator.setitem,
             fill=fill,
@@ -121,12 +121,12 @@ def needs_script(wanted: Global) -> Denied:
 
 def _defined_here(wanted: Global) -> bool:
     """Return whether ``wanted``, a name of ``__main__``, is a class of the running script, unless that is memopt."""
-    found: Any = sys.modules["__main__"]
-    if within(getattr(found.__spec__, "name", ""), "memopt_cli"):
+    target: Any = sys.modules["__main__"]
+    if within(getattr(target.__spec__, "name", ""), "memopt_cli"):
         return False
     for part in wanted.name.split("."):
-        found = vars(found).get(part)
-        if not isinstance(found, type) or found.__module__ != "__main__":
+        target = vars(target).get(part)
+        if not isinstance(target, type) or target.__module__ != "__main__":
             return False
     return True
 
@@ -138,7 +138,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
+    """Return the keyword with which the source at ``path`` defines ``wanted``, or empty if it does not.
 
     The source is read, not imported.
     """
