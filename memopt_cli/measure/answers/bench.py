@@ -252,7 +252,7 @@ class Bench:
             codecs = codecs_for(self, plan)
             self.enter_start()
             fake = trace.FakeStep(step, self.mode)
-            with self.(plan, fake.step):
+            with self.with_plan(plan, fake.step):
                 needed_bytes = fake.count(codecs=codecs).allocated_peak_bytes
         except Exception:  # the model's own code may raise anything on tensors without data
             return
