@@ -123,7 +123,7 @@ def test_a_config_file_may_set_the_level_of_other_commands(searches: list[BatchR
     assert [asked.search and asked.search.options.level for asked in searches] == [None, 4]
 
 
-@pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024", 1024)])
+@pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024B", 1024)])
 def test_memory(text: str, memory: float, requests: list[BatchRequest]) -> None:
     assert main(["recommend-batch", "model.pt", "--memory", text]) == 3
     assert requests[0].memory == memory
