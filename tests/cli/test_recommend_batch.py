@@ -361,7 +361,7 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
             ("--memory", "1700KiB", "--search-time", "0"),
             "without a plan, and the search was ended after 0 s (--search-time)",
         ),
-        (("--memory", "10KiB"), "with any plan that was found; the least "),
+        (("--memory", "10KiB"), "with any plan that was found; the smallest "),
     ],
 )
 def test_a_search_that_finds_nothing_says_why(
