@@ -379,7 +379,7 @@ def _read_checked(path: str) -> None:
             report.show(found, said)
     except MemoptError as err:
         for report in _REPORTS:
-            report.refused(err.message, said)
+            report.refused(err, "model.pt", said)
     _require_printable(said.getvalue())
 
 

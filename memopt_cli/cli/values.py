@@ -115,6 +115,11 @@ def check_file(path: str) -> str:
     return path
 
 
+def check_log(path: str) -> str:
+    """Return ``path`` if a file exists there, or if it is ``-``, for standard input."""
+    return path if path == "-" else check_file(path)
+
+
 def check_weights(path: str) -> str:
     """Return ``path`` if it is a file of weights, or the path of the only such file in the folder ``path``."""
     return check_file(weights_in(path))
@@ -164,6 +169,7 @@ CHECKS: Final[Mapping[str, Callable[[str], Any]]] = {
     "device": check_device,
     "file": check_file,
     "function": check_function,
+    "log": check_log,
     "mesh": check_mesh,
     "model": check_model,
     "optimizer": check_optimizer,

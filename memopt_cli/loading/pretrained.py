@@ -459,5 +459,5 @@ def _library(name: str, folder: Path) -> Any:
     except Exception as err:  # importing runs the package's code, which may raise anything
         raise FileFormatError(
             f"{folder} needs {name}, which cannot be imported: {first_line(err)}",
-            hint=f"Install it: `pip install {name}`.",
+            hint=f"Install it: pip install {name}",
         ) from err

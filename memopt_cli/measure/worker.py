@@ -24,7 +24,7 @@ from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
-from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.bench import Bench, NoRoomError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
@@ -161,6 +161,8 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
 
 def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed:
     """Return the answer to a job that raised ``error``."""
+    if isinstance(error, NoRoomError):
+        return OutOfMemory(detail="", needed_bytes=error.needed_bytes, free_bytes=error.free_bytes)
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")

@@ -44,16 +44,20 @@ class ExplainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryText:
-    """The numbers in PyTorch's message of an out-of-memory error, in bytes; 0 for one that it does not give."""
+    """The facts in a message that memory ran out, in bytes; 0 for a number that it does not give."""
 
     asked_bytes: int
-    """Bytes of the failed allocation."""
+    """Bytes of the failed allocation; 0 for a process that was killed."""
     free_bytes: int = 0
     """Bytes of the device that were free."""
     allocated_bytes: int = 0
     """Bytes held by tensors."""
     reserved_bytes: int = 0
     """Bytes held by PyTorch's allocator and by no tensor."""
+    event: str = ""
+    """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
+    is_of_gpu: bool = False
+    """Whether memory of a GPU ran out."""
     line: str = ""
     """Innermost line of the traceback outside of libraries, ``train.py:31``; empty if there is none."""
 
@@ -92,7 +96,7 @@ Change = Literal["plan", "offload", "optimizer in backward", "micro-batches", "a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which the step fits, as a run has shown."""
+    """A change with which the step fits, as a run has shown, or a dry run where the step does not fit here."""
 
     change: Change
     text: str
@@ -104,10 +108,12 @@ class Suggestion:
     """Samples of a micro-batch.  ``None``: the whole batch."""
     predicted_bytes: int | None
     """Peak of a dry run.  ``None``: there was none."""
-    peak_bytes: int
-    """Measured allocated peak."""
-    seconds: float
-    """Seconds for all samples of the step."""
+    peak_bytes: int | None
+    """Measured allocated peak.  ``None``: the step was not run."""
+    seconds: float | None
+    """Seconds for all samples of the step.  ``None``: the step was not run."""
+    not_run: str = ""
+    """Words on why the step was not run here; empty if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +130,8 @@ class Explanation:
     """Predicted allocated peak of the unchanged step; without a model, the bytes held by the snapshot or the error."""
     asked_bytes: int = 0
     """Bytes of the failed allocation, by the error; 0 if not known."""
+    event: str = ""
+    """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
     instant: Instant | None = None
     """First instant at which the step needs more than the limit.  ``None``: it fits, or there is no model."""
     counted_as: str = ""

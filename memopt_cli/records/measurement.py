@@ -12,6 +12,7 @@ from memopt_cli.errors import MemoptError, sent_class
 from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
+from memopt_cli.text.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,15 @@ class OutOfMemory:
     """A step that needs more memory than its subprocess may have."""
 
     detail: str
+    needed_bytes: int = 0
+    """Predicted peak of a step that was not run, since it does not fit here; 0 for a step that was tried."""
+    free_bytes: int = 0
+    """Bytes that were free for a step that was not run."""
+
+    @property
+    def was_tried(self) -> bool:
+        """Whether the step was run."""
+        return not self.needed_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +255,8 @@ Failure = OutOfMemory | TimedOut | Crashed | StepFailed
 def describe(failure: Failure) -> str:
     """Say in one sentence why there is no measurement."""
     match failure:
+        case OutOfMemory(needed_bytes=needed, free_bytes=free) if needed:
+            return f"not run here: needs {format_bytes(needed)}, {format_bytes(free)} are free"
         case OutOfMemory(detail=detail):
             return f"out of memory ({detail})" if detail else "out of memory"
         case TimedOut(limit_s=limit_s):

@@ -20,7 +20,10 @@ _SHOWN = 12
 
 def headline(found: Explanation) -> Iterator[str]:
     """Yield how much memory the step of ``found`` needs, how much there is, and where it runs out."""
-    yield _outcome(found)
+    if found.event:
+        yield found.event
+    if outcome := _outcome(found):
+        yield outcome
     if found.asked_bytes:
         beyond = ", which alone is more than this step needs" * (0 < found.needed_bytes < found.asked_bytes)
         yield f"the error asked for {format_bytes(found.asked_bytes)} more{beyond}"
@@ -39,14 +42,17 @@ def headline(found: Explanation) -> Iterator[str]:
 def _outcome(found: Explanation) -> str:
     """Return a sentence on whether the step of ``found`` fits, and, after an error, whether the step explains it."""
     needed, there = format_bytes(found.needed_bytes), f"{format_bytes(found.limit_bytes)} ({found.limit})"
-    if found.asked_bytes and not found.limit_bytes:
+    has_failed = found.asked_bytes or found.event
+    if has_failed and not found.limit_bytes:
         step = "" if found.header is None else f". This step needs about {needed}"
         return f"memory ran out, and the error does not say how much there was: say so with `--memory 16GiB`{step}"
+    if found.header is None and not found.asked_bytes and found.event:
+        return ""  # a process was killed, which says all
     if found.header is None:
         return f"tensors held {needed} of {there}"
     if found.instant is not None:
         return f"the step needs about {needed}, and there are {there}"
-    if found.asked_bytes:
+    if has_failed:
         return f"memory ran out, but this step alone does not fill it: it needs about {needed} of {there}"
     return f"the step fits: it needs about {needed}, and there are {there}"
 
@@ -88,7 +94,8 @@ def _suggestions(found: Explanation) -> Table:
     table = plain_table("what fits", "predicted", "measured", "time", names=["what fits"])
     for said in found.suggestions:
         predicted = format_bytes(said.predicted_bytes) if said.predicted_bytes is not None else "–"
-        table.add_row(said.text, predicted, format_bytes(said.peak_bytes), format_seconds(said.seconds))
+        measured = said.not_run if said.peak_bytes is None else format_bytes(said.peak_bytes)
+        table.add_row(said.text, predicted, measured, "–" if said.seconds is None else format_seconds(said.seconds))
     return table
 
 

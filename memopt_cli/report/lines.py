@@ -8,8 +8,9 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.records import InputSpec
+from memopt_cli.records import DeviceEstimate, InputSpec
 from memopt_cli.text.documents import COMMAND
+from memopt_cli.text.units import format_bytes
 
 _KEPT = 4096
 """Most characters of an unfinished line that are examined again when more of it is written."""
@@ -37,6 +38,18 @@ def busy(waited: Iterable[float]) -> Iterator[str]:
     """Yield a line that the machine was busy, if a share in ``waited``, of a step's time, exceeds :data:`BUSY`."""
     if (most := max(waited, default=0.0)) > BUSY:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
+
+
+def room_in_words(found: DeviceEstimate) -> str:
+    """Say whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
+    if found.fits and found.reserved_peak_bytes > found.memory_bytes:
+        allocated = format_bytes(found.allocated_peak_bytes)
+        return (
+            f"it fits in {there} once the allocator gives back unused blocks ({allocated} allocated; {reserved} "
+            "reserved if it did not)"
+        )
+    return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
 
 
 def plain_table(*headings: str, names: Container[str] = (), words: Container[str] = ()) -> Table:

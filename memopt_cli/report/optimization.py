@@ -22,6 +22,7 @@ from memopt_cli.records import (
     Measurement,
     MemOptSummary,
     OptimizeResult,
+    OutOfMemory,
     ParetoPoint,
     Plan,
     PlanEstimates,
@@ -30,7 +31,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import busy, plain_table
+from memopt_cli.report.lines import busy, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
@@ -98,9 +99,7 @@ def _estimated(found: PlanEstimates) -> str:
     peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
     smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
     step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
-    room = f"{format_bytes(after.reserved_peak_bytes)} reserved of {format_bytes(after.memory_bytes)}"
-    fits = "it fits" if after.fits else "it does not fit"
-    return f"estimated for {after.device}: {peak} ({smaller}), {step}; {fits}: {room}"
+    return f"estimated for {after.device}: {peak} ({smaller}), {step}; {room_in_words(after)}"
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -190,6 +189,8 @@ def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
         case None, _:
             return "", ""
         case failure, _:
+            if isinstance(failure, OutOfMemory) and not failure.was_tried:
+                return "not run here", ""
             return {"OutOfMemory": "out of memory", "TimedOut": "too slow"}.get(type(failure).__name__, "failed"), ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -17,7 +19,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.report import rank
-from memopt_cli.report.lines import plain_table
+from memopt_cli.report.lines import plain_table, room_in_words
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _PLOT_COLUMNS = 72
@@ -54,12 +56,10 @@ def headline(found: StepProfile) -> Iterator[str]:
 
 
 def estimated(found: DeviceEstimate) -> str:
-    """Return ``found`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, reserved peak …``."""
+    """Return ``found`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, step …; it fits: …``."""
     allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
-    room = f"{format_bytes(found.reserved_peak_bytes)} of {format_bytes(found.memory_bytes)}"
-    fits = "it fits" if found.fits else "it does not fit"
     step = f"step {format_seconds(found.step_s)}"
-    return f"estimated for {found.device}: {allocated}, reserved peak {room}, {step}; {fits}"
+    return f"estimated for {found.device}: {allocated}, {step}; {room_in_words(found)}"
 
 
 def _when(found: StepProfile) -> str:
@@ -88,32 +88,47 @@ def parts(found: StepProfile) -> Iterator[Table | str]:
 
 
 def plot(found: StepProfile, columns: int) -> str:
-    """Return a text plot of the bytes alive over the operators of the step, with its phases below."""
-    levels = _resampled(found.live_bytes, columns)
+    """Return a text plot of the bytes alive during the step, with its phases below.
+
+    Its axis is time where that is known: an optimizer's update takes many operators, and little time.  It is the
+    operators elsewhere.
+    """
+    seconds = [op.seconds for op in found.trace.ops]
+    has_times = any(seconds)
+    widths = [0.0, *seconds] if has_times else [1.0] * len(found.live_bytes)  # what is alive before the step is first
+    levels = _resampled(found.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []
     for row in reversed(range(_ROWS)):
         eighths = (round(8 * (_ROWS * level / top - row)) for level in levels)
         label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
         lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
-    return "\n".join([*lines, f"{'':>10} └{_phases(found, len(levels))}"])
+    return "\n".join(
+        [*lines, f"{'':>10} └{_phases(found, seconds if has_times else [1.0] * _count(found), len(levels))}"]
+    )
 
 
-def _resampled(values: tuple[int, ...], columns: int) -> list[int]:
-    """Return at most ``columns`` numbers, each the largest of an equal stretch of ``values``."""
-    width = min(columns, len(values))
-    return [max(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
+def _resampled(values: Sequence[int], widths: Sequence[float], columns: int) -> list[int]:
+    """Return a number for each of ``columns``: the largest of ``values`` in it, which are as wide as ``widths``."""
+    levels, total, done = [0] * columns, sum(widths), 0.0
+    for value, width in zip(values, widths, strict=True):
+        first = min(columns - 1, int(columns * done / total))
+        done += width
+        last = max(first, min(columns, math.ceil(columns * done / total)) - 1)
+        for column in range(first, last + 1):
+            levels[column] = max(levels[column], value)
+    return levels
 
 
-def _phases(found: StepProfile, width: int) -> str:
+def _phases(found: StepProfile, widths: Sequence[float], columns: int) -> str:
     """Return the axis of the plot, such as ``forward─────┴backward────``, to scale."""
-    names: dict[Phase, int] = {}
-    for op in found.trace.ops:
-        names[op.phase] = names.get(op.phase, 0) + 1
-    text, done = "", 0
-    for name, count in names.items():
-        done += count
-        end = width * done // _count(found)
+    width_by_phase: dict[Phase, float] = defaultdict(float)
+    for op, width in zip(found.trace.ops, widths, strict=True):
+        width_by_phase[op.phase] += width
+    text, done = "", 0.0
+    for name, width in width_by_phase.items():
+        done += width
+        end = int(columns * done / sum(widths))
         text += name[: end - len(text)].ljust(end - len(text), "─")
     return text
 

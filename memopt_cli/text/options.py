@@ -442,10 +442,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
         Real(0.001, LONGEST_S, unit="seconds"),
     ),
     "log": Option(
-        "The text of an out-of-memory error: a traceback, a log.",
+        "The text of an out-of-memory error: a traceback, a log, the kernel's log; - reads standard input.",
         ANSWER,
         "FILE",
-        "file",
+        "log",
         common=True,
         python="",
         names="file",

@@ -102,7 +102,7 @@ def format_copies(count: int) -> str:
 def parse_amount(text: str) -> int | float:
     """Parse ``"8GiB"`` to bytes, or ``"60%"`` to a share, a float.  Raises :class:`UsageError` for anything else."""
     share = parse_percent(text)
-    return parse_bytes(text) if share is None else share
+    return parse_bytes(text, needs_unit=True) if share is None else share
 
 
 def parse_percent(text: str) -> float | None:

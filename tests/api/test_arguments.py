@@ -87,7 +87,7 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         ({"clip_norm": math.inf}, OptionError, "clip_norm is inf"),
         ({"precision": "int8"}, OptionError, "precision is 'int8'"),
         ({"precision": torch.bfloat16}, OptionError, "precision is a dtype"),
-        ({"device": "gpu"}, UsageError, "'gpu' is none of"),
+        ({"device": "gpu"}, UsageError, "there is no device 'gpu'"),
         ({"device": "cuda:999"}, UsageError, "there is no device cuda:999"),
         ({"seed": -1}, OptionError, "seed is -1"),
         ({"model": "model.pt"}, OptionError, "model is 'model.pt'"),

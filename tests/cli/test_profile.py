@@ -157,7 +157,7 @@ def test_the_estimate_for_a_card(memopt: Callable[..., Any], net: str) -> None:
     assert all(op["moved_bytes"] >= 512 * 64 * 4 for op in products)
     first = memopt("profile", net, "-i", "512x64", "--for", "tiny.yaml").out.splitlines()[0]
     assert first.startswith("estimated for tiny: allocated peak ")
-    assert first.endswith("it does not fit")
+    assert first.endswith("it does not fit: 2.0 MiB reserved of 1.0 MiB")
 
 
 def test_a_card_and_a_device_exclude_each_other(memopt: Callable[..., Any], net: str) -> None:

@@ -123,7 +123,7 @@ def test_a_config_file_may_set_the_level_of_other_commands(searches: list[BatchR
     assert [asked.search and asked.search.options.level for asked in searches] == [None, 4]
 
 
-@pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024", 1024)])
+@pytest.mark.parametrize(("text", "memory"), [("50%", 0.5), ("100 %", 1.0), ("1KiB", 1024), ("1024B", 1024)])
 def test_memory(text: str, memory: float, requests: list[BatchRequest]) -> None:
     assert main(["recommend-batch", "model.pt", "--memory", text]) == 3
     assert requests[0].memory == memory
@@ -361,7 +361,7 @@ def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], 
             ("--memory", "1700KiB", "--search-time", "0"),
             "without a plan, and the search was ended after 0 s (--search-time)",
         ),
-        (("--memory", "10KiB"), "with any plan that was found; the least "),
+        (("--memory", "10KiB"), "with any plan that was found; the smallest "),
     ],
 )
 def test_a_search_that_finds_nothing_says_why(

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memopt_cli.errors import FileFormatError, PlanError, StepError
 from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
-from memopt_cli.measure.answers import timed
+from memopt_cli.measure.answers import bench, timed
+from memopt_cli.measure.answers.bench import Bench, NoRoomError
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
@@ -615,3 +616,38 @@ def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
 )
 def test_of_a_lack_of_memory_it_is_told_how_much_was_wanted(message: str) -> None:
     assert failure_of(torch.OutOfMemoryError(f"{message}\nmore")) == OutOfMemory(detail="Tried to allocate 64.00 MiB")
+
+
+def test_a_step_that_does_not_fit_here_is_not_run(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = worker()
+    needed = one.do(CountJob(plan=ORIGINAL, fake=True, batch=8)).allocated_peak_bytes
+    segments = plan("0", "1", "2")
+    planned = one.do(CountJob(plan=segments, fake=True, batch=8)).allocated_peak_bytes
+    assert planned < needed
+    one.bench.reset()
+    free = (planned + needed) // 2
+    own = sum(tensor.nbytes for tensor in one.bench.model.state_dict().values())
+    monkeypatch.setattr(bench, "runnable_bytes", lambda device: free - own)
+    ran = []
+    monkeypatch.setattr(Bench, "begin", lambda self, step, begin=Bench.begin: (ran.append(step), begin(self, step)))
+    for job in (MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=8)):
+        with pytest.raises(NoRoomError) as raised:
+            one.do(job)
+        outcome = failure_of(raised.value)
+        assert (outcome.needed_bytes, outcome.free_bytes, outcome.was_tried) == (needed, free, False)
+    assert ran == []
+    assert not one.bench.may_run_in_full
+    assert one.do(MeasureJob(plan=segments)).measurement.allocated_peak_bytes > 0
+    assert ran
+    assert one.do(ProbeJob(plan=ORIGINAL, batch=2)).batch == 2
+
+
+def test_a_small_step_is_not_counted_before_it_is_run(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = worker()
+    monkeypatch.setattr(bench, "runnable_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("memopt_cli.trace.FakeStep", lambda *_: pytest.fail("it is counted"))
+    assert one.do(MeasureJob(plan=ORIGINAL)).measurement.batch == 8

@@ -177,6 +177,16 @@ def test_the_plot_rises_and_falls_with_the_step() -> None:
     assert max(len(line) for line in plot(long, 72).splitlines()) == len(f"{'':>10} │") + 72
 
 
+def test_the_axis_is_time_where_that_is_known() -> None:
+    found = a_profile()
+    ops = tuple(replace(op, seconds=s) for op, s in zip(found.trace.ops, (6.0, 0.0, 2.0, 2.0), strict=True))
+    *rows, axis = plot(replace(found, trace=replace(found.trace, ops=ops)), 72).splitlines()
+    columns = [line.partition("│")[2].ljust(5) for line in rows]
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(row[i]) for row in columns) for i in range(5)]
+    assert heights == [24, 24, 24, 48, 12]  # of 40 MiB for six seconds, 80 for two, 20 for two
+    assert axis.partition("└")[2] == "forba"
+
+
 def test_every_phase_has_its_peak_as_predicted_and_as_measured() -> None:
     lines = [line.split() for line in shown(a_profile())]
     assert ["forward", "71.0", "MiB", "72.0", "MiB"] in lines

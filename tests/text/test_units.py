@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
-from memopt_cli.text.units import exact_bytes, format_apart, format_bytes, format_seconds, parse_bytes, parse_percent
+from memopt_cli.text.units import (
+    exact_bytes,
+    format_apart,
+    format_bytes,
+    format_seconds,
+    parse_amount,
+    parse_bytes,
+    parse_percent,
+)
 
 sizes = st.integers(min_value=0, max_value=2**63 - 1)
 
@@ -118,3 +126,10 @@ def test_parse_percent_refuses_shares_outside_its_range(text: str) -> None:
 )
 def test_a_limit_and_what_is_over_it_do_not_look_the_same(limit: int, size: int, expected: tuple[str, str]) -> None:
     assert format_apart(limit, size) == expected
+
+
+def test_an_amount_needs_a_unit() -> None:
+    assert (parse_amount("40B"), parse_amount("40MiB"), parse_amount("40%")) == (40, 40 << 20, 0.4)
+    with pytest.raises(UsageError, match="'40' has no unit") as error:
+        parse_amount("40")
+    assert error.value.hint == "Write 40MiB, or 40B if bytes are meant."

@@ -121,9 +121,8 @@ def _original_trace_without_workspaces(bench: Bench) -> Traced:
 
 def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
-    packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
     try:
-        codecs = bench.fact(_codecs) if packs else None
+        codecs = codecs_for(bench, plan)
         with _step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:  # the model's own code may raise anything on tensors without data
@@ -163,7 +162,7 @@ def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
     """Return whether a full step on data would show more than the dry run ``traced``, and may run."""
-    return traced.fake and bool(traced.unknown) and bench.subject.data == "full size"
+    return traced.fake and bool(traced.unknown) and bench.may_run_in_full
 
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
@@ -171,6 +170,12 @@ def _require_data(bench: Bench, reason: str) -> NoReturn:
     if bench.subject.data == "small batch":  # wrong inputs fail here, with a message that names the module
         bench.step(min(SMALL_BATCH, bench.batch)).run_checked()
     raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
+
+
+def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
+    """Return which tensors codecs can hold in fewer bytes; ``None`` for a ``plan`` that packs nothing."""
+    packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
+    return bench.fact(_codecs) if packs else None
 
 
 def _codecs(bench: Bench) -> trace.Codecs:

@@ -67,6 +67,7 @@ which memory is recorded, since recording slows plans down by 20 to 45 %; a prob
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
     """Measure time and memory of steps under the plan of ``job``, after a first step that must run every segment."""
+    bench.require_room(job.plan)
     with device_of(job.limit_bytes, bench.settings.device):
         return _measure(bench, job) if job.plan.compile is None else _measure_compiled(bench, job)
 
@@ -235,6 +236,7 @@ def _time_in_turn(bench: Bench, step: Step) -> float:
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     """Measure the allocated peak and the time of a step at the sizes of ``job``."""
+    bench.require_room(job.plan, job.batch, job.dims)
     step = bench.step(job.batch, job.dims)
     if job.plan.compile is None:
         apply_plan(bench.model, job.plan, bench.optimizer)

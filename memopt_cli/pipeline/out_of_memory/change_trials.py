@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
 from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.budget_errors import NotRunHereError
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
@@ -25,6 +26,7 @@ from memopt_cli.records import (
     ExplainRequest,
     Measurement,
     OptimizeRequest,
+    OutOfMemory,
     Plan,
     SearchGoal,
     SearchOverrides,
@@ -56,23 +58,34 @@ def plan_in_words(plan: Plan) -> str:
     return ", ".join(filter(None, parts)) or "the step as it is"
 
 
-class ChangeTrials:
-    """A trial of the changes that may make a step fit, each by a run at full size."""
+def _change_of(plan: Plan) -> Literal["plan", "offload", "optimizer in backward"]:
+    return "offload" if plan.sends else "optimizer in backward" if plan.in_backward else "plan"
 
-    def __init__(self, request: ExplainRequest, prepared: Prepared, limit_bytes: int) -> None:
+
+class ChangeTrials:
+    """A trial of the changes that may make a step fit, each by a run at full size if this machine has the memory."""
+
+    def __init__(
+        self, request: ExplainRequest, prepared: Prepared, limit_bytes: int, *, counts_for_gpu: bool = False
+    ) -> None:
+        """Prepare to try changes; ``counts_for_gpu``: an error of a GPU is explained by steps on the CPU."""
+        self._counts_for_gpu = counts_for_gpu
         self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
         self.refused: list[str] = []
         self.notes: list[str] = []
 
-    def suggestions(self, stays_bytes: int) -> tuple[Suggestion, ...]:
+    def suggestions(self, stays_bytes: int, gradient_bytes: int) -> tuple[Suggestion, ...]:
         """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
 
-        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: see :func:`_stays`.
+        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: bytes that no change
+        lowers, ``gradient_bytes`` of them in gradients.
         """
         if stays_bytes >= self._limit_bytes:
             stays = format_bytes(stays_bytes)
             may_free_gradients = (
-                not self._request.optimizer_in_backward and self._request.settings.may_update_in_backward
+                not self._request.optimizer_in_backward
+                and self._request.settings.may_update_in_backward
+                and stays_bytes - gradient_bytes < self._limit_bytes
             )
             self.refused.append(
                 f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {stays}."
@@ -81,19 +94,33 @@ class ChangeTrials:
             return ()
         suggestions = [
             *self._attempt("A plan", self._try_plan),
-            *self._attempt("A plan that sends tensors away", lambda: self._try_plan(sends=True)),
+            *self._attempt("A plan that sends tensors away", self._try_sending),
             *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),
             *self._attempt("Autocast to bfloat16", self._try_autocast),
         ]
         if not suggestions and self._prepared.batch > 1:  # no single change fits
             suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
-        return tuple(sorted(suggestions, key=lambda suggestion: (suggestion.change == "autocast", suggestion.seconds)))
+        return tuple(
+            sorted(suggestions, key=lambda s: (s.change == "autocast", math.inf if s.seconds is None else s.seconds))
+        )
 
     def _attempt(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
         try:
             yield from attempt()
         except MemoptError as error:
             self.refused.append(f"{name}: {error.message}.")
+
+    def _try_sending(self) -> Iterator[Suggestion]:
+        """Yield a plan that sends tensors away, unless the step is of a GPU and was counted on the CPU.
+
+        Where tensors are sent to, and how long that takes, is not known here for a GPU.
+        """
+        if self._counts_for_gpu:
+            flags = f"--budget {exact_bytes(self._limit_bytes)} --offload host --device cuda"
+            command = self._command("optimize", flags)
+            self.refused.append(f"A plan that sends tensors away: try it where the GPU is: {command}")
+            return
+        yield from self._try_plan(sends=True)
 
     def _try_plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
         """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
@@ -102,7 +129,12 @@ class ChangeTrials:
         """
         place = "disk" if self._prepared.subject.settings.device == "cpu" else "host"
         goal = SearchGoal(budget=Budget(nbytes=self._limit_bytes))
-        findings = self._search(self._prepared, goal, offload=place if sends else "none")
+        try:
+            findings = self._search(self._prepared, goal, offload=place if sends else "none")
+        except NotRunHereError as unrun:
+            if unrun.priced.plan.sends == sends:
+                yield self._unrun_plan(unrun, place if sends else "")
+            return
         if sends and not findings.plan.sends:
             return
         row = next(row for row in findings.rows if row.plan == findings.plan)
@@ -110,22 +142,38 @@ class ChangeTrials:
         assert isinstance(measurement, Measurement), "it is within the budget"
         is_rounded = findings.verification is not None and not findings.verification.is_to_the_bit
         text = plan_in_words(findings.plan) + ", equal within rounding" * is_rounded
-        flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
-        if findings.plan.in_backward:
-            flags.append("--optimizer-in-backward")
         if sends:
             text += f", sending {format_bytes(measurement.elsewhere_bytes)} to the {place}"
             text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
-            flags.append(f"--offload {place}")
         yield Suggestion(
-            change="offload" if sends else "optimizer in backward" if findings.plan.in_backward else "plan",
+            change=_change_of(findings.plan),
             text=text,
-            command=self._command("optimize", *flags),
+            command=self._plan_command(findings.plan, place),
             plan=findings.plan,
             predicted_bytes=row.predicted_allocated_peak_bytes,
             peak_bytes=measurement.allocated_peak_bytes,
             seconds=measurement.step_s,
         )
+
+    def _unrun_plan(self, unrun: NotRunHereError, place: str) -> Suggestion:
+        """Return the plan that is predicted to fit, and that this machine lacks the memory to run."""
+        plan = unrun.priced.plan
+        return Suggestion(
+            change=_change_of(plan),
+            text=plan_in_words(plan) + f", sending tensors to the {place}" * bool(place),
+            command=self._plan_command(plan, place),
+            plan=plan,
+            predicted_bytes=unrun.priced.peak_bytes,
+            peak_bytes=None,
+            seconds=None,
+            not_run=describe(unrun.outcome),
+        )
+
+    def _plan_command(self, plan: Plan, place: str) -> str:
+        """Return the command that finds ``plan``, which may send tensors to ``place``."""
+        flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
+        flags += ["--optimizer-in-backward"] * plan.in_backward + [f"--offload {place}"] * plan.sends
+        return self._command("optimize", *flags)
 
     def _search(
         self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
@@ -191,9 +239,10 @@ class ChangeTrials:
             return
         self.notes += norm_notes(accumulation, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
+        differs = ", other batch statistics" * bool(self._prepared.facts.batch_norms)
         yield Suggestion(
             change="micro-batches",
-            text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}",
+            text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}{differs}",
             command=self._recommend_command(planned=row.planned),
             plan=plan if row.planned else ORIGINAL,
             batch=run.batch,
@@ -214,18 +263,21 @@ class ChangeTrials:
         if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
         answer = prepared.ask(MeasureJob(plan=ORIGINAL))
-        if not isinstance(answer, Measured):
+        is_unrun = isinstance(answer, OutOfMemory) and not answer.was_tried and isinstance(dry_run, Counted)
+        if not isinstance(answer, Measured | OutOfMemory) or not (is_unrun or isinstance(answer, Measured)):
             raise NothingFitsError(describe(answer))
-        peak_bytes = answer.measurement.allocated_peak_bytes
-        if peak_bytes > self._limit_bytes:
-            raise NothingFitsError(f"needs {format_bytes(peak_bytes)}")
+        measurement = answer.measurement if isinstance(answer, Measured) else None
+        if measurement is not None and measurement.allocated_peak_bytes > self._limit_bytes:
+            raise NothingFitsError(f"needs {format_bytes(measurement.allocated_peak_bytes)}")
+        device = "cuda" if self._counts_for_gpu else settings.device.partition(":")[0]
         yield Suggestion(
             change="autocast",
             text="forward and loss under autocast to bfloat16, which rounds",
-            command=f'with torch.autocast("{settings.device.partition(":")[0]}", dtype=torch.bfloat16): …',
+            command=f'with torch.autocast("{device}", dtype=torch.bfloat16): …',
             predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
-            peak_bytes=peak_bytes,
-            seconds=answer.measurement.step_s,
+            peak_bytes=None if measurement is None else measurement.allocated_peak_bytes,
+            seconds=None if measurement is None else measurement.step_s,
+            not_run="" if isinstance(answer, Measured) else describe(answer),
         )
 
     def _with(self, settings: StepSettings) -> Prepared:

@@ -6,6 +6,7 @@ is recorded to find the first instant at which more is allocated than there is m
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -50,6 +51,7 @@ _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one): memopt then tries changes that make the step fit."
 )
+_COUNTED_ON_CPU_NOTE: Final = "The error is from a GPU; the step was counted on the CPU."
 _MAX_HOLDERS: Final = 200
 """Maximum number of modules, or of lines of code, that are listed as holders of memory."""
 _RECORDING_SHARE: Final = 0.8
@@ -66,6 +68,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     started = time.monotonic()
     error = _read_error(request.log_path) if request.log_path is not None else None
     snapshot = _read_snapshot(request) if request.snapshot_path is not None else None
+    event = error.event if error else ""
     asked_bytes = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
     if request.source is not None:
         opening = Opening(
@@ -73,8 +76,13 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         )
         prepared = prepare(opening, progress=progress, ask=ask)
         reported_limit = _reported_limit(error, snapshot) if request.memory is None else None
-        explanation = _explain_step(request, prepared, *(reported_limit or _limit_here(request, prepared)))
-        if asked_bytes and explanation.instant is None:
+        limit_bytes, limit = reported_limit or _limit_here(request, prepared)
+        is_of_gpu = (error is not None and error.is_of_gpu) or snapshot is not None
+        is_elsewhere = is_of_gpu and prepared.subject.settings.device == "cpu"
+        explanation = _explain_step(request, prepared, limit_bytes, limit, counts_for_gpu=is_elsewhere)
+        if is_elsewhere:
+            explanation = replace(explanation, notes=(_COUNTED_ON_CPU_NOTE, *explanation.notes))
+        if (asked_bytes or error) and explanation.instant is None:
             explanation = replace(explanation, counted_as=_counted_as(prepared))
             # The step fits into the memory here, but it ran out of memory elsewhere: that limit is not known.
             if request.memory is None and reported_limit is None:
@@ -89,6 +97,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         explanation,
         notes=(*explanation.notes, *_fragmentation_notes(error)),
         asked_bytes=asked_bytes,
+        event=event,
         raised_at=error.line if error else "",
         lines=snapshot.lines[:_MAX_HOLDERS] if snapshot else explanation.lines,
         spent_s=time.monotonic() - started,
@@ -117,7 +126,7 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
         limit_bytes=error.available_bytes,
         limit=_ERROR_LIMIT,
         needed_bytes=error.allocated_bytes,
-        notes=(numbers, _NAME_MODEL_NOTE) if error.available_bytes else (_NAME_MODEL_NOTE,),
+        notes=(numbers, _NAME_MODEL_NOTE) if error.available_bytes and error.asked_bytes else (_NAME_MODEL_NOTE,),
     )
 
 
@@ -138,20 +147,28 @@ def _counted_as(prepared: Prepared) -> str:
 
 def _read_error(path: str) -> OutOfMemoryText:
     try:
-        text = read_end(path, _MAX_LOG_BYTES).decode(errors="replace")
+        data = sys.stdin.buffer.read()[-_MAX_LOG_BYTES:] if path == "-" else read_end(path, _MAX_LOG_BYTES)
     except OSError as err:
         raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
-    error = read_oom(text)
+    error = read_oom(data.decode(_encoding_of(data), errors="replace"))
     if error is None:
         raise UsageError(
             f"{path} has no out-of-memory message",
-            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate".',
+            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate"; of a process that was killed, the '
+            "kernel's log speaks: dmesg | memopt explain `--log -`",
         )
     return error
 
 
+def _encoding_of(data: bytes) -> str:
+    """Return the encoding of a log: UTF-16, as PowerShell writes it, has a null byte beside each Latin letter."""
+    if data.count(0) < len(data) // 3:
+        return "utf-8"
+    return "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"
+
+
 def _fragmentation_notes(error: OutOfMemoryText | None) -> tuple[str, ...]:
-    if error is None or error.reserved_bytes < error.asked_bytes:
+    if error is None or not error.reserved_bytes or error.reserved_bytes + error.free_bytes < error.asked_bytes:
         return ()
     return (
         f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used, in pieces that were too "
@@ -209,7 +226,9 @@ def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     return traced.trace, notes
 
 
-def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str) -> Explanation:
+def _explain_step(
+    request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, *, counts_for_gpu: bool
+) -> Explanation:
     prepared.progress.stage("recording a step")
     trace, notes = _record_full_step(prepared)
     live = live_bytes(trace)
@@ -218,8 +237,9 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
     shown_instant = instant or peak
     alive = [s for s in trace.storages if is_alive(s, shown_instant.op)]
     made_by_step = [s for s in alive if s.kind in ("activations", "temporaries")]
-    trial = ChangeTrials(request, prepared, limit_bytes)
+    trial = ChangeTrials(request, prepared, limit_bytes, counts_for_gpu=counts_for_gpu)
     stays = _fixed_bytes(trace, in_backward=request.optimizer_in_backward)
+    gradients = stays - _fixed_bytes(trace, in_backward=True)
     return Explanation(
         header=file_header(prepared),
         limit_bytes=limit_bytes,
@@ -228,9 +248,9 @@ def _explain_step(request: ExplainRequest, prepared: Prepared, limit_bytes: int,
         instant=instant,
         line=trace.ops[shown_instant.op].line if shown_instant.op >= 0 else "",  # empty in backward too
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
-        modules=_held_by(made_by_step, lambda s: s.module),
+        modules=_held_by(made_by_step, lambda s: s.module or prepared.facts.class_name),
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
-        suggestions=trial.suggestions(stays) if instant is not None else (),
+        suggestions=trial.suggestions(stays, gradients) if instant is not None else (),
         refused=tuple(trial.refused),
         notes=(*prepared.notes, *notes, *trial.notes, *prepared.heard),
     )

@@ -1,7 +1,8 @@
-"""Read PyTorch's out-of-memory messages, with their numbers, from a log or a traceback.
+"""Read the messages by which PyTorch, NumPy and the kernel say that memory ran out, from a log or a traceback.
 
 Example: "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.10 GiB is free."  The wording differs
-by backend and by version of PyTorch, hence several patterns for a number.
+by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends says nothing
+itself: the kernel's log, the shell or the cluster does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from typing import Final
 
 from memopt_cli.records import OutOfMemoryText
+from memopt_cli.text.units import format_bytes
 
 _APPLE_UNITS: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
 """Units as the backend of Apple's GPUs writes them."""
@@ -19,7 +21,23 @@ _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
     re.compile(rf"[Tt]ried to allocate {_AMOUNT}"),  # CUDA and others
     re.compile(r"you tried to allocate (\d+) (bytes)"),  # the CPU
+    re.compile(rf"Unable to allocate {_AMOUNT} for an array"),  # NumPy
+    re.compile(r"[Tt]rying to allocate (\d+) (bytes)"),  # JAX
 )
+_KILLED: Final = (
+    re.compile(r"[Oo]ut of memory: Killed process \d+ \((?P<name>[^)\n]*)\)[^\n]*?anon-rss:(?P<kib>\d+)kB"),  # Linux
+    re.compile(r"(?m)line \d+: +\d+ Killed +(?P<name>\S*)"),  # a script of bash
+    re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|\[\d+\]\S* +(?:\d+ +)?Killed\b|Killed *$)"),  # a shell
+    re.compile(r"oom[-_]kill event|OOM Killed|OUT_OF_MEMORY"),  # Slurm
+)
+"""Patterns of a process that was killed, with its name and its memory where they are known."""
+_WITHOUT_NUMBERS: Final = re.compile(r"CUDA error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED")
+_OF_GPU: Final = re.compile(r"CUDA|HIP out of|GPU \d|CU(?:BLAS|DNN)_")
+_TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_AMOUNT} total capacity"))
+_ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)
+_PROCESS: Final = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
+_MIN_OTHERS_SHARE: Final = 0.1
+"""Share of a card from which on other processes that hold it are named: a desktop holds less."""
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),
@@ -45,10 +63,16 @@ _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]pytho
 
 def read_oom(text: str) -> OutOfMemoryText | None:
     """Read the last out-of-memory message in ``text``; ``None`` if there is none."""
-    matches = [match for pattern in _ASKED for match in deque(pattern.finditer(text), maxlen=1)]
+    patterns = (*_ASKED, *_KILLED, _WITHOUT_NUMBERS)
+    matches = [match for pattern in patterns for match in deque(pattern.finditer(text), maxlen=1)]
     if not matches:
         return None
     last = max(matches, key=lambda match: match.start())
+    if last.re in _KILLED:
+        return _read_kill(last)
+    raised_at = _innermost(text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()])
+    if last.re is _WITHOUT_NUMBERS:
+        return OutOfMemoryText(asked_bytes=0, event=f'the error is "{last[0]}"', is_of_gpu=True, line=raised_at)
     line_start = text.rfind("\n", max(0, last.start() - _MAX_LINE_CHARACTERS), last.start()) + 1 or max(
         0, last.start() - _MAX_LINE_CHARACTERS
     )
@@ -56,13 +80,42 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     allocated = _first(_ALLOCATED, message)
     free_bytes = max(0, _first(_MAX_ALLOWED, message) - allocated - _first(_OTHER_ALLOCATIONS, message))
     total = _RESERVED_IN_TOTAL.search(message)
-    unallocated = _bytes(total) - allocated if total else _first(_UNALLOCATED, message)
+    unallocated = max(0, _bytes(total) - allocated if total else _first(_UNALLOCATED, message))
+    free_bytes = _first(_FREE, message) or free_bytes
+    if allowed := _first(_ALLOWED, message):  # a limit of the process, by set_per_process_memory_fraction
+        free_bytes = max(0, min(free_bytes, allowed - allocated - unallocated))
     return OutOfMemoryText(
         asked_bytes=_bytes(last),
-        free_bytes=_first(_FREE, message) or free_bytes,
+        free_bytes=free_bytes,
         allocated_bytes=allocated,
-        reserved_bytes=max(0, unallocated),
-        line=_innermost(text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]),
+        reserved_bytes=unallocated,
+        line=raised_at,
+        event=_others(message, allocated + unallocated),
+        is_of_gpu=_OF_GPU.search(message) is not None,
+    )
+
+
+def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
+    found = match.groupdict()
+    nbytes = int(found.get("kib") or 0) << 10
+    where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
+    event = f"the kernel killed {found.get('name') or 'the process'}{where}"
+    return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
+
+
+def _others(message: str, own_bytes: int) -> str:
+    """Return a sentence on other processes that hold the card; empty if they hold little.
+
+    Where the message does not say which process is its own, that is the smallest that holds ``own_bytes``.
+    """
+    held, card_bytes = [_bytes(match) for match in _PROCESS.finditer(message)], _first(_TOTAL, message)
+    if "this process has" not in message and held:
+        held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
+    if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:
+        return ""
+    holders, end = ("another process holds", "it") if len(held) == 1 else ("other processes hold", "them")
+    return (
+        f"{holders} {format_bytes(sum(held))} of the {format_bytes(card_bytes)} card: end {end}, or choose another GPU"
     )
 
 

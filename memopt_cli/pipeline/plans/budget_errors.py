@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.records import Counted, OpTrace
+from memopt_cli.records import Counted, OpTrace, OutOfMemory, describe
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
@@ -19,6 +20,25 @@ _MAX_HOLDERS: Final = 8
 """Maximum number of modules, or groups of similar modules, that a message names as holding activations."""
 _WEIGHTS_SHARE: Final = 0.5
 """Share of a peak above which a message says that parameters and gradients are most of the peak."""
+
+
+class NotRunHereError(NothingFitsError):
+    """A plan is predicted to fit into the budget, but this machine has too little memory to run its step."""
+
+    def __init__(self, message: str, priced: PricedPlan, outcome: OutOfMemory) -> None:
+        super().__init__(
+            message,
+            hint="Run the same command where that much is free, or take a smaller batch (`--dim B=…` where the shape "
+            "says B); for a GPU of another machine, `--for CARD` searches by estimates alone.",
+        )
+        self.priced, self.outcome = priced, outcome
+
+    @classmethod
+    def of(cls, priced: PricedPlan, outcome: OutOfMemory) -> NotRunHereError:
+        """Return the error to raise for the ``priced`` plan, by the ``outcome`` of trying it."""
+        outcome = replace(outcome, needed_bytes=max(priced.peak_bytes, outcome.needed_bytes))  # one with workspaces
+        peak = format_bytes(priced.peak_bytes)
+        return cls(f"a plan of {peak} is predicted to fit, but {describe(outcome)}", priced, outcome)
 
 
 def nothing_fits(
@@ -62,8 +82,12 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
         yield f"No plan can make these parts of its peak smaller: {parts_in_words}."
     workspace_bytes = smallest.allocated_peak_bytes - smallest.tensor_peak_bytes
     rest_bytes = _NAMED_SHARE * smallest.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
-    if holders_in_words := ", ".join(_largest_holders(smallest, rest_bytes)):
-        yield f"The rest are activations and tensors that backward makes: {holders_in_words}."
+    holders = list(_largest_holders(smallest, rest_bytes))
+    if holders:
+        names = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in holders)
+        others = smallest.allocated_peak_bytes - workspace_bytes - sum(parts.values()) - sum(n for _, n in holders)
+        more = f", and {format_bytes(others)} of others" * (others > 0)
+        yield f"The rest are activations and tensors that backward makes: {names}{more}."
     weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
     if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
         advice = (
@@ -83,7 +107,7 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     )
 
 
-def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[str]:
+def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[tuple[str, int]]:
     """Yield the largest holders in the ``smallest`` peak, with their bytes, until they add up to ``missing_bytes``."""
     bytes_by_path = gathered({holder.path: holder.held_bytes for holder in smallest.holders})
     for path, nbytes in list(bytes_by_path.items())[:_MAX_HOLDERS]:
@@ -91,7 +115,7 @@ def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[str]:
             return
         missing_bytes -= nbytes
         name = f"'{path}'" if path else "the step outside of modules"
-        yield f"{format_bytes(nbytes)} of {name}"
+        yield name, nbytes
 
 
 def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast, unavoidable_parts
+from memopt_cli.pipeline.plans.budget_errors import NotRunHereError, nothing_fits, require_fast, unavoidable_parts
 from memopt_cli.pipeline.plans.frontier import clearly_smaller, format_points, spread
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -92,16 +92,17 @@ class GoalSearch:
         """
         started, target = time.monotonic(), budget_bytes
         smallest: PricedPlan | None = None
-        predicted_bytes: list[int] = []
-        measured_bytes: list[int] = []
+        tried: list[tuple[PricedPlan, Measurement | OutOfMemory]] = []
         for _ in range(_MAX_MEASURED):
             priced = self._fastest(target)
             if priced is not None:
+                if priced.slowdown > self._max_slowdown and _first_unrun(tried):
+                    break
                 require_fast(priced, self._max_slowdown)
             elif smallest is None:
                 # No plan is predicted to fit: try the smallest once, whose peak dry runs may overestimate.
                 smallest = self._planner.least(self._level, self._max_slowdown)
-                limit = predicted_bytes[-1] - 1 if predicted_bytes else budget_bytes * (1 + _DOUBT_SHARE)
+                limit = tried[-1][0].peak_bytes - 1 if tried else budget_bytes * (1 + _DOUBT_SHARE)
                 priced = smallest if not smallest.plan.is_empty and smallest.peak_bytes <= limit else None
             if priced is None:
                 break
@@ -120,23 +121,31 @@ class GoalSearch:
                 continue
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
-            predicted_bytes.append(priced.peak_bytes)
-            excess = target // _OOM_DIVISOR
-            if isinstance(outcome, Measurement):
-                excess = outcome.allocated_peak_bytes - budget_bytes
-                measured_bytes.append(outcome.allocated_peak_bytes)
+            tried.append((priced, outcome))
             # Lower the target by at least 1, or the same plan would be found again.
-            target = min(target, priced.peak_bytes) - max(1, excess)
-        if predicted_bytes and predicted_bytes[-1] <= budget_bytes and not measured_bytes:
-            raise NothingFitsError(
+            target = min(target, priced.peak_bytes) - max(1, _excess(outcome, target, budget_bytes))
+        raise self._nothing_fits(budget_bytes, tried, smallest)
+
+    def _nothing_fits(
+        self,
+        budget_bytes: int,
+        tried: Sequence[tuple[PricedPlan, Measurement | OutOfMemory]],
+        smallest: PricedPlan | None,
+    ) -> NothingFitsError:
+        """Return the error to raise where no plan that was ``tried``, nor the ``smallest``, fits."""
+        if unrun := _first_unrun(tried):
+            return unrun
+        measured_bytes = [outcome.allocated_peak_bytes for _, outcome in tried if isinstance(outcome, Measurement)]
+        if tried and tried[-1][0].peak_bytes <= budget_bytes and not measured_bytes:
+            return NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but this machine runs out of memory, even with "
-                f"a plan of {format_bytes(predicted_bytes[-1])}",
+                f"a plan of {format_bytes(tried[-1][0].peak_bytes)}",
                 hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         lowest = self._lower(smallest or self._planner.least(self._level))
         trace = self.search.traced.trace
-        raise nothing_fits(
+        return nothing_fits(
             budget_bytes,
             min(measured_bytes) if measured_bytes else lowest.peak_bytes,
             stays=tuple(unavoidable_parts(lowest.counted, trace.ops, frees_gradients=self.in_backward.is_allowed)),
@@ -291,6 +300,21 @@ class GoalSearch:
         priced, outcome = measured_plan
         row = self.search.row(self._level, priced, len(self._planner.dry_runs), started)
         return replace(row, outcome=outcome)
+
+
+def _excess(outcome: Measurement | OutOfMemory, target_bytes: int, budget_bytes: int) -> int:
+    """Return the bytes by which a plan with this ``outcome`` is too large."""
+    if isinstance(outcome, Measurement):
+        return outcome.allocated_peak_bytes - budget_bytes
+    return target_bytes // _OOM_DIVISOR if outcome.was_tried else outcome.needed_bytes - outcome.free_bytes
+
+
+def _first_unrun(tried: Sequence[tuple[PricedPlan, Measurement | OutOfMemory]]) -> NotRunHereError | None:
+    """Return the error for the fastest plan that was not run here; ``None`` if all were."""
+    for priced, outcome in tried:
+        if isinstance(outcome, OutOfMemory) and not outcome.was_tried:
+            return NotRunHereError.of(priced, outcome)
+    return None
 
 
 def budget_bytes(budget: Budget, original_bytes: int) -> int:

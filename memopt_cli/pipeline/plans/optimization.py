@@ -230,7 +230,9 @@ class _PlanSearch:
             longer = "A longer search may find a better plan." if search.probes.over else ""
             hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explain_commands()]
             message = "; ".join(filter(None, [err.message, search.probes.over]))
-            raise type(err)(message, hint="\n".join(filter(None, hints))) from err
+            err.message, err.hint = message, "\n".join(filter(None, hints))
+            err.args = (message,)
+            raise
 
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""

@@ -88,7 +88,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
     except ImportError as err:
         raise MeasurementError(
             "a share of a CUDA device's memory cannot be found without NVML",
-            hint="Run `pip install nvidia-ml-py`, or give bytes: `--memory 24GiB`.",
+            hint="Run pip install nvidia-ml-py, or give bytes: `--memory 24GiB`.",
         ) from err
     try:
         pynvml.nvmlInit()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
+from memopt_cli.measure.answers import bench
 from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
@@ -195,7 +196,10 @@ def test_an_error_is_not_denied_where_the_step_alone_would_fit(
     assert found.instant is None
     text = text_of(found)
     assert text.startswith(first)
-    assert f"the step was counted at batch {BATCH}, without `--optimizer` and `--loss`: describe it as it was" in text
+    assert (
+        f"the step was counted at batch {BATCH}, without `--optimizer` and `--loss`: describe the step as it was"
+        in text
+    )
     assert (", which alone is more than this step needs" in text) is (found.asked_bytes > found.needed_bytes)
     assert bool(found.limit_bytes) is (log == ON_A_GPU)
 
@@ -261,6 +265,63 @@ def test_a_snapshot_beside_a_model(tmp_path: Path, explained: Callable[..., Expl
 def test_what_cannot_be_explained_is_said(options: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         explain(ExplainRequest(source=None, **options), progress=Progress())
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_here_is_not_run(
+    recorded: StepTrace, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = recorded.resident_bytes // 2
+    for module in (bench, explanation):
+        monkeypatch.setattr(module, "runnable_bytes", lambda device: free)
+    request = ExplainRequest(source=source, spec=SPEC, memory=needed_bytes(recorded) - LESS, flags=FLAGS)
+    found = explain(request, progress=Progress())
+    (plan,) = (said for said in found.suggestions if said.change == "plan")
+    assert (plan.peak_bytes, plan.seconds) == (None, None)
+    assert plan.predicted_bytes <= found.limit_bytes
+    assert plan.not_run.startswith("not run here: needs ")
+    assert plan.command.startswith("memopt optimize ")
+    text = text_of(found)
+    assert plan.not_run in text
+    assert f"for {plan.text}: {plan.command}" in text
+
+
+@pytest.mark.slow
+def test_of_an_error_of_a_gpu_the_answer_is_for_a_gpu(
+    tmp_path: Path, recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(ON_A_GPU)
+    found = explained(needed_bytes(recorded) - LESS, log_path=str(log))
+    assert "The error is from a GPU; the step was counted on the CPU." in found.notes
+    assert "offload" not in {said.change for said in found.suggestions}
+    assert any("--offload host --device cuda" in refused for refused in found.refused)
+    assert all('autocast("cuda"' in said.command for said in found.suggestions if said.change == "autocast")
+
+
+def test_a_process_that_was_killed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = b"[1.2] Out of memory: Killed process 4 (python) total-vm:31kB, anon-rss:15728640kB, file-rss:1kB\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(killed)))
+    text = text_of(explain(ExplainRequest(source=None, log_path="-"), progress=Progress()))
+    assert text.startswith("the kernel killed python at 15.0 GiB\n")
+    assert "tensors held" not in text
+    assert "Name the model as well" in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_log_of_powershell_is_read(encoding: str, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(ON_A_GPU, encoding=encoding)
+    found = explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+    assert found.asked_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(("unused", "is_fragmented"), [(0, False), (40, False), (50, True), (128, True)])
+def test_pieces_that_would_do_together_are_told_of(unused: int, is_fragmented: bool, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(ON_A_GPU.replace("128.00 MiB is reserved", f"{unused}.00 MiB is reserved"))  # 16 of 64 MiB were free
+    found = explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+    assert any("expandable_segments" in note for note in found.notes) is is_fragmented
 
 
 def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
@@ -375,8 +436,10 @@ def test_an_optimizer_runs_in_backward_only_where_that_is_asked_for(
     accumulating = SimpleNamespace(subject=replace(subject, settings=replace(settings, micro_batches=2)), notes=())
     trial._search(accumulating, SearchGoal())  # type: ignore[arg-type]
     assert searched == [is_searched, False]
-    assert trial.suggestions(2 << 20) == ()
+    assert trial.suggestions(2 << 20, 3 << 19) == ()
     assert ("`--optimizer-in-backward` frees each gradient" in trial.refused[0]) is not is_searched
+    assert trial.suggestions(2 << 20, 1 << 19) == ()
+    assert "`--optimizer-in-backward`" not in trial.refused[1]  # 1.5 MiB would be left of the 1 MiB
 
 
 def wide(folder: Path, *more: nn.Module) -> ExplainRequest:
@@ -403,7 +466,7 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
     for name in ("_try_plan", "_try_autocast"):
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
-    assert trial.suggestions(0) == ()
+    assert trial.suggestions(0, 0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
 
 

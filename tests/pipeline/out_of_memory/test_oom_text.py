@@ -42,13 +42,19 @@ ON_CPU = (
                 allocated_bytes=22 * GIB,
                 reserved_bytes=int(1.5 * GIB),
                 line="/home/me/model.py:7",
+                is_of_gpu=True,
             ),
             id="now",
         ),
         pytest.param(
             BEFORE,
             OutOfMemoryText(
-                asked_bytes=GIB, free_bytes=512 * MIB, allocated_bytes=int(8.5 * GIB), reserved_bytes=GIB, line=""
+                asked_bytes=GIB,
+                free_bytes=512 * MIB,
+                allocated_bytes=int(8.5 * GIB),
+                reserved_bytes=GIB,
+                line="",
+                is_of_gpu=True,
             ),
             id="before 2.0",
         ),
@@ -88,3 +94,76 @@ def test_any_text_is_read(before: str, number: str) -> None:
 def test_more_bytes_than_any_device_has_are_none() -> None:
     found = read_oom(f"Tried to allocate {'9' * 300} GiB. of which 8 B is free")
     assert (found.asked_bytes, found.free_bytes) == (0, 8)
+
+
+LIMITED = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 61.20 GiB is "
+    "free. Process 2783 has 7.40 GiB memory in use. 8.00 GiB allowed; Of the allocated memory 6.50 GiB is allocated by "
+    "PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+LIMITED_BEFORE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.15 GiB total capacity; 6.50 GiB already allocated; "
+    "61.20 GiB free; 8.00 GiB allowed; 7.00 GiB reserved in total by PyTorch)"
+)
+
+
+@pytest.mark.parametrize("text", [LIMITED, LIMITED_BEFORE])
+def test_a_process_may_be_allowed_less_than_is_free(text: str) -> None:
+    found = read_oom(text)
+    assert (found.free_bytes, found.available_bytes, found.event) == (GIB, 7.5 * GIB, "")
+
+
+CARD = (
+    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 MiB is "
+    "free."
+)
+OWN = (
+    " Of the allocated memory 2.50 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "event"),
+    [
+        (" Process 1 has 3.20 GiB memory in use.", ""),
+        (" Process 1 has 1.00 GiB memory in use. Process 2 has 3.20 GiB memory in use.", ""),
+        (
+            " Process 1 has 20.00 GiB memory in use. Process 2 has 3.20 GiB memory in use.",
+            "another process holds 20.0 GiB of the 24.0 GiB card: end it, or choose another GPU",
+        ),
+        (
+            " Process 1 has 10.00 GiB memory in use. Process 2 has 9.00 GiB memory in use. Including non-PyTorch "
+            "memory, this process has 3.20 GiB memory in use.",
+            "other processes hold 19.0 GiB of the 24.0 GiB card: end them, or choose another GPU",
+        ),
+    ],
+)
+def test_others_that_hold_the_card_are_named(processes: str, event: str) -> None:
+    assert read_oom(CARD + processes + OWN).event == event
+
+
+@pytest.mark.parametrize(
+    ("text", "event"),
+    [
+        ("Memory cgroup out of memory: Killed process 4 (python3) anon-rss:1048576kB", "killed python3 at 1.0 GiB"),
+        ("run.sh: line 3:  4242 Killed                  python train.py", "killed python, as it does when"),
+        ("epoch 1\nKilled\n", "killed the process, as"),
+        ("zsh: killed     python train.py", "killed python, as"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.", "killed the process, as"),
+        ("torch.AcceleratorError: CUDA error: out of memory", 'the error is "CUDA error: out of memory"'),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", 'the error is "CUBLAS_STATUS_ALLOC_FAILED"'),
+    ],
+)
+def test_an_end_without_numbers_is_an_end_all_the_same(text: str, event: str) -> None:
+    found = read_oom(text)
+    assert event in found.event
+    assert found.asked_bytes == 0
+
+
+@pytest.mark.parametrize("text", ["Killed the lights", "the job was Killed by me", "out of memories"])
+def test_other_words_end_nothing(text: str) -> None:
+    assert read_oom(text) is None
+
+
+def test_numpy_asks_for_memory_too() -> None:
+    assert read_oom("MemoryError: Unable to allocate 7.50 GiB for an array with shape (9,)").asked_bytes == 7.5 * GIB

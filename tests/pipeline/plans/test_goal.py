@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
-from memopt_cli.pipeline.plans.budget_errors import nothing_fits, unavoidable_parts
+from memopt_cli.pipeline.plans.budget_errors import NotRunHereError, nothing_fits, unavoidable_parts
 from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
 from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
@@ -183,6 +183,25 @@ def test_plans_that_no_memory_is_left_for_are_not_called_too_large() -> None:
     assert asked == [700, 500, 300]
 
 
+def unrun(peak: int, free: int) -> Measurement | OutOfMemory:
+    return OutOfMemory(detail="", needed_bytes=peak, free_bytes=free) if peak > free else measured(peak)
+
+
+def test_a_plan_that_does_not_fit_here_gives_way_to_one_that_does() -> None:
+    search, asked = goal(lambda peak: unrun(peak, 550))
+    assert search.within(750).predicted_allocated_peak_bytes == 500
+    assert asked == [700, 500]
+
+
+@pytest.mark.parametrize("most_slowdown", [None, 1.31])
+def test_the_fastest_plan_that_was_not_run_is_named(most_slowdown: float | None) -> None:
+    search, _ = goal(lambda peak: unrun(peak, 100))
+    with pytest.raises(
+        NotRunHereError, match="700 B is predicted to fit, but not run here: needs 700 B, 100 B are free"
+    ):
+        replace(search, most_slowdown=most_slowdown).within(750)
+
+
 def test_nothing_fits() -> None:
     search, _ = goal(measured)
     with pytest.raises(
@@ -232,11 +251,13 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
     _, held = unavoidable_parts(least, (), frees_gradients=False)
     assert held == (
         "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
-        "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last'."
+        "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
     _, held = unavoidable_parts(larger, (), frees_gradients=False)
-    assert held.endswith("tensors that backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)'.")
+    assert held.endswith(
+        "tensors that backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)', and 100 B of others."
+    )
     many = tuple(ModuleShare(path=f"{'abcdefghij'[n]}", held_bytes=1) for n in range(10))
     _, held = unavoidable_parts(replace(least, holders=many), (), frees_gradients=False)
     assert held.count(" of '") == 8
