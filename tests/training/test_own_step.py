@@ -16,10 +16,13 @@ import memopt_cli
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.factory import build
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.records import Plan, SegmentPlan, StepSettings
+from memopt_cli.records import Plan, SearchOptions, SegmentPlan, StepSettings
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
+from memopt_cli.search.plan.levels import allowed_at, level_of
+from memopt_cli.search.plan.proposals import Proposals
+from memopt_cli.search.plan.schedules import Limits
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
@@ -362,3 +365,31 @@ def test_a_record_has_a_round_for_each_backward() -> None:
     root = block_tree(CostModel(trace))
     assert [child.path for child in root.children if child.path or child.is_round] == ["maker", "", "judge"]
     assert trace.modules[0].refusal
+
+
+def test_no_segments_nest_at_level_1_although_each_call_chooses_its_own() -> None:
+    """For some calls all of the net would be a segment, and for others a part of it."""
+
+    def part(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+
+    net = nn.Sequential(nn.Sequential(part(64), part(32)))
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def run(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = sum(net(x) for _ in range(6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    own = memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
+    step = OwnStep(model=models_of(own), args=(torch.ones(256, 8),), kwargs={}, settings=StepSettings())
+    trace = record(step, 256, contents=True)
+    proposals = Proposals(trace, lambda: None)
+    proposals.allow(allowed_at(1, SearchOptions(level=1), trace.modules, Limits()))
+    peak = proposals.model.peak_bytes
+    plans = [proposals.solvers.fastest(False, peak * share // 100) for share in range(32, 100, 4)]
+    found = [plan for plan in plans if plan is not None]
+    assert [s.path for s in found[0].segments] == ["net.0"]
+    assert [plan for plan in found if level_of(plan) > 1] == []

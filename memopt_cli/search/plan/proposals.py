@@ -24,16 +24,24 @@ class Solvers:
     """Solvers of one recorded step under one set of permissions: one with packing, one without."""
 
     def __init__(
-        self, model: CostModel, solvers: Mapping[bool, Solver], heads: tuple[SegmentPlan, ...], heads_slowdown: float
+        self,
+        model: CostModel,
+        solvers: Mapping[bool, Solver],
+        heads: tuple[SegmentPlan, ...],
+        heads_slowdown: float,
+        *,
+        nested: bool,
     ) -> None:
         """Take ``solvers``: without packing under ``False``, with packing under ``True``.
 
-        All plans contain ``heads``, which slow them by ``heads_slowdown``.
+        All plans contain ``heads``, which slow them by ``heads_slowdown``.  ``nested`` tells whether segments may lie
+        in others.
         """
         self._model = model
         self._solvers = solvers
         self._heads = heads
         self._heads_slowdown = heads_slowdown
+        self._nested = nested
 
     @property
     def packings(self) -> tuple[bool, ...]:
@@ -77,6 +85,10 @@ class Solvers:
     def _plan(self, schedule: Schedule, packed: bool) -> Plan:
         # A module that is called several times gives several equal paths; one of them stays.
         segments = {segment.path: segment for segment in schedule.segments()}
+        if not self._nested:
+            # One call may make a segment of a module, and another call segments of its parts: the module stays.
+            parts = {path for path in segments if any(other in segments for other in ancestry(path) if other != path)}
+            segments = {path: segment for path, segment in segments.items() if path not in parts}
         return Plan(segments=(*segments.values(), *self._heads), packed=packed)
 
 
@@ -149,4 +161,5 @@ class Proposals:
                 self._all_solvers[key, packed] = Solver(self.root, permissions, self._tick, self._solved_blocks)
             return self._all_solvers[key, packed]
 
-        return Solvers(self.model, {p: solver(p) for p in packings}, self.heads, self._heads_slowdown)
+        solvers = {p: solver(p) for p in packings}
+        return Solvers(self.model, solvers, self.heads, self._heads_slowdown, nested=allowed.nested)
