@@ -102,7 +102,7 @@ class StepError(MemoptError):
 
 
 class LossError(StepError):
-    """A loss of the user's that raised an error."""
+    """A loss function of the user that raised an error."""
 
 
 class MeasurementError(MemoptError):

@@ -123,3 +123,15 @@ def _exists(path: str) -> bool:
     except (AttributeError, ImportError):
         return False
     return True
+
+
+def test_every_name_on_the_map_is_in_the_file_that_it_is_said_to_be_in() -> None:
+    page = (FILE.parents[1] / "docs" / "architecture.md").read_text()
+    places = re.findall(r"`([A-Za-z_]\w*)`(?: and `[A-Za-z_]\w*`)? (?:in|of) `([a-z_/]+/[a-z_]+\.py)`", page)
+    assert len(places) > 30
+    missing = []
+    for name, path in places:
+        files = [file for file in (FILE.parents[1] / "memopt_cli" / path, FILE.parents[1] / path) if file.exists()]
+        if not files or not re.search(rf"\b{name}\b", files[0].read_text()):
+            missing.append((name, path))
+    assert missing == []

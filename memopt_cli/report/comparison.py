@@ -22,12 +22,12 @@ METRIC_HEADINGS = ("", "before", "now", "change")
 MODULE_HEADINGS = ("module", "", "before", "now", "change")
 
 
-def headline(found: Comparison) -> Iterator[str]:
-    """Yield each limit that ``found`` exceeds; if it exceeds none, how the peak of each part changed."""
-    for verdict in found.exceeded:
+def headline(comparison: Comparison) -> Iterator[str]:
+    """Yield each limit that ``comparison`` exceeds; if it exceeds none, how the peak of each part changed."""
+    for verdict in comparison.exceeded:
         yield judged(verdict)
-    if not found.exceeded:
-        yield from map(_unexceeded, found.parts)
+    if not comparison.exceeded:
+        yield from map(_unexceeded, comparison.parts)
 
 
 def _unexceeded(part: Comparison) -> str:
@@ -54,64 +54,64 @@ def judged(verdict: Verdict) -> str:
     return f"{change}, within the limit {verdict.limit.text}"
 
 
-def grown(found: Comparison) -> Iterator[Comparison]:
-    """Yield the parts of ``found`` for shorter inputs that exceed a limit; only these get a section of their own."""
-    return (part for part in found.shorter if part.exceeded)
+def grown(comparison: Comparison) -> Iterator[Comparison]:
+    """Yield the parts of ``comparison`` for shorter inputs that exceed a limit; each gets a section."""
+    return (part for part in comparison.shorter if part.exceeded)
 
 
-def reasons(found: Comparison) -> Iterator[str]:
-    """Yield sentences on what explains the change in ``found``, and on what may mislead, such as another machine."""
-    if found.at:
-        yield from _causes(found)
+def reasons(comparison: Comparison) -> Iterator[str]:
+    """Yield sentences on what explains the change in ``comparison``, and on what may mislead."""
+    if comparison.at:
+        yield from _causes(comparison)
         return
-    if found.layout is not None:
-        yield f"{TENSOR_PEAK}: {found.layout.ranks} ranks, {format_layout(found.layout)}"
-    if found.unlike:
-        yield f"not like for like: {_listed(found.unlike)}"
-    yield from _causes(found)
-    yield from circumstances(found)
+    if comparison.layout is not None:
+        yield f"{TENSOR_PEAK}: {comparison.layout.ranks} ranks, {format_layout(comparison.layout)}"
+    if comparison.unlike:
+        yield f"not like for like: {_listed(comparison.unlike)}"
+    yield from _causes(comparison)
+    yield from circumstances(comparison)
 
 
-def _causes(found: Comparison) -> Iterator[str]:
-    plan = {"dropped": found.plan.dropped, "added": found.plan.added, "changed": found.plan.changed}
+def _causes(comparison: Comparison) -> Iterator[str]:
+    plan = {"dropped": comparison.plan.dropped, "added": comparison.plan.added, "changed": comparison.plan.changed}
     for what, paths in plan.items():
         if paths:
             yield f"plan: {counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
-    if found.plan.packing != "same":
-        yield f"plan: packing of what is saved {found.plan.packing}"
-    if found.plan.sending != "same":
-        yield f"plan: sending away of what is saved {found.plan.sending}"
-    yield from _resized(found)
-    yield from _places(found)
-    for saved in found.new_saved[:_NAMED]:
+    if comparison.plan.packing != "same":
+        yield f"plan: packing of what is saved {comparison.plan.packing}"
+    if comparison.plan.sending != "same":
+        yield f"plan: sending away of what is saved {comparison.plan.sending}"
+    yield from _resized(comparison)
+    yield from _places(comparison)
+    for saved in comparison.new_saved[:_NAMED]:
         yield f"new among the largest tensors kept for backward: {_saved(saved)}"
-    for rename in found.renames:
+    for rename in comparison.renames:
         names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
         yield f"renamed: {names} ({counted(rename.modules, 'module')}), which takes no memory"
 
 
-def growth(found: Comparison) -> Iterator[str]:
-    """Yield up to two sentences on ``found``: the change of each category, and the modules that grew most."""
-    categories = [change for change in found.changes if change.metric not in ("peak", "step", *_NAMES)]
+def growth(comparison: Comparison) -> Iterator[str]:
+    """Yield up to two sentences on ``comparison``: the change of each category, and the modules that grew most."""
+    categories = [change for change in comparison.changes if change.metric not in ("peak", "step", *_NAMES)]
     changed = [change for change in categories if change.after != change.before]
     changed.sort(key=lambda change: change.before - change.after)
     if changed:
         yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in changed)
-    modules = [change for change in found.modules if change.after_bytes > change.before_bytes]
+    modules = [change for change in comparison.modules if change.after_bytes > change.before_bytes]
     if modules:
         named = [f"{_module(m)} ({m.class_name}) {_signed_bytes(m.after_bytes - m.before_bytes)}" for m in modules]
         yield "by module: " + _first_few(named)
 
 
-def metric_rows(found: Comparison) -> list[tuple[str, ...]]:
-    """Return the cells under :data:`METRIC_HEADINGS` for every metric of ``found`` that is not zero."""
-    shown = (change for change in found.changes if change.before or change.after)
+def metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the cells under :data:`METRIC_HEADINGS` for every metric of ``comparison`` that is not zero."""
+    shown = (change for change in comparison.changes if change.before or change.after)
     return [(_name(c), _amount(c, c.before), _amount(c, c.after), _difference(c)) for c in shown]
 
 
-def module_rows(found: Comparison) -> list[tuple[str, ...]]:
+def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return the cells under :data:`MODULE_HEADINGS` for the modules whose own bytes at the peak changed most."""
-    most = sorted(found.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
+    most = sorted(comparison.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
     return [
         (
             _module(m) + (f" (was {m.was})" if m.was else ""),
@@ -120,7 +120,7 @@ def module_rows(found: Comparison) -> list[tuple[str, ...]]:
             format_bytes(m.after_bytes),
             _signed_bytes(m.after_bytes - m.before_bytes),
         )
-        for m in found.modules
+        for m in comparison.modules
         if m in most
     ]
 
@@ -128,10 +128,10 @@ def module_rows(found: Comparison) -> list[tuple[str, ...]]:
 # ---------------------------------------------------------------------------------------------- sentences
 
 
-def _resized(found: Comparison) -> Iterator[str]:
+def _resized(comparison: Comparison) -> Iterator[str]:
     """Yield which modules now have parameters or buffers of another size, those that changed most first."""
     for kind in ("parameters", "buffers"):
-        grown = [(m, m.growth_bytes[kind]) for m in found.modules if kind in m.growth_bytes]
+        grown = [(m, m.growth_bytes[kind]) for m in comparison.modules if kind in m.growth_bytes]
         grown.sort(key=lambda pair: -abs(pair[1]))
         if grown:
             yield f"{kind} changed: " + _first_few(
@@ -139,30 +139,30 @@ def _resized(found: Comparison) -> Iterator[str]:
             )
 
 
-def _places(found: Comparison) -> Iterator[str]:
-    before, after = found.peak_before, found.peak_after
+def _places(comparison: Comparison) -> Iterator[str]:
+    before, after = comparison.peak_before, comparison.peak_after
     if before is None or after is None:
         return
-    if found.peak_moved:
+    if comparison.peak_moved:
         yield f"the tensor peak moved from {_place(before)} to {_place(after)}"
     else:
         yield f"the tensor peak is reached in {_place(after)}, as before"
 
 
-def circumstances(found: Comparison) -> Iterator[str]:
+def circumstances(comparison: Comparison) -> Iterator[str]:
     """Yield what differs beside the model, such as the version of PyTorch, and what to do about it."""
-    if Path(found.before.model).name != Path(found.after.model).name:
-        yield f"another file than before: {found.before.model} → {found.after.model}"
-    if found.surroundings:
-        yield f"measured elsewhere than before: {_listed(found.surroundings)}"
-    if not found.exceeded:
-        peaks = [part.changes[0] for part in found.parts]
-        if found.verdicts and any(peak.after < peak.before for peak in peaks):
+    if Path(comparison.before.model).name != Path(comparison.after.model).name:
+        yield f"another file than before: {comparison.before.model} → {comparison.after.model}"
+    if comparison.surroundings:
+        yield f"measured elsewhere than before: {_listed(comparison.surroundings)}"
+    if not comparison.exceeded:
+        peaks = [part.changes[0] for part in comparison.parts]
+        if comparison.verdicts and any(peak.after < peak.before for peak in peaks):
             yield "record the baseline again to keep what was gained"
         return
-    if any(d.name in ("torch", "memopt") for d in found.surroundings):
+    if any(d.name in ("torch", "memopt") for d in comparison.surroundings):
         yield "record a baseline of the old model with these versions to see how much of it is theirs"
-    if found.before.sha256 is not None and found.before.sha256 == found.after.sha256:
+    if comparison.before.sha256 is not None and comparison.before.sha256 == comparison.after.sha256:
         yield "the model file is the same as before"
 
 

@@ -8,31 +8,31 @@ from memopt_cli.records import Confirmation
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
-def lines(found: Confirmation) -> Iterator[str]:
-    """Yield a line for each predicted and measured number of ``found``, then its notes."""
-    yield from _compared(found)
-    yield from found.notes
+def lines(confirmation: Confirmation) -> Iterator[str]:
+    """Yield a line for each predicted and measured number of ``confirmation``, then its notes."""
+    yield from _compared(confirmation)
+    yield from confirmation.notes
 
 
-def _compared(found: Confirmation) -> Iterator[str]:
-    measured, estimate = found.measurement, found.predicted
+def _compared(confirmation: Confirmation) -> Iterator[str]:
+    measured, estimate = confirmation.measurement, confirmation.predicted
     allocated, reserved = format_bytes(measured.allocated_peak_bytes), format_bytes(measured.reserved_peak_bytes)
     step = format_seconds(measured.step_s)
     if estimate is None:
         yield (
-            f"measured on {found.device}: allocated peak {allocated}, step {step}; "
+            f"measured on {confirmation.device}: allocated peak {allocated}, step {step}; "
             "the plan predicts nothing for a card (`memopt optimize --for`)"
         )
         return
-    yield f"estimated for {estimate.device}, and measured on {found.device}:"
-    yield _line("allocated peak", format_bytes(estimate.allocated_peak_bytes), allocated, found.allocated_off)
-    if found.reserved_off is not None:
-        yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, found.reserved_off)
-    yield _line("step", format_seconds(estimate.step_s), step, found.step_off)
-    if found.device == "cpu":
+    yield f"estimated for {estimate.device}, and measured on {confirmation.device}:"
+    yield _line("allocated peak", format_bytes(estimate.allocated_peak_bytes), allocated, confirmation.allocated_off)
+    if confirmation.reserved_off is not None:
+        yield _line("reserved peak", format_bytes(estimate.reserved_peak_bytes), reserved, confirmation.reserved_off)
+    yield _line("step", format_seconds(estimate.step_s), step, confirmation.step_off)
+    if confirmation.device == "cpu":
         yield f"this device is not {estimate.device}, so nothing is confirmed; run this there, with `--device cuda:0`"
-    if found.unlike:
-        yield f"the step is not the one that was estimated: other {format_some(found.unlike, most=9)}"
+    if confirmation.unlike:
+        yield f"the step is not the one that was estimated: other {format_some(confirmation.unlike, most=9)}"
 
 
 def _line(what: str, estimated: str, measured: str, off: float | None) -> str:

@@ -31,25 +31,25 @@ _KINDS = {
 """Kind of effect -> how the names of its tensors begin."""
 
 
-def headline(found: Equivalence) -> str:
-    """Return one sentence that says whether the candidate of ``found`` trains as the reference does."""
-    both = f"{found.candidate} trains as {found.reference} does"
-    if found.passed:
-        far = f", {found.worst:.1g} apart at most" if found.worst else ""
-        return f"{both}: {_steps(found)}, {found.compared} tensors each, {_ALIKE[found.alike]}{far}"
-    return f"{found.candidate} does not train as {found.reference} does"
+def headline(equivalence: Equivalence) -> str:
+    """Return one sentence that says whether the candidate of ``equivalence`` trains as the reference does."""
+    both = f"{equivalence.candidate} trains as {equivalence.reference} does"
+    if equivalence.passed:
+        far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""
+        return f"{both}: {_steps(equivalence)}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
+    return f"{equivalence.candidate} does not train as {equivalence.reference} does"
 
 
-def _steps(found: Equivalence) -> str:
-    return f"{found.steps} steps" if found.steps > 1 else "one step"
+def _steps(equivalence: Equivalence) -> str:
+    return f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
 
 
-def _reason(found: Equivalence) -> str:
-    """Return the first difference in ``found``, and the step in which it appears."""
-    where = f"in step {found.differs_in_step} of {found.steps}"
-    if found.failed:
-        return f"{where} the candidate fails: {found.failed}"
-    return f"{where} {_described(found.gaps[0])}" if found.gaps else found.hooks
+def _reason(equivalence: Equivalence) -> str:
+    """Return the first difference in ``equivalence``, and the step in which it appears."""
+    where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
+    if equivalence.failed:
+        return f"{where} the candidate fails: {equivalence.failed}"
+    return f"{where} {_described(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
 
 
 def _described(gap: TensorGap) -> str:
@@ -58,11 +58,11 @@ def _described(gap: TensorGap) -> str:
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
 
 
-def where(found: Equivalence) -> Iterator[str]:
-    """Yield the first difference in ``found``, its module and the likely cause; nothing if there is no difference."""
-    if not found.passed:
-        yield _reason(found)
-    cause = found.cause
+def where(equivalence: Equivalence) -> Iterator[str]:
+    """Yield the first difference in ``equivalence``, its module and the likely cause, if there is one."""
+    if not equivalence.passed:
+        yield _reason(equivalence)
+    cause = equivalence.cause
     if cause is None:
         return
     if cause.module or cause.class_name:
@@ -71,10 +71,10 @@ def where(found: Equivalence) -> Iterator[str]:
     yield f"likely cause: {cause.text}"
 
 
-def rows(found: Equivalence) -> list[tuple[str, str]]:
-    """Return a row for each of the first tensors that differ in ``found``, and one that counts the others."""
-    shown = [(gap.name, _apart(gap)) for gap in found.gaps[:_SHOWN]]
-    more = len(found.gaps) - len(shown)
+def rows(equivalence: Equivalence) -> list[tuple[str, str]]:
+    """Return a row for each of the first tensors that differ in ``equivalence``, and one that counts the others."""
+    shown = [(gap.name, _apart(gap)) for gap in equivalence.gaps[:_SHOWN]]
+    more = len(equivalence.gaps) - len(shown)
     return [*shown, (f"and {more} more", "")] if more > 0 else shown
 
 
@@ -84,15 +84,18 @@ def _apart(gap: TensorGap) -> str:
     return f"{gap.apart:.2g}" if math.isfinite(gap.apart) else "other values"
 
 
-def remarks(found: Equivalence) -> tuple[str, ...]:
-    """Return the notes of ``found``, and how long the comparison took."""
-    return (*found.notes, f"total time {format_seconds(found.spent_s)}")
+def remarks(equivalence: Equivalence) -> tuple[str, ...]:
+    """Return the notes of ``equivalence``, and how long the comparison took."""
+    return (*equivalence.notes, f"total time {format_seconds(equivalence.spent_s)}")
 
 
-def faults(found: Equivalence) -> dict[str, str]:
-    """Return kind of effect -> a sentence on its differences in ``found``: the first, and how many more; or ``""``."""
-    kinds = {kind: [gap for gap in found.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
-    return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {"hooks": found.hooks, "the step": found.failed}
+def faults(equivalence: Equivalence) -> dict[str, str]:
+    """Return kind of effect -> a sentence on its differences in ``equivalence``, or an empty text."""
+    kinds = {kind: [gap for gap in equivalence.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
+    return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {
+        "hooks": equivalence.hooks,
+        "the step": equivalence.failed,
+    }
 
 
 def _first_of(gaps: Sequence[TensorGap]) -> str:

@@ -14,31 +14,31 @@ from memopt_cli.report.recommendation import rate
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
-def headline(found: FastestTraining) -> Iterator[str]:
-    """Yield the batch and the plan that ``found`` recommends, what they gain, and the memory limit."""
-    answer = found.answer
+def headline(training: FastestTraining) -> Iterator[str]:
+    """Yield the batch and the plan that ``training`` recommends, what they gain, and the memory limit."""
+    answer = training.answer
     under = "without a plan" if answer.plan.is_empty else f"under a plan ({in_words(answer.plan)})"
     yield f"recommended: batch {answer.batch} {under}, the fastest of those run within the limit"
-    yield gain(found)
-    if found.accumulation is not None:
-        yield f"global batch {found.accumulation.global_batch}: {answer.steps} × batch {answer.batch}"
-    yield f"memory limit: {found.limit}"
+    yield gain(training)
+    if training.accumulation is not None:
+        yield f"global batch {training.accumulation.global_batch}: {answer.steps} × batch {answer.batch}"
+    yield f"memory limit: {training.limit}"
 
 
-def gain(found: FastestTraining) -> str:
+def gain(training: FastestTraining) -> str:
     """Return the samples per second of the answer, compared with the best batch of the original model."""
-    speed = found.answer.samples_per_s or 0.0
-    if found.original is None:
+    speed = training.answer.samples_per_s or 0.0
+    if training.original is None:
         return f"{rate(speed)} samples/s; without a plan no batch fits"
-    original = found.runs[found.original]
-    if found.original == found.chosen:
-        others = any(not run.plan.is_empty for run in found.runs)
+    original = training.runs[training.original]
+    if training.original == training.chosen:
+        others = any(not run.plan.is_empty for run in training.runs)
         verdict = "no plan that was run is faster" if others else "no plan is predicted to be faster"
-        if found.dropped:
-            verdict = f"with a plan it is faster, but {found.dropped[0].why.because}"
-        whole = found.accumulation is not None and found.accumulation.steps == 1
+        if training.dropped:
+            verdict = f"with a plan it is faster, but {training.dropped[0].why.because}"
+        whole = training.accumulation is not None and training.accumulation.steps == 1
         untried = f"no plan was tried{', as no batch may be larger than the global one' if whole else ''}"
-        return f"{rate(speed)} samples/s; {verdict if found.priced else untried}"
+        return f"{rate(speed)} samples/s; {verdict if training.priced else untried}"
     ratio = speed / (original.samples_per_s or speed)
     return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
 
@@ -46,19 +46,21 @@ def gain(found: FastestTraining) -> str:
 RUN_HEADINGS = ("batch", "plan", "peak", "step", "samples/s", "")
 
 
-def run_rows(found: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the index and cells of every run of ``found``, under :data:`RUN_HEADINGS`; those without a plan first."""
-    order = sorted(range(len(found.runs)), key=lambda i: (not found.runs[i].plan.is_empty, found.runs[i].batch))
+def run_rows(training: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the index and cells of every run of ``training``, under :data:`RUN_HEADINGS`; without a plan first."""
+    order = sorted(
+        range(len(training.runs)), key=lambda i: (not training.runs[i].plan.is_empty, training.runs[i].batch)
+    )
     for index in order:
-        run = found.runs[index]
-        yield index, (str(run.batch), plan_name(run.plan), *_numbers(run), _verdict(found, index))
+        run = training.runs[index]
+        yield index, (str(run.batch), plan_name(run.plan), *_numbers(run), _verdict(training, index))
 
 
-def run_table(found: FastestTraining) -> Table:
+def run_table(training: FastestTraining) -> Table:
     """Return :func:`run_rows` as a table, the recommended run in bold."""
     table = plain_table(*RUN_HEADINGS, words=["plan", ""])
-    for index, cells in run_rows(found):
-        table.add_row(*cells, style="bold" if index == found.chosen else None)
+    for index, cells in run_rows(training):
+        table.add_row(*cells, style="bold" if index == training.chosen else None)
     return table
 
 
@@ -73,41 +75,41 @@ def _numbers(run: PairRun) -> tuple[str, str, str]:
     return format_bytes(run.outcome.allocated_peak_bytes), format_seconds(run.outcome.step_s), rate(run.samples_per_s)
 
 
-def _verdict(found: FastestTraining, index: int) -> str:
-    run = found.runs[index]
-    if index == found.chosen:
+def _verdict(training: FastestTraining, index: int) -> str:
+    run = training.runs[index]
+    if index == training.chosen:
         return "recommended"
     if not isinstance(run.outcome, BatchProbe):
         return describe(run.outcome)
-    if run.outcome.allocated_peak_bytes > found.budget_bytes:
+    if run.outcome.allocated_peak_bytes > training.budget_bytes:
         return "over the limit"
     if run.late:
         return "the step takes too long"
     if not run.usable:
         return "does not divide the global batch"
-    if any(run.plan == dropped.plan for dropped in found.dropped):
+    if any(run.plan == dropped.plan for dropped in training.dropped):
         return "not exact"
-    return "the original's best" if index == found.original else ""
+    return "the original's best" if index == training.original else ""
 
 
-def settings(found: FastestTraining) -> Iterator[str]:
-    """Yield the lines to paste into a training script for the answer of ``found``."""
-    answer = found.answer
-    plan = next((file for file in found.files if file.endswith(".plan.yaml")), None)
+def settings(training: FastestTraining) -> Iterator[str]:
+    """Yield the lines to paste into a training script for the answer of ``training``."""
+    answer = training.answer
+    plan = next((file for file in training.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
         yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before it trains"
-    yield from training_settings(answer.batch, answer.steps, found.step, found.step.device)
+    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device)
 
 
-def remarks(found: FastestTraining) -> Iterator[str]:
-    """Yield how many runs the answer of ``found`` rests on, how long they took, and notes."""
-    if found.verification is not None:
-        yield verification(found.verification)
+def remarks(training: FastestTraining) -> Iterator[str]:
+    """Yield how many runs the answer of ``training`` rests on, how long they took, and notes."""
+    if training.verification is not None:
+        yield verification(training.verification)
     yield (
-        f"{counted(found.times_run, 'run')} of {counted(len(found.runs), 'pair')}, "
-        f"{counted(found.dry_runs, 'dry run')}, {counted(found.priced, 'plan')} predicted; "
-        f"total time {format_seconds(found.spent_s)}"
+        f"{counted(training.times_run, 'run')} of {counted(len(training.runs), 'pair')}, "
+        f"{counted(training.dry_runs, 'dry run')}, {counted(training.priced, 'plan')} predicted; "
+        f"total time {format_seconds(training.spent_s)}"
     )
-    yield from busy(run.outcome.waited for run in found.runs if isinstance(run.outcome, BatchProbe))
-    yield from (dropped.sentence for dropped in found.dropped)
-    yield from found.notes
+    yield from busy(run.outcome.waited for run in training.runs if isinstance(run.outcome, BatchProbe))
+    yield from (dropped.sentence for dropped in training.dropped)
+    yield from training.notes

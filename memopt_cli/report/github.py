@@ -27,27 +27,27 @@ class GithubReport:
         """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none."""
         self._summary = summary
 
-    def show(self, found: Judged, stream: TextIO) -> None:
-        if isinstance(found, Comparison):
-            self._compared(found, stream)
+    def show(self, answer: Judged, stream: TextIO) -> None:
+        if isinstance(answer, Comparison):
+            self._compared(answer, stream)
         else:
-            said = [equivalence.headline(found), *equivalence.where(found)]
-            kind = "notice" if found.passed else "error"
-            guarded(stream).command(_annotation(kind, f"memopt: {found.candidate}", said))
+            said = [equivalence.headline(answer), *equivalence.where(answer)]
+            kind = "notice" if answer.passed else "error"
+            guarded(stream).command(_annotation(kind, f"memopt: {answer.candidate}", said))
         page = io.StringIO()
-        MarkdownReport().show(found, page)
+        MarkdownReport().show(answer, page)
         self._append(page.getvalue())
 
-    def _compared(self, found: Comparison, stream: TextIO) -> None:
+    def _compared(self, comparison: Comparison, stream: TextIO) -> None:
         lines = guarded(stream)
-        for part in found.parts:
+        for part in comparison.parts:
             exceeded = [judged(verdict) for verdict in part.verdicts if verdict.exceeded]
             if exceeded:
                 why = [*growth(part), *reasons(part)]
-                lines.command(_annotation("error", f"memopt: {found.after.model}", [*exceeded, *why]))
-        if not found.exceeded:
-            said = [*headline(found), *circumstances(found)]
-            lines.command(_annotation("notice", f"memopt: {found.after.model}", said))
+                lines.command(_annotation("error", f"memopt: {comparison.after.model}", [*exceeded, *why]))
+        if not comparison.exceeded:
+            said = [*headline(comparison), *circumstances(comparison)]
+            lines.command(_annotation("notice", f"memopt: {comparison.after.model}", said))
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         lines = [on_command_line(text) for text in (error.message, error.hint) if text]

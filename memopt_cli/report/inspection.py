@@ -32,39 +32,39 @@ class _Node:
     """Lines that the module's tree takes if nothing in it is folded."""
 
 
-def headline(found: Inspection) -> Iterator[str]:
-    """Yield the path, format, size and digest of ``found``, and the versions that wrote it."""
-    yield f"{found.path}: {found.format}, {format_bytes(found.size_bytes)}"
-    yield f"sha256 {found.sha256}"
-    if found.versions:
-        yield ", ".join(f"{what} {version}" for what, version in found.versions.items())
+def headline(inspection: Inspection) -> Iterator[str]:
+    """Yield the path, format, size and digest of ``inspection``, and the versions that wrote it."""
+    yield f"{inspection.path}: {inspection.format}, {format_bytes(inspection.size_bytes)}"
+    yield f"sha256 {inspection.sha256}"
+    if inspection.versions:
+        yield ", ".join(f"{what} {version}" for what, version in inspection.versions.items())
 
 
-def contents_table(found: Inspection) -> Table:
+def contents_table(inspection: Inspection) -> Table:
     """Return the module tree, or the tensors of a file of weights alone; without rows if there are neither."""
-    return _tree_table(found) if found.modules else _tensor_table(found.tensors)
+    return _tree_table(inspection) if inspection.modules else _tensor_table(inspection.tensors)
 
 
-def remarks(found: Inspection) -> Iterator[str]:
-    """Yield the totals of ``found``, its dtypes, tied tensors, example inputs and notes."""
-    if not found.modules and not found.tensors:
+def remarks(inspection: Inspection) -> Iterator[str]:
+    """Yield the totals of ``inspection``, its dtypes, tied tensors, example inputs and notes."""
+    if not inspection.modules and not inspection.tensors:
         yield "no model and no tensors in it"
-    elif found.modules:
-        buffers = f", buffers {format_bytes(found.buffer_bytes)}" if found.buffer_bytes else ""
-        yield f"{found.parameters:,} parameters, {format_bytes(found.parameter_bytes)}{buffers}"
+    elif inspection.modules:
+        buffers = f", buffers {format_bytes(inspection.buffer_bytes)}" if inspection.buffer_bytes else ""
+        yield f"{inspection.parameters:,} parameters, {format_bytes(inspection.parameter_bytes)}{buffers}"
     else:
-        number = counted(len(found.tensors), "tensor")
-        yield f"{number}, {found.parameters:,} items, {format_bytes(found.parameter_bytes)}"
-    dtypes = Counter(tensor.dtype for tensor in found.tensors)
+        number = counted(len(inspection.tensors), "tensor")
+        yield f"{number}, {inspection.parameters:,} items, {format_bytes(inspection.parameter_bytes)}"
+    dtypes = Counter(tensor.dtype for tensor in inspection.tensors)
     if dtypes:
         yield "dtypes: " + ", ".join(f"{dtype} ({count})" for dtype, count in dtypes.most_common())
-    for names in found.tied[:_SHOWN]:
+    for names in inspection.tied[:_SHOWN]:
         yield f"tied: {' = '.join(names)}"
-    if len(found.tied) > _SHOWN:
-        yield f"tied: … {len(found.tied) - _SHOWN} more"
-    for tensor in found.inputs:
+    if len(inspection.tied) > _SHOWN:
+        yield f"tied: … {len(inspection.tied) - _SHOWN} more"
+    for tensor in inspection.inputs:
         yield f"example input {_shaped(tensor)} {tensor.dtype}"
-    yield from found.notes
+    yield from inspection.notes
 
 
 def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
@@ -85,9 +85,9 @@ def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
     return table
 
 
-def _tree_table(found: Inspection) -> Table:
+def _tree_table(inspection: Inspection) -> Table:
     table = plain_table("module", "parameters", "size", "own tensors", names=["module", "own tensors"])
-    for root in _roots(found):
+    for root in _roots(inspection):
         for label, node in _lines(root, "", ""):
             if node is None:
                 table.add_row(Text(label, style="dim"), "", "", "")
@@ -97,14 +97,14 @@ def _tree_table(found: Inspection) -> Table:
     return table
 
 
-def _roots(found: Inspection) -> list[_Node]:
+def _roots(inspection: Inspection) -> list[_Node]:
     nodes: dict[str, _Node] = {}
     roots: list[_Node] = []
-    for module in found.modules:
+    for module in inspection.modules:
         parent, name = _parent(module.path, nodes)
         nodes[module.path] = _Node(name, module)
         (parent.children if parent else roots).append(nodes[module.path])
-    for tensor in found.tensors:
+    for tensor in inspection.tensors:
         parent, name = _parent(tensor.name, nodes)
         if parent:
             parent.tensors.append(tensor)

@@ -46,8 +46,8 @@ Answer = (
 class Report(Protocol):
     """Report format for all commands: text, or JSON with ``--json``."""
 
-    def show(self, found: Answer, stream: TextIO) -> None:
-        """Write ``found`` to ``stream``."""
+    def show(self, answer: Answer, stream: TextIO) -> None:
+        """Write ``answer`` to ``stream``."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Say that HTML reports and snapshots were written to ``files``."""
@@ -56,8 +56,8 @@ class Report(Protocol):
 class Judgement(Protocol):
     """Report format of ``--format``, for ``check``, ``compare`` and ``verify``."""
 
-    def show(self, found: Judged, stream: TextIO) -> None:
-        """Write ``found`` to ``stream``."""
+    def show(self, answer: Judged, stream: TextIO) -> None:
+        """Write ``answer`` to ``stream``."""
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         """Write the ``error`` with which ``memopt check`` of ``model`` ended, as stderr does."""

@@ -15,8 +15,8 @@ from memopt_cli.text.spelling import on_command_line
 class JsonReport:
     """JSON of the record of every command; a number that is not finite becomes ``null``."""
 
-    def show(self, found: Answer, stream: TextIO) -> None:
-        stream.write(json_text(_document(found)))
+    def show(self, answer: Answer, stream: TextIO) -> None:
+        stream.write(json_text(_document(answer)))
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         """Write nothing: output is one document, and whoever asked for ``files`` knows their paths."""
@@ -26,16 +26,16 @@ class JsonReport:
         stream.write(json_text({"error": on_command_line(error.message), "hint": on_command_line(error.hint)}))
 
 
-def _document(found: Answer) -> Any:
-    match found:
+def _document(answer: Answer) -> Any:
+    match answer:
         case OptimizeResult():
             # Recorded steps are left out, which only --html and --snapshot show; stderr has the error that ended it.
-            return to_data({name: getattr(found, name) for name in ("header", "summary", "files", "use")})
+            return to_data({name: getattr(answer, name) for name in ("header", "summary", "files", "use")})
         case SelftestReport():
-            return {"holds": not found.failed and not found.interrupted, **to_data(found)}
+            return {"holds": not answer.failed and not answer.interrupted, **to_data(answer)}
         case Comparison():
-            return {"regression": bool(found.exceeded), **to_data(found)}
+            return {"regression": bool(answer.exceeded), **to_data(answer)}
         case Equivalence():
-            return {"passed": found.passed, **to_data(found)}
+            return {"passed": answer.passed, **to_data(answer)}
         case _:
-            return to_data(found)
+            return to_data(answer)

@@ -25,11 +25,11 @@ from memopt_cli.text.spelling import on_command_line
 class JunitReport:
     """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
-    def show(self, found: Judged, stream: TextIO) -> None:
-        if isinstance(found, Comparison):
-            _write(*_comparison(found), stream, "memopt check")
+    def show(self, answer: Judged, stream: TextIO) -> None:
+        if isinstance(answer, Comparison):
+            _write(*_comparison(answer), stream, "memopt check")
         else:
-            _write(*_equivalence(found), stream, "memopt verify")
+            _write(*_equivalence(answer), stream, "memopt verify")
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         case = _case(model, "check")
@@ -38,14 +38,14 @@ class JunitReport:
         _write([case], "", stream, "memopt check")
 
 
-def _comparison(found: Comparison) -> tuple[list[ET.Element], str]:
-    """Return a test case for each limit that ``found`` was compared with, and the text of ``system-out``."""
+def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
+    """Return a test case for each limit that ``comparison`` was compared with, and the text of ``system-out``."""
     cases, said = [], []
-    for part in found.parts:
+    for part in comparison.parts:
         why = "\n".join((*growth(part), *reasons(part)))
         said += [part.at] * bool(part.at) + [why]
         for verdict in part.verdicts:
-            case = _case(found.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
+            case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
             if verdict.exceeded:
                 _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
             cases.append(case)
@@ -96,6 +96,6 @@ def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str) 
     stream.write(f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n')
 
 
-def _last_as_reference(found: re.Match[str]) -> str:
-    """Return the ``::`` or ``##[`` of ``found`` so that XML reads it back but a CI system sees no command."""
-    return f"{found[0][:-1]}&#{ord(found[0][-1])};"
+def _last_as_reference(match: re.Match[str]) -> str:
+    """Return the ``::`` or ``##[`` of ``match`` so that XML reads it back but a CI system sees no command."""
+    return f"{match[0][:-1]}&#{ord(match[0][-1])};"

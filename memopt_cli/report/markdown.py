@@ -30,8 +30,8 @@ _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 class MarkdownReport:
     """Markdown with a heading, sentences and tables."""
 
-    def show(self, found: Judged, stream: TextIO) -> None:
-        lines = _comparison(found) if isinstance(found, Comparison) else _equivalence(found)
+    def show(self, answer: Judged, stream: TextIO) -> None:
+        lines = _comparison(answer) if isinstance(answer, Comparison) else _equivalence(answer)
         guarded(stream).write("\n".join(lines) + "\n")
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
@@ -39,11 +39,11 @@ class MarkdownReport:
         guarded(stream).write("### " + "\n\n".join(_sentence(line) for line in lines if line) + "\n")
 
 
-def _comparison(found: Comparison) -> Iterator[str]:
-    yield f"### memopt: {_sentence(found.after.model)}"
-    for line in headline(found):
+def _comparison(comparison: Comparison) -> Iterator[str]:
+    yield f"### memopt: {_sentence(comparison.after.model)}"
+    for line in headline(comparison):
         yield from ("", f"**{_sentence(line)}**")
-    for part in (found, *grown(found)):
+    for part in (comparison, *grown(comparison)):
         if part.at:
             yield from ("", f"#### {_sentence(part.at)}")
         yield from _table(METRIC_HEADINGS, metric_rows(part))

@@ -514,14 +514,16 @@ def _measured(summary: MemOptSummary) -> Iterator[Measurement]:
     yield from (found for found in outcomes if isinstance(found, Measurement))
 
 
-def verification(found: Verification) -> str:
-    """Return a sentence on ``found``: whether the plan passed, at what tolerance and sizes, and what was left out."""
-    where = found.sizes
-    if not found.full_size and found.measured is None:
+def verification(verification: Verification) -> str:
+    """Return a sentence on ``verification``: whether it passed, at what tolerance and sizes, and what was left out."""
+    where = verification.sizes
+    if not verification.full_size and verification.measured is None:
         where += ", not the size that was asked for"
-    if not found.passed:
-        return f"verification failed: {found.difference}, allowed {_allowed(found)}, at {where}"
-    return f"verified: {found.compared} tensors equal {_allowed(found)}, at {where}{_further(found)}"
+    if not verification.passed:
+        return f"verification failed: {verification.difference}, allowed {_allowed(verification)}, at {where}"
+    return (
+        f"verified: {verification.compared} tensors equal {_allowed(verification)}, at {where}{_further(verification)}"
+    )
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
@@ -534,30 +536,32 @@ def _measured_steps(found: FingerprintCheck) -> str:
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
 
-def _further(found: Verification) -> str:
-    """Return the further checks of ``found``: ``; then in the next step, at batch 2; left out: in eval mode (…)``."""
-    tried = [check.name for check in found.further if not check.not_tried]
-    missing = [check for check in found.further if check.skipped]
+def _further(verification: Verification) -> str:
+    """Return the further checks of ``verification``: ``; then in the next step; left out: in eval mode (…)``."""
+    tried = [check.name for check in verification.further if not check.not_tried]
+    missing = [check for check in verification.further if check.skipped]
     said = ""
     if tried:
-        smaller = f", of batch {found.further[0].batch}" if found.further[0].batch != found.batch else ""
+        smaller = (
+            f", of batch {verification.further[0].batch}" if verification.further[0].batch != verification.batch else ""
+        )
         said = f"; then {', '.join(tried)}{smaller}"
     if missing:
         said += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
     return said
 
 
-def inexact(found: Verification) -> Iterator[str]:
-    """Yield a sentence on the modules of ``found`` that are inexact, as was allowed; nothing if all are exact."""
-    if found.inexact:
-        names = ", ".join(found.inexact)
+def inexact(verification: Verification) -> Iterator[str]:
+    """Yield a sentence on the modules of ``verification`` that are inexact, if there are any."""
+    if verification.inexact:
+        names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
-def _allowed(found: Verification) -> str:
-    if found.exact:
+def _allowed(verification: Verification) -> str:
+    if verification.exact:
         return "bit for bit"
-    return f"within {found.tolerance:.0e}{' in float64' if found.precision == 'fp64' else ''}"
+    return f"within {verification.tolerance:.0e}{' in float64' if verification.precision == 'fp64' else ''}"
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
@@ -573,8 +577,8 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"
 
 
-def _slowdown(found: Measurement, original: Measurement) -> str:
-    return f"{found.slowdown(original):.2f}×"
+def _slowdown(measurement: Measurement, original: Measurement) -> str:
+    return f"{measurement.slowdown(original):.2f}×"
 
 
 def _ratio(value: float, base: float) -> str:

@@ -34,25 +34,25 @@ _SEGMENTS = 8
 """Most segments that the table of times names."""
 
 
-def headline(found: StepProfile) -> Iterator[str]:
-    """Yield the peaks of ``found``, the time of a step, and the operator that runs at the peak."""
-    yield from rank.headline(found)
-    match found.measurement:
-        case _ if found.estimate is not None:
-            yield estimated(found.estimate)
+def headline(profile: StepProfile) -> Iterator[str]:
+    """Yield the peaks of ``profile``, the time of a step, and the operator that runs at the peak."""
+    yield from rank.headline(profile)
+    match profile.measurement:
+        case _ if profile.estimate is not None:
+            yield estimated(profile.estimate)
         case Measurement() as measured:
             allocated = f"allocated peak {format_bytes(measured.allocated_peak_bytes)}"
             tensor = f"tensor peak {format_bytes(measured.tensor_peak_bytes)}"
             yield f"{allocated}, {tensor}, step {format_seconds(measured.step_s)}"
-        case _ if found.rank is not None:
+        case _ if profile.rank is not None:
             pass
         case _:
-            allocated = f"allocated peak {format_bytes(found.peak.allocated_bytes)}"
-            yield f"{allocated}, tensor peak {format_bytes(found.tensor_peak_bytes)}: estimated, the step was not run"
-    if found.compiled is not None:
-        peak, step = format_bytes(found.compiled.allocated_peak_bytes), format_seconds(found.compiled.step_s)
-        yield f"compiled by {found.compiled.backend}: allocated peak {peak}, step {step}"
-    yield f"the peak is reached {_when(found)}"
+            allocated = f"allocated peak {format_bytes(profile.peak.allocated_bytes)}"
+            yield f"{allocated}, tensor peak {format_bytes(profile.tensor_peak_bytes)}: estimated, the step was not run"
+    if profile.compiled is not None:
+        peak, step = format_bytes(profile.compiled.allocated_peak_bytes), format_seconds(profile.compiled.step_s)
+        yield f"compiled by {profile.compiled.backend}: allocated peak {peak}, step {step}"
+    yield f"the peak is reached {_when(profile)}"
 
 
 def estimated(found: DeviceEstimate) -> str:
@@ -62,41 +62,40 @@ def estimated(found: DeviceEstimate) -> str:
     return f"estimated for {found.device}: {allocated}, {step}; {room_in_words(found)}"
 
 
-def _when(found: StepProfile) -> str:
-    if found.peak.op < 0:
+def _when(profile: StepProfile) -> str:
+    if profile.peak.op < 0:
         return "before the step begins"
-    where = f" of {found.peak.module}" if found.peak.module else ""
-    return (
-        f"in {found.peak.phase}{where}, while {found.peak.name} runs: operator {found.peak.op + 1} of {_count(found)}"
-    )
+    where = f" of {profile.peak.module}" if profile.peak.module else ""
+    peak = profile.peak
+    return f"in {peak.phase}{where}, while {peak.name} runs: operator {peak.op + 1} of {_count(profile)}"
 
 
-def _count(found: StepProfile) -> int:
-    return len(found.trace.ops)
+def _count(profile: StepProfile) -> int:
+    return len(profile.trace.ops)
 
 
-def parts(found: StepProfile) -> Iterator[Table | str]:
+def parts(profile: StepProfile) -> Iterator[Table | str]:
     """Yield the plot of the step and its tables; some have no rows."""
-    yield plot(found, _PLOT_COLUMNS)
-    if found.rank is not None:
-        yield rank.collective_table(found.rank)
-    yield _phase_table(found)
-    yield _category_table(found)
-    yield _time_table(found)
-    yield _module_table(found)
-    yield _saved_table(found)
+    yield plot(profile, _PLOT_COLUMNS)
+    if profile.rank is not None:
+        yield rank.collective_table(profile.rank)
+    yield _phase_table(profile)
+    yield _category_table(profile)
+    yield _time_table(profile)
+    yield _module_table(profile)
+    yield _saved_table(profile)
 
 
-def plot(found: StepProfile, columns: int) -> str:
+def plot(profile: StepProfile, columns: int) -> str:
     """Return a text plot of the bytes alive during the step, with its phases below.
 
     Its axis is time where that is known: an optimizer's update takes many operators, and little time.  It is the
     operators elsewhere.
     """
-    seconds = [op.seconds for op in found.trace.ops]
+    seconds = [op.seconds for op in profile.trace.ops]
     has_times = any(seconds)
-    widths = [0.0, *seconds] if has_times else [1.0] * len(found.live_bytes)  # what is alive before the step is first
-    levels = _resampled(found.live_bytes, widths, min(columns, len(widths)))
+    widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # what is alive before the step is first
+    levels = _resampled(profile.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []
     for row in reversed(range(_ROWS)):
@@ -104,7 +103,7 @@ def plot(found: StepProfile, columns: int) -> str:
         label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
         lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
     return "\n".join(
-        [*lines, f"{'':>10} └{_phases(found, seconds if has_times else [1.0] * _count(found), len(levels))}"]
+        [*lines, f"{'':>10} └{_phases(profile, seconds if has_times else [1.0] * _count(profile), len(levels))}"]
     )
 
 
@@ -120,10 +119,10 @@ def _resampled(values: Sequence[int], widths: Sequence[float], columns: int) -> 
     return levels
 
 
-def _phases(found: StepProfile, widths: Sequence[float], columns: int) -> str:
+def _phases(profile: StepProfile, widths: Sequence[float], columns: int) -> str:
     """Return the axis of the plot, such as ``forward─────┴backward────``, to scale."""
     width_by_phase: dict[Phase, float] = defaultdict(float)
-    for op, width in zip(found.trace.ops, widths, strict=True):
+    for op, width in zip(profile.trace.ops, widths, strict=True):
         width_by_phase[op.phase] += width
     text, done = "", 0.0
     for name, width in width_by_phase.items():
@@ -133,34 +132,34 @@ def _phases(found: StepProfile, widths: Sequence[float], columns: int) -> str:
     return text
 
 
-def _category_table(found: StepProfile) -> Table:
+def _category_table(profile: StepProfile) -> Table:
     """Return a table of the bytes held at the peak, by category."""
     table = plain_table("at the peak", "", "", names=["at the peak"])
-    parts = {name.removesuffix("_bytes"): size for name, size in to_data(found.breakdown).items()}
-    total = found.peak.allocated_bytes
-    for name, size in {**parts, "kernel workspace": found.workspace_bytes}.items():
+    parts = {name.removesuffix("_bytes"): size for name, size in to_data(profile.breakdown).items()}
+    total = profile.peak.allocated_bytes
+    for name, size in {**parts, "kernel workspace": profile.workspace_bytes}.items():
         if size:
             table.add_row(name, format_bytes(size), _share(size, total))
     return table
 
 
-def _phase_table(found: StepProfile) -> Table:
+def _phase_table(profile: StepProfile) -> Table:
     """Return a table of the peak of each phase, as recorded and, if the step was run, as measured."""
-    measured = found.measurement.phases if isinstance(found.measurement, Measurement) else ()
+    measured = profile.measurement.phases if isinstance(profile.measurement, Measurement) else ()
     allocated = {peak.phase: format_bytes(peak.allocated_peak_bytes) for peak in measured}
-    recorded = "predicted\npeak" if found.fake else "recorded\npeak"
+    recorded = "predicted\npeak" if profile.fake else "recorded\npeak"
     table = plain_table("phase", recorded, *(("allocated\npeak",) if measured else ()), names=["phase"])
-    for peak in found.phases:
+    for peak in profile.phases:
         cells = (allocated.get(peak.phase, "–"),) if measured else ()
         table.add_row(peak.phase, format_bytes(peak.allocated_peak_bytes), *cells)
     return table
 
 
-def _time_table(found: StepProfile) -> Table:
+def _time_table(profile: StepProfile) -> Table:
     """Return a table of what the time of a step goes to, recomputation by segment; without rows if it was not timed."""
     table = plain_table("time of the step", "", "", names=["time of the step"])
-    total = sum(part.seconds for part in found.times)
-    for name, seconds in time_rows(found.times):
+    total = sum(part.seconds for part in profile.times)
+    for name, seconds in time_rows(profile.times):
         table.add_row(name, format_seconds(seconds), _share(seconds, total))
     return table
 
@@ -179,18 +178,18 @@ def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
             yield f"  {len(others)} more", sum(use.seconds for use in others)
 
 
-def _module_table(found: StepProfile) -> Table:
+def _module_table(profile: StepProfile) -> Table:
     """Return a table of the module tree, opened where most memory is held."""
-    timed = any(use.seconds for use in found.modules)
-    time = "time" if found.estimate is None else "estimated\ntime"
+    timed = any(use.seconds for use in profile.modules)
+    time = "time" if profile.estimate is None else "estimated\ntime"
     headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((time,) if timed else ()))
     table = plain_table(*headings, names=["module"], words=[""])
-    for use in _opened(found.modules):
+    for use in _opened(profile.modules):
         name = use.path.rpartition(".")[2] or "(model)"
         indent = "  " * (use.path.count(".") + 1) if use.path else ""
         cells = (
             format_bytes(use.held_bytes),
-            _share(use.held_bytes, found.peak.allocated_bytes),
+            _share(use.held_bytes, profile.peak.allocated_bytes),
             format_bytes(use.saved_bytes),
         )
         seconds = (format_seconds(use.seconds),) if timed else ()
@@ -233,10 +232,10 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
         yield from _depth_first(child.path, children)
 
 
-def _saved_table(found: StepProfile) -> Table:
+def _saved_table(profile: StepProfile) -> Table:
     """Return a table of the largest tensors that autograd keeps for backward."""
     table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
-    for saved in found.saved[:_SAVED]:
+    for saved in profile.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
         made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
         table.add_row(
@@ -251,22 +250,22 @@ def _packs(saved: SavedTensor) -> str:
     return f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})"
 
 
-def remarks(found: StepProfile) -> Iterator[str]:
-    """Yield the totals of ``found``, and notes on how they were found."""
-    total = sum(saved.nbytes for saved in found.saved)
-    spared = total - sum(saved.packed_bytes for saved in found.saved)
+def remarks(profile: StepProfile) -> Iterator[str]:
+    """Yield the totals of ``profile``, and notes on how they were found."""
+    total = sum(saved.nbytes for saved in profile.saved)
+    spared = total - sum(saved.packed_bytes for saved in profile.saved)
     packing = f", {format_bytes(spared)} of it spared by packing" if spared else ""
-    yield f"{len(found.saved)} tensors, {format_bytes(total)}, are kept for backward{packing}"
-    if found.flops:
-        yield f"{found.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
-    if isinstance(found.measurement, Measurement):
-        recorded_on = "on tensors without data" if found.fake else "on a real run"
-        yield f"recorded: allocated peak {format_bytes(found.peak.allocated_bytes)}, {recorded_on}"
-    if found.rank is not None:
+    yield f"{len(profile.saved)} tensors, {format_bytes(total)}, are kept for backward{packing}"
+    if profile.flops:
+        yield f"{profile.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"
+    if isinstance(profile.measurement, Measurement):
+        recorded_on = "on tensors without data" if profile.fake else "on a real run"
+        yield f"recorded: allocated peak {format_bytes(profile.peak.allocated_bytes)}, {recorded_on}"
+    if profile.rank is not None:
         yield rank.NOTE
-    if found.estimate is not None:
+    if profile.estimate is not None:
         yield _ESTIMATE
-    yield from found.notes
+    yield from profile.notes
 
 
 _ESTIMATE = (

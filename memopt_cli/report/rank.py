@@ -14,28 +14,28 @@ from memopt_cli.text.units import counted, format_bytes, format_seconds
 TENSOR_PEAK = "tensor peak of one rank, predicted"
 
 
-def headline(found: StepProfile) -> Iterator[str]:
-    """Yield the peak of every predicted rank of ``found``, the largest first; nothing if no rank was predicted."""
-    largest = found.rank
+def headline(profile: StepProfile) -> Iterator[str]:
+    """Yield the peak of every predicted rank of ``profile``, the largest first; nothing if no rank was predicted."""
+    largest = profile.rank
     if largest is None:
         return
     peak = format_bytes(largest.tensor_peak_bytes)
     yield f"{TENSOR_PEAK}: {peak} on rank {largest.rank} of {largest.layout.ranks} ({format_layout(largest.layout)})"
-    for other in found.ranks:
+    for other in profile.ranks:
         if other is not largest:
             yield f"on rank {other.rank}: {format_bytes(other.tensor_peak_bytes)}"
 
 
-def planned_headline(found: PlannedRanks) -> str:
-    """Return ``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)`` for ``found``."""
-    before, after = found.original, max(found.planned, key=lambda rank: rank.tensor_peak_bytes)
+def planned_headline(ranks: PlannedRanks) -> str:
+    """Return ``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)`` for ``ranks``."""
+    before, after = ranks.original, max(ranks.planned, key=lambda rank: rank.tensor_peak_bytes)
     peaks = f"{format_bytes(before.tensor_peak_bytes)} → {format_bytes(after.tensor_peak_bytes)}"
     return f"{TENSOR_PEAK}: {peaks} ({before.layout.ranks} ranks, {format_layout(before.layout)})"
 
 
-def planned_lines(found: PlannedRanks, *, verified: bool) -> Iterator[str]:
-    """Yield the bytes that each rank of ``found`` needs and exchanges, and what was run to verify the plan."""
-    for rank in found.planned:
+def planned_lines(ranks: PlannedRanks, *, verified: bool) -> Iterator[str]:
+    """Yield the bytes that each rank of ``ranks`` needs and exchanges, and what was run to verify the plan."""
+    for rank in ranks.planned:
         calls = counted(sum(each.calls for each in rank.collectives), "collective")
         yield (
             f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} of "
@@ -49,43 +49,46 @@ _SHOWN = 16
 """Most ranks in the table: the first ones, with the largest among them."""
 
 
-def measured_headline(found: GroupMeasurement) -> Iterator[str]:
-    """Yield the peak of the largest rank of ``found``, how far the prediction is from it, and the time of a step."""
-    peak, largest = format_bytes(found.tensor_peak_bytes), found.largest
+def measured_headline(measurement: GroupMeasurement) -> Iterator[str]:
+    """Yield the peak of the largest rank of ``measurement``, the error of its prediction, and the time of a step."""
+    peak, largest = format_bytes(measurement.tensor_peak_bytes), measurement.largest
     yield (
-        f"tensor peak of one rank, measured: {peak} on rank {largest.rank} of {found.layout.ranks} "
-        f"({format_layout(found.layout)})"
+        f"tensor peak of one rank, measured: {peak} on rank {largest.rank} of {measurement.layout.ranks} "
+        f"({format_layout(measurement.layout)})"
     )
-    if found.predicted is not None:
-        counted_bytes = found.ranks[found.predicted.rank].tensor_peak_bytes
-        gap_bytes = found.predicted.tensor_peak_bytes - counted_bytes
+    predicted = measurement.predicted
+    if predicted is not None:
+        counted_bytes = measurement.ranks[predicted.rank].tensor_peak_bytes
+        gap_bytes = predicted.tensor_peak_bytes - counted_bytes
         difference = f"{abs(gap_bytes) / counted_bytes:.2%} {'more' if gap_bytes > 0 else 'less'} than it counted"
         yield (
-            f"predicted for rank {found.predicted.rank}: {format_bytes(found.predicted.tensor_peak_bytes)}, "
-            f"{difference if gap_bytes else 'to the byte what it counted'}"
+            f"predicted for rank {predicted.rank}: {format_bytes(predicted.tensor_peak_bytes)}, "
+            f"{difference if gap_bytes else 'exactly as counted'}"
         )
-    yield f"allocated peak {format_bytes(found.allocated_peak_bytes)}, step {format_seconds(found.step_s)}"
+    yield f"allocated peak {format_bytes(measurement.allocated_peak_bytes)}, step {format_seconds(measurement.step_s)}"
 
 
-def rank_table(found: GroupMeasurement) -> Table:
+def rank_table(measurement: GroupMeasurement) -> Table:
     """Return a table of the memory and the step time of each rank."""
     table = plain_table("rank", "tensor peak", "allocated peak", "resident", "step")
-    shown = found.ranks[:_SHOWN]
-    for each in shown if found.largest in shown else (*shown[1:], found.largest):
+    first = measurement.ranks[:_SHOWN]
+    for each in first if measurement.largest in first else (*first[:-1], measurement.largest):
         sizes = (each.tensor_peak_bytes, each.allocated_peak_bytes, each.resident_bytes)
         table.add_row(f"{each.rank}", *map(format_bytes, sizes), format_seconds(each.step_s))
     return table
 
 
-def measured_remarks(found: GroupMeasurement) -> Iterator[str]:
+def measured_remarks(measurement: GroupMeasurement) -> Iterator[str]:
     """Yield which plan the ranks ran, how peaks were counted, and notes."""
-    if len(found.ranks) > _SHOWN:
-        yield f"{len(found.ranks) - _SHOWN} more ranks are in the JSON"
+    if len(measurement.ranks) > _SHOWN:
+        yield f"{len(measurement.ranks) - _SHOWN} more ranks are in the JSON"
     plan = (
-        "without a plan" if found.plan.is_empty else f"plan {found.plan_digest[:12]} (SHA-256), the same on every rank"
+        "without a plan"
+        if measurement.plan.is_empty
+        else f"plan {measurement.plan_digest[:12]} (SHA-256), the same on every rank"
     )
-    yield f"{plan}; peaks and times are the most of any rank; allocated peaks counted by {found.ranks[0].backend}"
-    yield from found.notes
+    yield f"{plan}; peaks and times are the most of any rank; allocated peaks counted by {measurement.ranks[0].backend}"
+    yield from measurement.notes
 
 
 def collective_table(found: RankPrediction | RankMeasurement) -> Table:

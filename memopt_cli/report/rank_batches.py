@@ -13,48 +13,48 @@ from memopt_cli.report.rank import NOTE, TENSOR_PEAK
 from memopt_cli.text.units import counted, format_bytes, format_seconds
 
 
-def headline(found: RanksRecommendation) -> Iterator[str]:
+def headline(recommendation: RanksRecommendation) -> Iterator[str]:
     """Yield the fewest ranks that fit, or the largest batch if only one number of ranks was tried; then the limit."""
-    fewest, _ = _fits(found)[0]
-    if len({row.layout.ranks for row in found.rows}) > 1:
-        yield f"fewest ranks that fit: {found.fewest_ranks}{_under(fewest)}{_fewer(found, fewest)}"
+    fewest, _ = _fits(recommendation)[0]
+    if len({row.layout.ranks for row in recommendation.rows}) > 1:
+        yield f"fewest ranks that fit: {recommendation.fewest_ranks}{_under(fewest)}{_fewer(recommendation, fewest)}"
     else:
-        row, fit = max(_fits(found), key=lambda each: each[1].batch)
+        row, fit = max(_fits(recommendation), key=lambda each: each[1].batch)
         ranks = counted(row.layout.ranks, "rank")
         yield f"batch {fit.batch} should fit on each of {ranks}{_under(row)}: global batch {fit.global_batch}"
-    yield f"memory limit of a rank: {found.limit}"
-    yield f"spread by {_layouts(found)}"
+    yield f"memory limit of a rank: {recommendation.limit}"
+    yield f"spread by {_layouts(recommendation)}"
 
 
-def _layouts(found: RanksRecommendation) -> str:
-    """Return the layouts of ``found``: ``train.py:shard over dp 8``, or ``… to dp 512`` if there are several."""
-    first, last = (format_layout(found.rows[n].layout) for n in (0, -1))
+def _layouts(recommendation: RanksRecommendation) -> str:
+    """Return the layouts of ``recommendation``: ``train.py:shard over dp 8``, or ``… to dp 512`` for several."""
+    first, last = (format_layout(recommendation.rows[n].layout) for n in (0, -1))
     return first if first == last else f"{first} to {last.partition(' over ')[2]}"
 
 
-def _fits(found: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
-    return [(row, row.outcome) for row in found.rows if isinstance(row.outcome, RankBatch)]
+def _fits(recommendation: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
+    return [(row, row.outcome) for row in recommendation.rows if isinstance(row.outcome, RankBatch)]
 
 
 def _under(row: RanksRow) -> str:
     return " under the plan" if row.planned else ""
 
 
-def _fewer(found: RanksRecommendation, fewest: RanksRow) -> str:
+def _fewer(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
     """Return what is known of numbers of ranks below ``fewest``."""
-    smaller = [row.layout.ranks for row in found.rows if row.layout.ranks < fewest.layout.ranks]
+    smaller = [row.layout.ranks for row in recommendation.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
     return ", the fewest that were tried"
 
 
-def table(found: RanksRecommendation) -> Table:
+def table(recommendation: RanksRecommendation) -> Table:
     """Return a table with a row for each number of ranks, without the plan and with it."""
-    planned = any(row.planned for row in found.rows)
-    peak = "peak of one rank,\nestimated" if found.card else TENSOR_PEAK.replace(", ", ",\n")
+    planned = any(row.planned for row in recommendation.rows)
+    peak = "peak of one rank,\nestimated" if recommendation.card else TENSOR_PEAK.replace(", ", ",\n")
     headings = ("ranks", *(["plan"] if planned else []), "batch of\none rank", "global\nbatch", peak)
     shown = plain_table(*headings, "exchanged by a rank\nin a pass", "", names=["plan"], words=[""])
-    for row in found.rows:
+    for row in recommendation.rows:
         plan = ["with" if row.planned else "without"] if planned else []
         shown.add_row(f"{row.layout.ranks}", *plan, *_cells(row))
     return shown
@@ -71,9 +71,10 @@ def _cells(row: RanksRow) -> tuple[str, ...]:
             return ("–", "–", "–", "–", reason)
 
 
-def remarks(found: RanksRecommendation) -> Iterator[str]:
-    """Yield how the numbers of ``found`` were predicted, how long it took, and notes."""
+def remarks(recommendation: RanksRecommendation) -> Iterator[str]:
+    """Yield how the numbers of ``recommendation`` were predicted, how long it took, and notes."""
     yield "batches are within 1 % of the largest that fit; exchanged bytes count whole tensors"
     yield NOTE
-    yield f"{counted(found.dry_runs, 'dry run')}, nothing was run; total time {format_seconds(found.spent_s)}"
-    yield from found.notes
+    total_time = format_seconds(recommendation.spent_s)
+    yield f"{counted(recommendation.dry_runs, 'dry run')}, nothing was run; total time {total_time}"
+    yield from recommendation.notes

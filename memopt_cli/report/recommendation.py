@@ -22,36 +22,36 @@ from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 
-def headline(found: BatchRecommendation) -> Iterator[str]:
+def headline(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the batch that fits, the fastest one if it is another, and the memory limit."""
-    main = _main(found)
-    yield _fits(found, main)
+    main = _main(recommendation)
+    yield _fits(recommendation, main)
     if (fastest := _fastest(main)) is not None:
         yield fastest
     if main.replicas is not None:
         yield _gain(main.replicas)
-    if found.accumulation is not None:
-        steps = found.accumulation.steps
-        yield f"global batch {found.accumulation.global_batch}: {steps} × batch {found.accumulation.batch}"
-    yield f"memory limit: {found.limit}"
+    if recommendation.accumulation is not None:
+        passes = recommendation.accumulation
+        yield f"global batch {passes.global_batch}: {passes.steps} × batch {passes.batch}"
+    yield f"memory limit: {recommendation.limit}"
 
 
-def _fits(found: BatchRecommendation, main: BatchRow) -> str:
+def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
     """Return ``batch 40 fits at S=128, the largest that does; it was run``, or that it is an estimate."""
-    where = _case(main) + (f", compiled by {found.backend}" if found.backend else "")
-    if not main.planned and any(row.planned for row in found.rows):
+    where = _case(main) + (f", compiled by {recommendation.backend}" if recommendation.backend else "")
+    if not main.planned and any(row.planned for row in recommendation.rows):
         where += ", without the plan"
     copies = f"{format_copies(main.replicas.fastest)} × " if main.replicas is not None else ""
-    if not isinstance(main.outcome, BatchAdvice) or not found.verified:
-        estimate = f"{copies}batch {found.batch}{where}"
-        if found.card:
-            return f"{estimate} should fit on {found.card}: an estimate"
+    if not isinstance(main.outcome, BatchAdvice) or not recommendation.verified:
+        estimate = f"{copies}batch {recommendation.batch}{where}"
+        if recommendation.card:
+            return f"{estimate} should fit on {recommendation.card}: an estimate"
         return f"about {estimate} would fit: an estimate, it was not run"
     largest, estimated = main.outcome.recommended_batch, main.outcome.estimated_batch
     if estimated > largest:
         run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
         return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
-    end = "the largest of those run" if found.interrupted else "the largest that does; it was run"
+    end = "the largest of those run" if recommendation.interrupted else "the largest that does; it was run"
     return f"{copies}batch {largest} fits{where}, {end}"
 
 
@@ -81,12 +81,12 @@ def _gain(advice: ReplicaAdvice) -> str:
     return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
 
 
-def tables(found: BatchRecommendation) -> Iterator[Table]:
-    """Yield the tables of ``found``: of copies, cases, runs, and ways to batch sequences; some have no rows."""
-    yield from (_replica_table(row) for row in found.rows if row.replicas is not None)
-    yield _case_table(found)
-    yield _run_table(found)
-    yield _length_table(found)
+def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
+    """Yield the tables of ``recommendation``: copies, cases, runs, and ways to batch sequences; some have no rows."""
+    yield from (_replica_table(row) for row in recommendation.rows if row.replicas is not None)
+    yield _case_table(recommendation)
+    yield _run_table(recommendation)
+    yield _length_table(recommendation)
 
 
 def _replica_table(row: BatchRow) -> Table:
@@ -99,15 +99,15 @@ def _replica_table(row: BatchRow) -> Table:
     return table
 
 
-def _case_table(found: BatchRecommendation) -> Table:
+def _case_table(recommendation: BatchRecommendation) -> Table:
     """Return a table with a row for each case: without the plan and with it, at each size."""
-    symbol = next((name for row in found.rows for name in row.dims), "")
-    planned = any(row.planned for row in found.rows)
-    copied = any(row.replicas is not None for row in found.rows)
+    symbol = next((name for row in recommendation.rows for name in row.dims), "")
+    planned = any(row.planned for row in recommendation.rows)
+    copied = any(row.replicas is not None for row in recommendation.rows)
     headings = [*(["plan"] if planned else []), *([symbol] if symbol else []), *(["copies"] if copied else [])]
     headings += ["largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by"]
     table = plain_table(*headings, names=["plan"], words=["limited by"])
-    for row in found.rows:
+    for row in recommendation.rows:
         keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
         keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
         table.add_row(*keys, *_cells(row))
@@ -140,19 +140,19 @@ def _beyond(advice: BatchAdvice) -> str:
     return f"; about {advice.estimated_batch} would fit (an estimate)"
 
 
-def _run_table(found: BatchRecommendation) -> Table:
+def _run_table(recommendation: BatchRecommendation) -> Table:
     """Return a table of the batches that were run in the recommended case."""
     table = plain_table("batch run", "peak", "step", "samples/s")
-    outcome = _main(found).outcome
+    outcome = _main(recommendation).outcome
     for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
         table.add_row(str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run))
     return table
 
 
-def _length_table(found: BatchRecommendation) -> Table:
+def _length_table(recommendation: BatchRecommendation) -> Table:
     """Return a table of how to batch the user's sequences."""
     table = plain_table("sequences", "a batch", "batches", "waste", "peak", "epoch", names=["sequences"])
-    for batching in found.lengths:
+    for batching in recommendation.lengths:
         size = str(batching.batch) if batching.batch is not None else f"max_tokens={batching.max_tokens}"
         cells = (
             size,
@@ -165,30 +165,30 @@ def _length_table(found: BatchRecommendation) -> Table:
     return table
 
 
-def settings(found: BatchRecommendation) -> Iterator[str]:
-    """Yield lines to paste for what ``found`` recommends, for Lightning, Hugging Face's Trainer and plain PyTorch."""
-    batch, steps = found.batch, 1
-    if found.accumulation is not None:
-        batch, steps = found.accumulation.batch, found.accumulation.steps
-    device = "cuda" if found.card else found.step.device
-    if _main(found).planned and found.plan:
-        yield f"memopt_cli.apply_plan(model, {found.plan!r})  # before it trains"
-    if found.backend:
-        yield f"model.compile(backend={found.backend!r})  # before it trains"
-    fastest = _fastest(_main(found))
-    if fastest is not None and found.objective == "max":
+def settings(recommendation: BatchRecommendation) -> Iterator[str]:
+    """Yield the lines to paste for ``recommendation``, for Lightning, Hugging Face's Trainer and plain PyTorch."""
+    batch, steps = recommendation.batch, 1
+    if recommendation.accumulation is not None:
+        batch, steps = recommendation.accumulation.batch, recommendation.accumulation.steps
+    device = "cuda" if recommendation.card else recommendation.step.device
+    if _main(recommendation).planned and recommendation.plan:
+        yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
+    if recommendation.backend:
+        yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
+    fastest = _fastest(_main(recommendation))
+    if fastest is not None and recommendation.objective == "max":
         yield f"# {fastest}"
-    advice = _main(found).replicas
+    advice = _main(recommendation).replicas
     if advice is not None and advice.fastest > 1:
-        yield from _replica_settings(advice, batch, steps, found.step, device)
+        yield from _replica_settings(advice, batch, steps, recommendation.step, device)
         return
-    if found.lengths:
+    if recommendation.lengths:
         # Not every model takes packed sequences.
-        padded = [batching for batching in found.lengths if batching.name != "sequence_packing"]
+        padded = [batching for batching in recommendation.lengths if batching.name != "sequence_packing"]
         yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
-        yield from loop_lines(LOSS, steps, found.step, device, unless_plain=True)
+        yield from loop_lines(LOSS, steps, recommendation.step, device, unless_plain=True)
         return
-    yield from training_settings(batch, steps, found.step, device)
+    yield from training_settings(batch, steps, recommendation.step, device)
 
 
 def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
@@ -218,11 +218,12 @@ def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepS
     yield from loop_lines(f"{losses}.sum()", steps, step, device, outputs, model="models")
 
 
-def remarks(found: BatchRecommendation) -> Iterator[str]:
-    """Yield how many runs the answer of ``found`` rests on, how long they took, and notes."""
-    yield f"{found.probes} runs on data, {found.dry_runs} without; total time {format_seconds(found.spent_s)}"
-    yield from busy(run.waited for row in found.rows for run in _runs(row))
-    yield from found.notes
+def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
+    """Yield how many runs the answer of ``recommendation`` rests on, how long they took, and notes."""
+    total_time = format_seconds(recommendation.spent_s)
+    yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
+    yield from busy(run.waited for row in recommendation.rows for run in _runs(row))
+    yield from recommendation.notes
 
 
 def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
@@ -231,9 +232,9 @@ def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
     return advice.probes if isinstance(advice, BatchAdvice | ReplicaAdvice) else ()
 
 
-def _main(found: BatchRecommendation) -> BatchRow:
-    """Return the recommended case of ``found``."""
-    return found.rows[found.chosen]
+def _main(recommendation: BatchRecommendation) -> BatchRow:
+    """Return the recommended case of ``recommendation``."""
+    return recommendation.rows[recommendation.chosen]
 
 
 def _case(row: BatchRow) -> str:

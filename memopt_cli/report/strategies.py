@@ -11,46 +11,47 @@ from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_seconds
 
 
-def headline(found: StrategyComparison) -> Iterator[str]:
-    """Yield what the table of ``found`` shows, and the memory limit."""
-    yield f"memory of a training step by its time steps {found.symbol}, batch {found.batch}"
-    yield f"memory limit: {found.limit}"
+def headline(comparison: StrategyComparison) -> Iterator[str]:
+    """Yield what the table of ``comparison`` shows, and the memory limit."""
+    yield f"memory of a training step by its time steps {comparison.symbol}, batch {comparison.batch}"
+    yield f"memory limit: {comparison.limit}"
 
 
-def tables(found: StrategyComparison) -> Iterator[Table]:
+def tables(comparison: StrategyComparison) -> Iterator[Table]:
     """Yield a table of peaks by time steps; a strategy that cannot be run has no column."""
-    curves = [curve for curve in found.curves if curve.points]
+    curves = [curve for curve in comparison.curves if curve.points]
     if not curves:
         return
-    table = plain_table(found.symbol, *(curve.label for curve in curves))
-    columns = [{point.steps: _peak(point, found.budget_bytes) for point in curve.points} for curve in curves]
+    table = plain_table(comparison.symbol, *(curve.label for curve in curves))
+    columns = [{point.steps: _peak(point, comparison.budget_bytes) for point in curve.points} for curve in curves]
     for steps in sorted({steps for column in columns for steps in column}):
         table.add_row(str(steps), *(column.get(steps, "–") for column in columns))
     table.add_row("exact", *({True: "yes", False: "no", None: "?"}[curve.exact] for curve in curves))
     yield table
 
 
-def verdicts(found: StrategyComparison) -> Iterator[str]:
-    """Yield one sentence for each strategy of ``found``."""
-    for curve in found.curves:
+def verdicts(comparison: StrategyComparison) -> Iterator[str]:
+    """Yield one sentence for each strategy of ``comparison``."""
+    for curve in comparison.curves:
         if not curve.points:
             yield f"{curve.label}: cannot be run. {curve.remark}"
             continue
         word = {True: "exact", False: "approximate", None: "exactness not known"}[curve.exact]
-        yield f"{curve.label}: {word}, {curve.remark}; {_growth(curve, found.symbol)}; {_time(curve, found.symbol)}"
+        growth, time = _growth(curve, comparison.symbol), _time(curve, comparison.symbol)
+        yield f"{curve.label}: {word}, {curve.remark}; {growth}; {time}"
 
 
-def remarks(found: StrategyComparison) -> Iterator[str]:
+def remarks(comparison: StrategyComparison) -> Iterator[str]:
     """Yield what the marks in the table mean, notes, and the total time."""
-    points = [point for curve in found.curves for point in curve.points]
+    points = [point for curve in comparison.curves for point in curve.points]
     if not all(point.measured for point in points):
         yield "~: an estimate by the line through the peaks that were measured"
-    if any(point.allocated_peak_bytes > found.budget_bytes for point in points):
+    if any(point.allocated_peak_bytes > comparison.budget_bytes for point in points):
         yield "!: beyond the memory limit"
-    if any(curve.strategy == "online" and curve.points for curve in found.curves):
+    if any(curve.strategy == "online" and curve.points for curve in comparison.curves):
         yield "Online, the inputs of one time step are counted, which a loader can make as they are needed."
-    yield from found.notes
-    yield f"total time {format_seconds(found.spent_s)}"
+    yield from comparison.notes
+    yield f"total time {format_seconds(comparison.spent_s)}"
 
 
 def _peak(point: StrategyPoint, budget_bytes: int) -> str:

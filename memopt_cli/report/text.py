@@ -64,28 +64,28 @@ class TextReport:
     verdict_only: bool = False
     """Whether to show a comparison in one line, without tables (``-q``)."""
 
-    def show(self, found: Answer, stream: TextIO) -> None:
-        self.show_on(_console(stream), found)
+    def show(self, answer: Answer, stream: TextIO) -> None:
+        self.show_on(_console(stream), answer)
 
-    def show_on(self, console: Printer, found: Answer) -> None:
-        """Print ``found`` on ``console``."""
-        match found:
+    def show_on(self, console: Printer, answer: Answer) -> None:
+        """Print ``answer`` on ``console``."""
+        match answer:
             case Inspection():
-                _inspected(console, found)
+                _inspected(console, answer)
             case BaselineResult():
-                _recorded(console, found)
+                _recorded(console, answer)
             case OptimizeResult():
-                _optimized(console, found, verbose=self.verbose)
+                _optimized(console, answer, verbose=self.verbose)
             case ApplyResult():
-                _applied(console, found)
+                _applied(console, answer)
             case SelftestReport():
-                _tested(console, found)
+                _tested(console, answer)
             case Comparison() if self.verdict_only:
-                _print(console, "; ".join(comparison.headline(found)))
+                _print(console, "; ".join(comparison.headline(answer)))
             case Comparison():
-                _compared(console, found)
+                _compared(console, answer)
             case _:
-                _in_parts(console, found)
+                _in_parts(console, answer)
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
         _written(_console(stream), files)
@@ -145,49 +145,49 @@ def _inspected(console: Printer, found: Inspection) -> None:
     _print_parts(console, [inspection.globals_table(found.globals)])
 
 
-def _recorded(console: Printer, found: BaselineResult) -> None:
-    memory = found.baseline.memory
+def _recorded(console: Printer, result: BaselineResult) -> None:
+    memory = result.baseline.memory
     peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
     line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
-    if found.baseline.conditions is not None and found.baseline.conditions.layout is not None:
+    if result.baseline.conditions is not None and result.baseline.conditions.layout is not None:
         line = f"{rank.TENSOR_PEAK}: {format_bytes(memory.tensor_peak_bytes)}"
-    _print_headline(console, [line], found.baseline.header.spec)
-    for step in found.baseline.shorter:
+    _print_headline(console, [line], result.baseline.header.spec)
+    for step in result.baseline.shorter:
         _print(console, f"at {step.name}: tensor peak {format_bytes(step.memory.tensor_peak_bytes)}")
-    for note in found.notes:
+    for note in result.notes:
         _print(console, note)
-    _written(console, [found.file])
+    _written(console, [result.file])
 
 
-def _optimized(console: Printer, found: OptimizeResult, *, verbose: bool) -> None:
-    summary = found.summary
+def _optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
+    summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    _print_all(console, [optimization.headline(summary)], tables, spec=found.header.spec)
+    _print_all(console, [optimization.headline(summary)], tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
     details = optimization.details(summary) if verbose else ()
-    for line in (*details, *optimization.remarks(summary), *optimization.outlook(found)):
+    for line in (*details, *optimization.remarks(summary), *optimization.outlook(result)):
         _print(console, line)
 
 
-def _applied(console: Printer, found: ApplyResult) -> None:
-    for line in confirmation.lines(found.confirmation) if found.confirmation is not None else ():
+def _applied(console: Printer, result: ApplyResult) -> None:
+    for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
         _print(console, line)
-    for each in (*found.shorter, *([found.verification] if found.verification is not None else [])):
+    for each in (*result.shorter, *([result.verification] if result.verification is not None else [])):
         for line in (optimization.verification(each), *optimization.inexact(each)):
             _print(console, line)
-    _written(console, found.files, none="nothing written")
+    _written(console, result.files, none="nothing written")
 
 
-def _tested(console: Printer, found: SelftestReport) -> None:
-    failed, tried = len(found.failed), " that was tried" if found.interrupted else ""
-    missed = f"{failed} of {len(found.rows)} promises do not hold here"
+def _tested(console: Printer, selftest: SelftestReport) -> None:
+    failed, tried = len(selftest.failed), " that was tried" if selftest.interrupted else ""
+    missed = f"{failed} of {len(selftest.rows)} promises do not hold here"
     said = missed if failed else f"every promise{tried} holds here"
-    here = f"{found.conditions.device_name}, PyTorch {found.torch}, memopt {found.memopt}"
+    here = f"{selftest.conditions.device_name}, PyTorch {selftest.torch}, memopt {selftest.memopt}"
     table = plain_table("what was run", "", "promise", "seen", words=("what was run", "", "promise", "seen"))
-    for row in found.rows:
+    for row in selftest.rows:
         table.add_row(row.name, "yes" if row.holds else "NO", row.promise, printable(row.seen))
-    _print_all(console, [said, here], [table], [f"total time {format_seconds(found.spent_s)}"])
+    _print_all(console, [said, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
 
 
 def _compared(console: Printer, found: Comparison) -> None:
@@ -208,10 +208,10 @@ def _written(console: Printer, files: Sequence[str], none: str = "") -> None:
         _print(console, line)
 
 
-def plain_text(found: Answer) -> str:
-    """Return the report on ``found``, without colours whatever the environment says."""
+def plain_text(answer: Answer) -> str:
+    """Return the report on ``answer``, without colours whatever the environment says."""
     text = io.StringIO()
-    TextReport().show_on(_console(text, colours=None), found)
+    TextReport().show_on(_console(text, colours=None), answer)
     return text.getvalue().rstrip()
 
 

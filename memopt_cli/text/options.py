@@ -85,7 +85,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "model",
     ),
     "verify.reference": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
-    "verify.candidate": Option("The same model, or step, trained in another way.", ARGUMENTS, "CANDIDATE", "model"),
+    "verify.candidate": Option("The model or step to compare with MODEL.", ARGUMENTS, "CANDIDATE", "model"),
     "apply.plan": Option("A *.plan.yaml file.", ARGUMENTS, "PLAN", "file"),
     "compare.before": Option("A baseline, or a *.summary.json of optimize.", ARGUMENTS, "A.json"),
     "compare.after": Option("The baseline or summary to compare with A.json.", ARGUMENTS, "B.json"),
@@ -245,7 +245,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         names="data",
     ),
     "optimize.lengths": Option(
-        "File of the sizes that the dimension with a range has: one per line, or a size and how often it occurs.",
+        "File with the sizes of the --dim that has a range: one per line, or a size and how often it occurs.",
         SEARCH,
         "FILE",
         default="all sizes equally frequent",
@@ -374,7 +374,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="no limit",
     ),
     "allow_expensive_profiling": Option(
-        "Off: one split round, one candidate per round and no warm-up step, whatever other flags say.",
+        "Allow several split rounds, several candidates per round, and a warm-up step, as other flags say.",
         FINE,
         default="on, or what --profile says",
     ),
@@ -565,9 +565,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
     # -------------------------------------------------------------------------------------------- the rest
-    "apply.verify": Option(
-        "First compare a step, and the ones after it, with the original.", common=True, python="verify"
-    ),
+    "apply.verify": Option("First compare several steps with the original's.", common=True, python="verify"),
     "confirm": Option(
         "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
     ),

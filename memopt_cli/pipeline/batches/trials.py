@@ -124,7 +124,10 @@ class Trials:
         small, large = min(self.records, default=0), max(self.records, default=0)
         if small != large:
             return f"it runs other operators at batch {large} than at batch {small}"
-        return next((note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes), "see above")
+        return next(
+            (note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes),
+            "its step could not be recorded",
+        )
 
 
 def _in_words(outcome: BatchProbe | Failure) -> str:

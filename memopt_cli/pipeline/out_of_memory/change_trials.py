@@ -203,7 +203,7 @@ class ChangeTrials:
         )
         findings = find(request, prepared)
         if findings.verification is not None and not findings.verification.passed:
-            raise NothingFitsError(f"the plan that was found is not exact: {findings.verification.difference}")
+            raise NothingFitsError(f"the best plan failed verification: {findings.verification.difference}")
         return findings
 
     def _try_plan_and_micro_batches(self) -> Iterator[Suggestion]:
@@ -299,7 +299,7 @@ class ChangeTrials:
     def _require_step_of_ours(self) -> None:
         """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
         if self._prepared.facts.format == STEP:
-            raise UsageError("change a step of your own in its code")
+            raise UsageError("the batch and the precision of a custom step are fixed in its code")
 
     def _recommend_command(self, *, planned: bool) -> str:
         """Return the command that finds the micro-batches, if ``planned`` after the command that writes the plan."""

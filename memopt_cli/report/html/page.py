@@ -47,15 +47,15 @@ def require_plotly() -> None:
         raise UsageError("an HTML report needs plotly, which is not installed", hint="pip install 'memopt[html]'")
 
 
-def profile_page(found: StepProfile) -> str:
-    """Return the HTML of the profiled step ``found``.  Raises :class:`UsageError` without plotly."""
-    page = _Page(found.header)
-    page.tiles(_profile_tiles(found))
-    page.steps({"": found.trace})
-    page.times(found.times)
-    page.modules({"": found.trace}, found.plan.at(found.header.spec.dims))
-    page.saved(found.saved[:_SAVED])
-    page.remarks(found.notes)
+def profile_page(profile: StepProfile) -> str:
+    """Return the HTML of the profiled step ``profile``.  Raises :class:`UsageError` without plotly."""
+    page = _Page(profile.header)
+    page.tiles(_profile_tiles(profile))
+    page.steps({"": profile.trace})
+    page.times(profile.times)
+    page.modules({"": profile.trace}, profile.plan.at(profile.header.spec.dims))
+    page.saved(profile.saved[:_SAVED])
+    page.remarks(profile.notes)
     return page.html()
 
 
@@ -77,15 +77,15 @@ def optimize_page(result: OptimizeResult) -> str:
     return page.html()
 
 
-def fastest_page(found: FastestTraining) -> str:
-    """Return the HTML of the batch and the plan in ``found`` that train fastest, beside all that were run.
+def fastest_page(training: FastestTraining) -> str:
+    """Return the HTML of the batch and the plan in ``training`` that train fastest, beside all that were run.
 
     Raises :class:`UsageError` without plotly.
     """
-    page = _Page(found.header)
-    page.tiles(_fastest_tiles(found))
-    page.pairs(found)
-    page.remarks(fastest.remarks(found))
+    page = _Page(training.header)
+    page.tiles(_fastest_tiles(training))
+    page.pairs(training)
+    page.remarks(fastest.remarks(training))
     return page.html()
 
 
@@ -99,24 +99,24 @@ Tile = tuple[str, str, str]
 """Name of a number, its value, and a remark below it."""
 
 
-def _profile_tiles(found: StepProfile) -> Iterable[Tile]:
-    if found.estimate is not None:
-        yield from _estimate_tiles(found.estimate)
+def _profile_tiles(profile: StepProfile) -> Iterable[Tile]:
+    if profile.estimate is not None:
+        yield from _estimate_tiles(profile.estimate)
         return
-    if found.rank is not None:
-        where = f"rank {found.rank.rank} of {found.rank.layout.ranks}, {found.rank.layout.parallel}"
-        yield rank.TENSOR_PEAK, format_bytes(found.rank.tensor_peak_bytes), where
+    if profile.rank is not None:
+        where = f"rank {profile.rank.rank} of {profile.rank.layout.ranks}, {profile.rank.layout.parallel}"
+        yield rank.TENSOR_PEAK, format_bytes(profile.rank.tensor_peak_bytes), where
         return
-    measured = found.measurement if isinstance(found.measurement, Measurement) else None
-    allocated = measured.allocated_peak_bytes if measured else found.peak.allocated_bytes
-    tensor = measured.tensor_peak_bytes if measured else found.tensor_peak_bytes
+    measured = profile.measurement if isinstance(profile.measurement, Measurement) else None
+    allocated = measured.allocated_peak_bytes if measured else profile.peak.allocated_bytes
+    tensor = measured.tensor_peak_bytes if measured else profile.tensor_peak_bytes
     how = measured.backend if measured else "estimated, the step was not run"
     yield "allocated peak", format_bytes(allocated), how
     yield "tensor peak", format_bytes(tensor), "the same in every run"
     if measured:
         yield "step", format_seconds(measured.step_s), f"batch {measured.batch}"
-    if found.peak.op >= 0:
-        yield "peaks in", found.peak.phase, f"{found.peak.name} in {found.peak.module or 'the model'}"
+    if profile.peak.op >= 0:
+        yield "peaks in", profile.peak.phase, f"{profile.peak.name} in {profile.peak.module or 'the model'}"
 
 
 def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
@@ -147,25 +147,25 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         yield "applied", "nothing", "choose a plan with `--pick N` or `--budget`"
 
 
-def _fastest_tiles(found: FastestTraining) -> Iterable[Tile]:
-    answer = found.answer
-    steps = "" if found.accumulation is None else f"× {answer.steps} for a step of the optimizer"
+def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
+    answer = training.answer
+    steps = "" if training.accumulation is None else f"× {answer.steps} for a step of the optimizer"
     yield "batch", str(answer.batch), steps
-    yield "plan", fastest.plan_name(answer.plan), f"level {found.level} at most"
-    speed, _, beside = fastest.gain(found).partition(" samples/s")
+    yield "plan", fastest.plan_name(answer.plan), f"level {training.level} at most"
+    speed, _, beside = fastest.gain(training).partition(" samples/s")
     yield "samples/s", speed, beside.lstrip(",; ")
     if isinstance(answer.outcome, BatchProbe):
-        yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {found.limit}"
-    if found.verification is not None:
-        yield _verified(found.verification)
+        yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {training.limit}"
+    if training.verification is not None:
+        yield _verified(training.verification)
 
 
-def _verified(found: Verification) -> Tile:
-    allowed = "bit for bit" if found.exact else f"within {found.tolerance:.0e}"
-    value = "passed" if found.passed else "failed"
-    remark = f"{found.compared} tensors, {allowed}, at {found.sizes}"
-    if found.measured:
-        remark += f"; {found.measured.compared} of the measured steps, at {found.measured.sizes}"
+def _verified(verification: Verification) -> Tile:
+    allowed = "bit for bit" if verification.exact else f"within {verification.tolerance:.0e}"
+    value = "passed" if verification.passed else "failed"
+    remark = f"{verification.compared} tensors, {allowed}, at {verification.sizes}"
+    if verification.measured:
+        remark += f"; {verification.measured.compared} of the measured steps, at {verification.measured.sizes}"
     return "verification", value, remark
 
 
@@ -258,19 +258,19 @@ class _Page:
             lead = "Allocated peak against the time of a step. No plan beats those on the line in both."
             self.section("Memory against time", lead, self.figure("", frontier_figure(points)))
 
-    def pairs(self, found: FastestTraining) -> None:
+    def pairs(self, training: FastestTraining) -> None:
         """Add the plot and the table of every batch and plan that were run together."""
         points = [
             FrontierPoint(
                 label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {fastest.plan_name(run.plan)}"),
                 peak_bytes=run.outcome.allocated_peak_bytes,
                 step_s=1 / run.samples_per_s,
-                applied=index == found.chosen,
+                applied=index == training.chosen,
             )
-            for index, run in enumerate(found.runs)
+            for index, run in enumerate(training.runs)
             if isinstance(run.outcome, BatchProbe) and run.samples_per_s
         ]
-        table = _table(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(found)))
+        table = _table(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(training)))
         figure = self.figure("", frontier_figure(points, "time of a sample")) if points else ""
         lead = "Allocated peak against the time of a sample, of each batch and plan that were run together."
         self.section("Batches and plans", lead, figure, table)

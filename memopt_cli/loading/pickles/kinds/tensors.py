@@ -122,7 +122,7 @@ def _tensor(
     tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
-            raise Broken(f"a tensor has the property {quoted(bit)}")
+            raise Broken(f"a tensor has the unknown property {quoted(bit)}")
     if metadata:
         set_bits(tensor, dict(metadata))
     return tensor.requires_grad_(bool(requires_grad))
@@ -272,7 +272,7 @@ def _size(*sizes: Any) -> torch.Size:
 
 def _device(kind: Any = "cpu", index: Any = None) -> torch.device:
     if type(kind) is not str or type(index) not in (int, type(None)):
-        raise Broken("a device has no name")
+        raise Broken("a device is not named by text")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
@@ -285,7 +285,7 @@ def _version(text: Any) -> Any:
 def _layout(name: Any) -> Any:
     layouts = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
     if name not in {f"torch.{layout}" for layout in layouts}:
-        raise Broken("a layout has no name")
+        raise Broken(f"a tensor has the unknown layout {quoted(name)}")
     return getattr(torch, name.removeprefix("torch."))
 
 
