@@ -54,3 +54,41 @@ def test_an_opener_is_found() -> None:
     assert not OPENERS.match("Asset whose bytes count.")
     assert [line for line, text in functions('def f():\n    """By half."""\n') if NO_VERBS.match(text)] == [1]
     assert not NO_VERBS.match("Bytesize the text.")
+
+
+def test_every_name_that_a_docstring_refers_to_exists() -> None:
+    """``:data:`KEPT``` and the like, which a rename leaves behind."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    defined: dict[str, set[Path]] = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            for name in _bound_names(node):
+                defined.setdefault(name, set()).add(file)
+    roles = re.compile(r":(?:data|func|attr|class|meth):`~?\.?([\w.]+)`")
+    dead = [
+        (str(file.relative_to(PACKAGE)), name)
+        for file in files
+        for name in roles.findall(file.read_text())
+        if not name.startswith("shutil.") and not _is_known(name.rpartition(".")[2], file, defined)
+    ]
+    assert dead == []
+
+
+def _is_known(name: str, file: Path, defined: dict[str, set[Path]]) -> bool:
+    """Return whether ``name`` is bound somewhere; a private one must be bound in ``file`` itself."""
+    places = defined.get(name, set())
+    return file in places if name.startswith("_") else bool(places)
+
+
+def _bound_names(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Name(ctx=ast.Store()) | ast.Name(ctx=ast.Load()):
+            return [node.id]
+        case ast.Attribute():
+            return [node.attr]
+        case ast.alias():
+            return [(node.asname or node.name).rpartition(".")[2]]
+        case _:
+            return []

@@ -122,7 +122,7 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
 
     Chunks change the order of sums, so their fingerprints may differ as much as the original's do when its parameters
     are rounded.  If they differ by more, or the model cannot run with rounded parameters, the full comparison is made
-    at full size: see :func:`verified`.
+    at full size: see :func:`verify`.
     """
     check = check_fingerprints(measured, plan, prepared)
     if check is None and not plan.has_chunks:

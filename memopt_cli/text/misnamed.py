@@ -1,4 +1,4 @@
-"""Files and folders that are given as a model and are none: sentences that name them, and what to type instead.
+"""Files and folders mistaken for a model: sentences that name them, and what to type instead.
 
 They are told by their name and first bytes, without PyTorch: the command line refuses them before anything is loaded.
 """

@@ -50,7 +50,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Build models without data in the block, also such as change the dtype of their tensors."""
+    """Build models without data in the block, including models that change the dtype of their tensors."""
     with mode, fakes_exchanged(), NumbersKnown():
         yield
 

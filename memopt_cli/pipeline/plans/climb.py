@@ -187,7 +187,7 @@ class Climb:
 
         Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
         allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
-        may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_SHARES`).
+        may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_NEXT_SHARES`).
         """
         planner = self.search.planner
         for share in (*_NEXT_SHARES, None):

@@ -166,7 +166,7 @@ class Prover:
         )
 
     def _split(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
-        """Split ``plan`` by :func:`agreeing`, at the sizes at which its verification ``failed``."""
+        """Split ``plan`` by :func:`agreeing_part`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
             def verify(plan: Plan) -> Verification | None:

@@ -16,7 +16,7 @@ from memopt_cli.records import (
 )
 
 _MIN_SAVED_SHARE = 0.02
-"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_HARDLY_SLOWER`."""
+"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_FREE_SLOWDOWN`."""
 _FREE_SLOWDOWN = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
 _EQUAL_SHARE = 0.01

@@ -10,7 +10,7 @@ checkpointing for heterogeneous chains", 2019, but over a tree of modules instea
 A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
 have a fourth number for this: the bytes of the kept outputs, which are added to what the segment keeps.
 
-Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thin_out, which may lose the best plan
+Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best plan
 but never gives one that exceeds the budget.
 """
 
