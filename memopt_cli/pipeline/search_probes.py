@@ -40,7 +40,7 @@ class SearchProbes:
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
 
     def prolong(self) -> None:
-        """Extend the time limit, so that at least a share :data:`_MIN_SHARE_LEFT` of it is left to search another plan."""
+        """Extend the time limit, so that at least :data:`_MIN_SHARE_LEFT` of it is left to search another plan."""
         if self._limit_s is not None:
             self._ends = max(self._ends, time.monotonic() + _MIN_SHARE_LEFT * self._limit_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import TextIO
@@ -78,11 +79,12 @@ def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] 
 
 
 def _place(message: str) -> tuple[str, str] | None:
-    """Return the file, below this folder, and the line that ``message`` ends with; ``None`` if it names none."""
+    """Return the file in the repository, and the line, that ``message`` names.  ``None``: it names none."""
     match = re.search(r"\(([^()]+\.py), line (\d+)\)", message)
-    if match is None or not Path(match[1]).is_relative_to(Path.cwd()):
+    repository = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    if match is None or not Path(match[1]).is_relative_to(repository):
         return None
-    return Path(match[1]).relative_to(Path.cwd()).as_posix(), match[2]
+    return Path(match[1]).relative_to(repository).as_posix(), match[2]
 
 
 def _escaped(text: str, also: str) -> str:

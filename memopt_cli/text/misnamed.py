@@ -10,6 +10,7 @@ import difflib
 import io
 import os
 import re
+import shlex
 import zipfile
 from typing import Final
 
@@ -74,7 +75,10 @@ def _filled(weights: str) -> str:
 def missing_refusal(location: str) -> tuple[str, str]:
     """Return why ``location``, at which nothing is, cannot be a model, and what to do."""
     if re.match(r"\w+://", location):
-        return f"'{location}' is an address, and memopt downloads nothing", f"Fetch it first: curl -LO {location}"
+        return (
+            f"'{location}' is an address, and memopt downloads nothing",
+            f"Fetch it first: curl -LO {shlex.quote(location)}",
+        )
     folder, name = os.path.split(location)
     try:
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)

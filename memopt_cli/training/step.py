@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.records import Phase, StepSettings
 from memopt_cli.runtime.deferred import DeferredLinear
+from memopt_cli.runtime.graph import leaves_before
 from memopt_cli.runtime.in_backward import is_in_backward
 from memopt_cli.runtime.private_torch import (
     UNKNOWN_WITHOUT_DATA,
@@ -403,19 +404,20 @@ def loss_entry(output: Any, hear: Hear = unheard) -> Tensor | None:
     """Return the loss in a model's ``output``; ``None`` if there is none.
 
     It is a scalar output, an entry ``loss``, or the only scalar among the outputs that requires a gradient, as in
-    ``return logits, loss``.  ``hear`` is told the latter, since an auxiliary loss may be the only scalar, too.
+    ``return logits, loss``; ``hear`` is told the latter.  Such a scalar must depend on every parameter that the other
+    outputs depend on: the temperature of a contrastive model, or an auxiliary loss of a few layers, is not the loss.
     """
     candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(candidate, Tensor) and candidate.dim() == 0:
         return candidate
-    scalars = {
-        id(tensor): (name, tensor)
-        for name, tensor in _by_keys(output)
-        if tensor.dim() == 0 and tensor.is_floating_point() and tensor.requires_grad
-    }
+    outputs = {id(tensor): (name, tensor) for name, tensor in _by_keys(output) if tensor.requires_grad}
+    scalars = [(name, tensor) for name, tensor in outputs.values() if tensor.dim() == 0 and tensor.is_floating_point()]
     if len(scalars) != 1:
         return None
-    ((name, scalar),) = scalars.values()
+    ((name, scalar),) = scalars
+    others = [tensor for _, tensor in outputs.values() if tensor is not scalar]
+    if not {*map(id, leaves_before(others))} <= {*map(id, leaves_before([scalar]))}:
+        return None
     named = name if name.isdecimal() else f"'{name}'"
     hear(f"The scalar output {named} is taken as the loss; `--loss file.py:function` names another.")
     return scalar

@@ -72,6 +72,17 @@ def test_without_a_loss_all_outputs_get_random_gradients(output: Any, count: int
     assert [sentence.startswith(said) for sentence in heard] == [True] * (count > 1)
 
 
+def test_a_scalar_that_leaves_parameters_out_is_not_the_loss() -> None:
+    """The temperature of a contrastive model, or an auxiliary loss of some layers."""
+    encoder, scale = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+    roots, _ = seeds_of_backward((encoder(torch.ones(2, 4)), scale.exp()), None, 0)
+    assert len(roots) == 2
+    first, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    hidden = first(torch.ones(2, 4))
+    roots, _ = seeds_of_backward((head(hidden), hidden.square().mean()), None, 0)
+    assert len(roots) == 2
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ def refuse_other(root: Any, path: str) -> None:
 
 
 def _is_optimizer_state(value: Any) -> bool:
-    return {"state", "param_groups"} <= {name for name, _ in entries_of(value) if isinstance(name, str)}
+    return {"state", "param_groups"} == {name for name, _ in entries_of(value)}
 
 
 def _is_state_dict(value: Any) -> bool:

@@ -247,7 +247,10 @@ class Bench:
             return
         from memopt_cli.measure.answers.dry_runs import codecs_for  # which imports this module
 
-        own_bytes = sum(tensor.nbytes for tensor in {*self.model.parameters(), *self.model.buffers()})
+        held = {*self.model.parameters(), *self.model.buffers()}
+        if self.optimizer is not None:  # its state is here already once a step was taken
+            held.update(tensors_of([*self.optimizer.state.values()]))
+        own_bytes = sum(tensor.nbytes for tensor in held)
         free_bytes = runnable_bytes("cpu") + own_bytes
         try:
             with self.mode if self.subject.spec.tensors else contextlib.nullcontext():

@@ -179,7 +179,7 @@ def _module_changes(
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of ``after`` that have no counterpart in ``before``.
 
-    A baseline names only its :data:`MAX_SAVED_TENSORS` largest, so tensors too small to be among those do not count as new.
+    A baseline names only its :data:`MAX_SAVED_TENSORS` largest, so smaller tensors do not count as new.
     """
     smallest_bytes = before[-1].nbytes if len(before) == MAX_SAVED_TENSORS else 0
     counts = Counter(_saved_key(saved, moves) for saved in before)

@@ -28,10 +28,12 @@ _KILLED: Final = (
     re.compile(r"[Oo]ut of memory: Killed process \d+ \((?P<name>[^)\n]*)\)[^\n]*?anon-rss:(?P<kib>\d+)kB"),  # Linux
     re.compile(r"(?m)line \d+: +\d+ Killed +(?P<name>\S*)"),  # a script of bash
     re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|\[\d+\]\S* +(?:\d+ +)?Killed\b|Killed *$)"),  # a shell
-    re.compile(r"oom[-_]kill event|OOM Killed|OUT_OF_MEMORY"),  # Slurm
+    re.compile(r"oom[-_]kill event|OOM Killed|(?<![A-Z_])OUT_OF_MEMORY\b"),  # Slurm
 )
 """Patterns of a process that was killed, with its name and its memory where they are known."""
-_WITHOUT_NUMBERS: Final = re.compile(r"CUDA error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED")
+_WITHOUT_NUMBERS: Final = re.compile(
+    r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+)
 _OF_GPU: Final = re.compile(r"CUDA|HIP out of|GPU \d|CU(?:BLAS|DNN)_")
 _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_AMOUNT} total capacity"))
 _ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)

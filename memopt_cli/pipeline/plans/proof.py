@@ -147,7 +147,8 @@ class Prover:
         if self.takes_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
         original = self.measurements.measure(ORIGINAL)
-        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes)
+        most_slowdown = findings.resolved.options.max_slowdown or math.inf
+        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes, most_slowdown)
         if dropped is None:
             return row
         findings.drop(dropped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from memopt_cli.records import (
     Dropped,
     Failure,
@@ -19,6 +21,8 @@ _MIN_SAVED_SHARE = 0.02
 """Share of the original's peak that a plan must save if its step takes any longer than :data:`_FREE_SLOWDOWN`."""
 _FREE_SLOWDOWN = 1.02
 """Slowdown up to which a plan is worth any saving at all."""
+_TIMING_SHARE = 0.03
+"""Share by which steps that were timed at different moments may differ and count as equally fast."""
 _EQUAL_SHARE = 0.01
 """The share by which the peaks of a plan and of the model's own checkpoints may differ and count as equal."""
 
@@ -54,25 +58,36 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slo
 
 
 def beaten_by_own(
-    row: LevelRow, original: Measurement | Failure, own: Measurement | None, budget_bytes: int | None
+    row: LevelRow,
+    original: Measurement | Failure,
+    own: Measurement | None,
+    budget_bytes: int | None,
+    most_slowdown: float = math.inf,
 ) -> Dropped | None:
     """Return ``row`` as dropped if the model's ``own`` checkpoints do better than its plan; ``None`` if they do not.
 
-    Better is a lower peak, or an equal one in less time; within a budget, it is less time.
+    Better is a lower peak in a step of at most ``most_slowdown`` times the original's, or an equal one in less time;
+    within a budget, it is less time.  If the original does not run, the plan stays: there is nothing to go back to.
     """
-    found = row.outcome
-    if own is None or row.plan.is_empty or not isinstance(found, Measurement):
+    planned = row.outcome
+    if (
+        own is None
+        or row.plan.is_empty
+        or not isinstance(planned, Measurement)
+        or not isinstance(original, Measurement)
+    ):
         return None
-    most_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * found.allocated_peak_bytes
-    is_faster = own.allocated_peak_bytes <= most_bytes and own.step_s < found.step_s
-    is_smaller = budget_bytes is None and own.allocated_peak_bytes < (1 - _EQUAL_SHARE) * found.allocated_peak_bytes
-    if not is_faster and not is_smaller:
+    most_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * planned.allocated_peak_bytes
+    # The two steps were not timed in turns, so a small difference says nothing.
+    is_faster = own.allocated_peak_bytes <= most_bytes and own.step_s < (1 - _TIMING_SHARE) * planned.step_s
+    is_smaller = budget_bytes is None and own.allocated_peak_bytes < (1 - _EQUAL_SHARE) * planned.allocated_peak_bytes
+    if not is_faster and not (is_smaller and own.step_s <= most_slowdown * original.step_s):
         return None
-    why = OwnIsBetter(
-        own_bytes=own.allocated_peak_bytes, own_s=own.step_s, step_s=found.step_s, budget_bytes=budget_bytes
+    reason = OwnIsBetter(
+        own_bytes=own.allocated_peak_bytes, own_s=own.step_s, step_s=planned.step_s, budget_bytes=budget_bytes
     )
-    original_bytes = original.allocated_peak_bytes if isinstance(original, Measurement) else None
-    return Dropped(plan=row.plan, peak_bytes=found.allocated_peak_bytes, original_bytes=original_bytes, why=why)
+    peaks = planned.allocated_peak_bytes, original.allocated_peak_bytes
+    return _dropped(row.plan, reason, *peaks)
 
 
 def _dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:

@@ -266,8 +266,8 @@ class _Lives:
         """Return the instant until which a first run of a segment inside ``block`` holds ``storage``.  0: no run does.
 
         During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
-        input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until the norm at
-        which the pass ends.
+        input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until
+        the norm at which the pass ends.
         """
         parents = (inner.parent for inner in self._by_input.get(index, ()) if storage.born < inner.call.start)
         last_norms = {run: run.next_norm(max(ops)) for run, ops in savers.items() if run is not None}

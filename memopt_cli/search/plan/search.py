@@ -10,8 +10,8 @@ checkpointing for heterogeneous chains", 2019, but over a tree of modules instea
 A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
 have a fourth number for this: the bytes of the kept outputs, which are added to what the segment keeps.
 
-Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best plan
-but never gives one that exceeds the budget.
+Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best
+plan but never gives one that exceeds the budget.
 """
 
 from __future__ import annotations

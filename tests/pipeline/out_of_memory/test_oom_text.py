@@ -151,6 +151,7 @@ def test_others_that_hold_the_card_are_named(processes: str, event: str) -> None
         ("zsh: killed     python train.py", "killed python, as"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.", "killed the process, as"),
         ("torch.AcceleratorError: CUDA error: out of memory", 'the error is "CUDA error: out of memory"'),
+        ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", 'the error is "CUDA_ERROR_OUT_OF_MEMORY"'),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", 'the error is "CUBLAS_STATUS_ALLOC_FAILED"'),
     ],
 )

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.pipeline.plans.worth import beaten_by_own, drop_by_measurement
-from memopt_cli.records import Dropped, Plan, SegmentPlan, TooSlow, decisive, from_data, slowdown_in, to_data
+from memopt_cli.records import (
+    Dropped,
+    OutOfMemory,
+    Plan,
+    SegmentPlan,
+    TooSlow,
+    decisive,
+    from_data,
+    slowdown_in,
+    to_data,
+)
 from tests.zoo.records import a_row, measured
 
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
@@ -50,6 +60,14 @@ def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget:
         assert (dropped.found, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
         assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
         assert from_data(Dropped, to_data(dropped)) == dropped
+
+
+def test_own_checkpoints_do_not_replace_a_plan_where_they_break_the_limit_or_there_is_nothing_to_go_back_to() -> None:
+    row, own = a_row(1, measured(1000, 1.0), PLAN), measured(900, 1.1)
+    assert beaten_by_own(row, measured(2000, 0.95), own, None, 1.33) is not None
+    assert beaten_by_own(row, measured(2000, 0.5), own, None, 2.0) is None
+    assert beaten_by_own(row, OutOfMemory(detail=""), own, None) is None
+    assert beaten_by_own(row, measured(2000, 0.5), measured(1000, 0.98), None) is None  # not timed in turns
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:

@@ -29,7 +29,7 @@ from tests.zoo import records
 pytestmark = pytest.mark.process
 MODELS, WRONG = (Path(module.__file__) for module in (models, wrong))
 MEMORY = 750 << 10
-FLAGS = ("-i", f"4x{models.LENGTH}@int64=0..{models.WORDS}", "--memory", str(MEMORY), "-q")
+FLAGS = ("-i", f"4x{models.LENGTH}@int64=0..{models.WORDS}", "--memory", f"{MEMORY}B", "-q")
 
 
 def recommended(ranks: str, parallel: str, *flags: str) -> int:
