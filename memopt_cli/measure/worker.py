@@ -19,12 +19,12 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, FileFormatError, LossError, MemoptError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
 from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
-from memopt_cli.measure.answers.bench import Bench, NoRoomError
+from memopt_cli.measure.answers.bench import Bench, StepTooLargeError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
@@ -161,7 +161,7 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
 
 def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed:
     """Return the answer to a job that raised ``error``."""
-    if isinstance(error, NoRoomError):
+    if isinstance(error, StepTooLargeError):
         return OutOfMemory(detail="", needed_bytes=error.needed_bytes, free_bytes=error.free_bytes)
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -174,5 +174,5 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, Unvouched) else ()
-        return StepFailed.of(error, hint, wanted=requests, in_loss=isinstance(error, LossError))
+        return StepFailed.of(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from memopt_cli.errors import MemoptError, sent_class
+from memopt_cli.errors import LossError, MemoptError, sent_class
 from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
@@ -228,15 +228,16 @@ class StepFailed:
     """Exit code of the class named by ``error``."""
     wanted: tuple[WantedGlobal, ...] = ()
     """Imports of the model's file that the user could allow; empty if that would not help."""
-    in_loss: bool = False
-    """Whether the user's loss raised, and not the model."""
     error: str = "StepError"
     """Name of the class of :data:`memopt_cli.errors.ERRORS` that the parent raises for this failure."""
 
+    @property
+    def in_loss(self) -> bool:
+        """Whether the user's loss raised, and not the model."""
+        return self.error == LossError.__name__
+
     @classmethod
-    def of(
-        cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = (), in_loss: bool = False
-    ) -> StepFailed:
+    def of(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
         """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
         kind = sent_class(error)
         return cls(
@@ -244,7 +245,6 @@ class StepFailed:
             hint=hint,
             exit_code=kind.exit_code,
             wanted=wanted,
-            in_loss=in_loss,
             error=kind.__name__,
         )
 

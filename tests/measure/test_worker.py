@@ -23,7 +23,7 @@ from memopt_cli.errors import FileFormatError, PlanError, StepError
 from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.answers import bench, timed
-from memopt_cli.measure.answers.bench import Bench, NoRoomError
+from memopt_cli.measure.answers.bench import Bench, StepTooLargeError
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
@@ -633,7 +633,7 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     ran = []
     monkeypatch.setattr(Bench, "begin", lambda self, step, begin=Bench.begin: (ran.append(step), begin(self, step)))
     for job in (MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=8)):
-        with pytest.raises(NoRoomError) as raised:
+        with pytest.raises(StepTooLargeError) as raised:
             one.do(job)
         outcome = failure_of(raised.value)
         assert (outcome.needed_bytes, outcome.free_bytes, outcome.was_tried) == (needed, free, False)

@@ -54,7 +54,7 @@ _LARGEST_RATIO: Final = 10_000
 A step that would fit even so is not counted before it is run."""
 
 
-class NoRoomError(MemoryError):
+class StepTooLargeError(MemoryError):
     """A step was not run: it needs ``needed_bytes``, and ``free_bytes`` are free."""
 
     def __init__(self, needed_bytes: int, free_bytes: int) -> None:
@@ -238,7 +238,7 @@ class Bench:
     def require_room(
         self, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Raise :class:`NoRoomError` for a step that by a dry run needs more memory than the machine has free.
+        """Raise :class:`StepTooLargeError` for a step that by a dry run needs more memory than the machine has free.
 
         The kernel may end any process when memory runs out, so such a step must not be tried; on a GPU it fails, and
         nothing else does.  A step without a dry run is tried: of a model that needs data, or of a plan that compiles.
@@ -268,7 +268,7 @@ class Bench:
         finally:
             self.enter_start()
         if needed_bytes > free_bytes:
-            raise NoRoomError(needed_bytes, free_bytes)
+            raise StepTooLargeError(needed_bytes, free_bytes)
 
     @property
     def may_run_in_full(self) -> bool:
@@ -335,7 +335,7 @@ def _has_room(bench: Bench) -> bool:
     """Return whether the machine has the memory that the original's step needs, as far as a dry run tells."""
     try:
         bench.require_room(ORIGINAL)
-    except NoRoomError:
+    except StepTooLargeError:
         return False
     return True
 
