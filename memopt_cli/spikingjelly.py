@@ -171,8 +171,8 @@ def memory_optimization(
         A function that runs a copy of ``net``, instead of ``dummy_input``; memopt takes the inputs of its first call.
     split_fn:
         A function that returns, for a module that may be a segment, the submodules that may be segments in its place
-        from level 2 on (no submodule inside another).  memopt calls it again with each of them.  ``None``: every
-        submodule may.
+        from level 2 on (no submodule inside another).  memopt calls it again with each of them, and does not split a
+        part without the attributes that it reads.  ``None``: every submodule may.
     can_chunk:
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
@@ -497,7 +497,7 @@ def _part_paths(
         path = pending.pop()
         module = net.get_submodule(path)
         paths = {inner: name for name, inner in module.named_modules(prefix=path) if inner is not module}
-        split = _split_of(path, module, split_fn)
+        split = _split_of(path, module, split_fn, is_part=path not in instances)
         for part in split:
             if part not in paths:
                 raise OptionError(
@@ -515,9 +515,18 @@ def _part_paths(
 
 
 def _split_of(
-    path: str, module: nn.Module, split_fn: Callable[[nn.Module], Sequence[nn.Module]]
+    path: str, module: nn.Module, split_fn: Callable[[nn.Module], Sequence[nn.Module]], *, is_part: bool
 ) -> Sequence[nn.Module]:
-    split: object = split_fn(module)
+    """Return the parts of ``module`` by ``split_fn``; none for a part without the attributes that it reads.
+
+    Example: ``lambda block: (block.conv, block.neuron)`` is written for blocks, and is called with a ``conv`` as well.
+    """
+    try:
+        split: object = split_fn(module)
+    except AttributeError as err:
+        if is_part and err.obj is module:
+            return ()
+        raise
     if not isinstance(split, list | tuple | nn.ModuleList):
         raise OptionError(
             f"split_fn of '{path or '(root)'}' returned a value of type {type(split).__name__}, not a list of modules",

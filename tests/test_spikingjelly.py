@@ -824,6 +824,21 @@ def test_only_what_a_split_names_lies_in_segments() -> None:
     assert set(segments(net)) <= {"0", "1", "0.right", "1.right"}
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_split_written_for_one_class_leaves_parts_of_others_whole() -> None:
+    net = nn.Sequential(Pair(), Pair())
+    memory_optimization(
+        net, Pair, (X,), level=2, split_fn=lambda pair: (pair.left, pair.right)
+    )  # SpikingJelly's example
+    assert segments(net)
+    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'middle'"):
+        memory_optimization(net, Pair, (X,), level=2, split_fn=lambda pair: [pair.middle])
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'left'"):
+        memory_optimization(
+            net, Pair, (X,), level=2, split_fn=lambda pair: [pair.left] if hasattr(pair, "left") else [].left
+        )
+
+
 def test_of_modules_within_another_a_split_names_one() -> None:
     with pytest.raises(OptionError, match=r"returned 'left\.0' and a module that contains it"):
         memory_optimization(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt_cli.records.batch import BatchAdvice, BatchEstimate
 from memopt_cli.records.device import PlanEstimates
-from memopt_cli.records.dropped import Dropped, decisive
+from memopt_cli.records.dropped import Dropped, SavesTooLittle, decisive
 from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
@@ -17,6 +18,12 @@ from memopt_cli.text.units import counted, format_bytes
 _FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
 plan names this share as the reason."""
+
+PREDICTED_SHARE = 0.9
+"""Share of the allowed extra time that a plan may be predicted to take.
+
+Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
+two runs of the same command would often end with different plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +116,15 @@ class Outlook:
     peak_bytes: int
     slowdown: float
     """Step time divided by the original's."""
+
+    @property
+    def sentence(self) -> str:
+        """Sentence that names both numbers, and the limit under which a search finds the plan and may apply it."""
+        limit = math.ceil(10 * (1 + (self.slowdown - 1) / PREDICTED_SHARE)) / 10
+        step = f"about {self.slowdown:.1f} times the step"
+        return (
+            f"A plan of {format_bytes(self.peak_bytes)} at {step} is predicted: `--max-slowdown {limit:.1f}` allows it."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,31 +267,37 @@ class MemOptSummary:
         return None if self.is_applied or self.is_to_choose else decisive(self.dropped)
 
     @property
+    def slower(self) -> Outlook | None:
+        """Predictions for a smaller plan that exceeds the limit of the slowdown.  ``None``: none is known."""
+        limit = self.options.get("max_slowdown") if self.budget_bytes is None else None
+        is_over = self.smaller is not None and limit is not None and self.smaller.slowdown > float(limit)
+        return self.smaller if is_over else None
+
+    @property
     def unchanged(self) -> str:
         """Reason why a search left the model as it is, and what to do; empty where a plan is applied.
 
         The text is also empty for a goal that the original itself may reach, such as a budget.
         """
         original_may_do = self.budget_bytes is not None or bool(self.frontier)
+        slower = f" {self.slower.sentence}" if self.slower is not None else ""
         if self.decisive is not None:
             dropped = self.decisive
-            return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {dropped.why.remedy}"
+            remedy = dropped.why.remedy + slower * isinstance(dropped.why, SavesTooLittle)
+            return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {remedy}"
         if self.is_applied or original_may_do or not self.requested_level:
             return ""
         original = self.levels[0].outcome if self.levels else None
         if isinstance(original, Measurement):
-            max_slowdown = self.options.get("max_slowdown")
-            within_slowdown = (
-                f" in at most {max_slowdown:g} times the step"
-                if self.smaller is not None and max_slowdown is not None
-                else ""
-            )
             peak = format_bytes(original.allocated_peak_bytes)
             share = original.resident_bytes / original.allocated_peak_bytes
             fixed = (
                 f", {share:.0%} of which are parameters, gradients, buffers and inputs" if share > _FIXED_SHARE else ""
             )
-            return f"no plan that was found lowers the peak of {peak}{fixed}{within_slowdown}: the model stays as it is"
+            speed = f" in at most {self.options['max_slowdown']:g} times the step" if slower else ""
+            speed = ", however slow" if self.smaller is None else speed
+            found = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
+            return f"{found}: the model stays as it is{'.' * bool(slower)}{slower}"
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

@@ -458,14 +458,13 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     """Yield the next faster and smaller plans: ``5 % faster: 268.0 MiB; smaller: 212.0 MiB at 2.30× (predicted)``."""
-    if summary.frontier:  # the table of the frontier has these plans
+    if summary.frontier or summary.unchanged:  # the table of the frontier has these plans, and the headline this one
         return
     rows = (row for row in summary.levels if row.level == summary.applied_level)
     slowdown = next((row.predicted_slowdown for row in rows if row.predicted_slowdown), 1.0)
-    limit = summary.options.get("max_slowdown") if summary.budget_bytes is None else None
-    smaller = summary.smaller
-    if smaller is not None and limit is not None and smaller.slowdown <= float(limit):
-        smaller = None  # predicted to be within the limit, yet not chosen: when measured, such plans were too slow
+    has_limit = summary.budget_bytes is None and summary.options.get("max_slowdown") is not None
+    # Predicted to be within the limit, yet not chosen: when measured, such plans were too slow.
+    smaller = summary.slower if has_limit else summary.smaller
     said = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown
@@ -473,7 +472,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     if smaller is not None:
         said.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
     if said:
-        more = ", `--max-slowdown none`" if smaller is not None and limit is not None else ""
+        more = ", `--max-slowdown none`" if smaller is not None and has_limit else ""
         yield f"{'; '.join(said)} (predicted; `--frontier`{more})"
 
 

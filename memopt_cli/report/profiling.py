@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
@@ -65,9 +66,15 @@ def estimated(found: DeviceEstimate) -> str:
 def _when(profile: StepProfile) -> str:
     if profile.peak.op < 0:
         return "before the step begins"
-    where = f" of {profile.peak.module}" if profile.peak.module else ""
+    where = f" of {_module_name(profile, profile.peak.module)}" if profile.peak.module else ""
     peak = profile.peak
     return f"in {peak.phase}{where}, while {peak.name} runs: operator {peak.op + 1} of {_count(profile)}"
+
+
+def _module_name(profile: StepProfile, path: str) -> str:
+    """Return ``path``, and the module's class where its own name is only a number: ``layers.1.2 (Linear)``."""
+    kind = next((use.class_name for use in profile.modules if use.path == path), "")
+    return f"{path} ({kind})" if kind and path.rpartition(".")[2].isdigit() else path
 
 
 def _count(profile: StepProfile) -> int:
@@ -159,13 +166,13 @@ def _time_table(profile: StepProfile) -> Table:
     """Return a table of what the time of a step goes to, recomputation by segment; without rows if it was not timed."""
     table = plain_table("time of the step", "", "", names=["time of the step"])
     total = sum(part.seconds for part in profile.times)
-    for name, seconds in time_rows(profile.times):
+    for name, seconds in time_rows(profile.times, functools.partial(_module_name, profile)):
         table.add_row(name, format_seconds(seconds), _share(seconds, total))
     return table
 
 
-def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the seconds of each part in ``times``; of segments, the longest are named, indented."""
+def time_rows(times: Sequence[TimeUse], named: Callable[[str], str] = str) -> Iterator[tuple[str, float]]:
+    """Yield the name and the seconds of each part in ``times``; of segments, the longest are ``named``, indented."""
     parts: dict[str, list[TimeUse]] = {}
     for part in times:
         parts.setdefault(part.name, []).append(part)
@@ -173,7 +180,7 @@ def time_rows(times: Sequence[TimeUse]) -> Iterator[tuple[str, float]]:
         yield name, sum(use.seconds for use in uses)
         segments = sorted((use for use in uses if use.segment is not None), key=lambda use: -use.seconds)
         for use in segments[:_SEGMENTS]:
-            yield f"  of {use.segment or '(model)'}", use.seconds
+            yield f"  of {named(use.segment or '(model)')}", use.seconds
         if others := segments[_SEGMENTS:]:
             yield f"  {len(others)} more", sum(use.seconds for use in others)
 
@@ -239,7 +246,10 @@ def _saved_table(profile: StepProfile) -> Table:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
         made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
         table.add_row(
-            f"{format_bytes(saved.nbytes):>9}", f"{made}, by {_short(saved.op)}{others}", saved.module, _packs(saved)
+            f"{format_bytes(saved.nbytes):>9}",
+            f"{made}, by {_short(saved.op)}{others}",
+            _module_name(profile, saved.module),
+            _packs(saved),
         )
     return table
 

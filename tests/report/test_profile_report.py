@@ -105,6 +105,16 @@ def test_the_headline() -> None:
     assert lines[1] == "the peak is reached in backward of head, while aten::mm runs: operator 3 of 4"
 
 
+def test_a_module_whose_name_is_a_number_is_shown_with_its_class() -> None:
+    found = a_profile()
+    peak, saved = replace(found.peak, module="body.2"), replace(found.saved[0], module="body.2")
+    found = replace(found, modules=(*found.modules, use("body.2", 1)), peak=peak, saved=(saved,))
+    lines = shown(found)
+    assert " of body.2 (Block), while " in lines[1]
+    assert any("  of body.2 (Block) " in line for line in lines)  # of the time of recomputation
+    assert any("from relu, by convolution and 2 more  body.2 (Block)" in line for line in lines)
+
+
 @pytest.mark.parametrize("missing", [None, OutOfMemory(detail="")])
 def test_an_estimate_says_so(missing: OutOfMemory | None) -> None:
     lines = shown(replace(a_profile(), measurement=missing))

@@ -227,7 +227,7 @@ def test_where_nothing_is_applied_three_lines_say_so(summary: MemOptSummary) -> 
     unchanged = replace(summary, plan=Plan(), applied_level=0, notes=[])
     text = shown(TextReport(), replace(result(unchanged, files=("m.summary.json", "m.plan.yaml")), use=""))
     assert text.splitlines() == [
-        "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is",
+        "no plan that was found lowers the peak of 617.9 MiB, however slow: the model stays as it is",
         "wrote m.summary.json, .plan.yaml in 1 min 5 s",
         "batch: 16 was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget",
     ]
@@ -235,7 +235,26 @@ def test_where_nothing_is_applied_three_lines_say_so(summary: MemOptSummary) -> 
 
 def test_what_no_plan_makes_smaller_is_named_where_it_is_most_of_the_peak(summary: MemOptSummary) -> None:
     unchanged = replace(summary, plan=Plan(), levels=[row(0, measured(120, 1.0))])
-    assert " of 120.0 MiB, 83% of which are parameters, gradients, buffers and inputs: " in unchanged.unchanged
+    assert (
+        " of 120.0 MiB, 83% of which are parameters, gradients, buffers and inputs, however slow: "
+        in unchanged.unchanged
+    )
+
+
+def test_a_smaller_plan_that_only_the_limit_rules_out_is_named_with_the_flag_that_allows_it(
+    summary: MemOptSummary,
+) -> None:
+    summary.plan, summary.smaller = Plan(), Outlook(peak_bytes=int(61.5 * MIB), slowdown=1.6)
+    summary.options = {"max_slowdown": 1.33}
+    slower = "A plan of 61.5 MiB at about 1.6 times the step is predicted: --max-slowdown 1.7 allows it."
+    first = shown(TextReport(), result(summary)).splitlines()[0]
+    within = "no plan that was found lowers the peak of 617.9 MiB in at most 1.33 times the step"
+    assert first == f"{within}: the model stays as it is. {slower}"
+    reason = SavesTooLittle(saved=0.004, slowdown=1.14)
+    summary.dropped = [Dropped(plan=DROPPED_PLAN, peak_bytes=147, original_bytes=200, why=reason)]
+    assert summary.unchanged.endswith(f"{reason.remedy} {slower}".replace("--max-slowdown 1.7", "`--max-slowdown 1.7`"))
+    summary.options = {"max_slowdown": 1.7}  # it is within the limit, yet was not chosen: nothing is promised of it
+    assert "61.5 MiB" not in summary.unchanged
 
 
 @pytest.mark.parametrize(
@@ -259,7 +278,7 @@ def test_a_batch_of_dry_runs_is_called_predicted(is_limited: bool, said: str, su
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        (None, "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"),
+        (None, "no plan that was found lowers the peak of 617.9 MiB, however slow: the model stays as it is"),
         (2**30, "the model stays as it is: its peak of 617.9 MiB is within the budget of 1.0 GiB"),
     ],
 )
@@ -633,7 +652,7 @@ def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summ
     why = NotRun(failure=StepFailed(message="it looks at all gradients"))
     dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
     lines = shown(DETAILED, result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
-    assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB: the model stays as it is"
+    assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB, however slow: the model stays as it is"
     assert any(
         line.startswith("The optimizer does not run in backward: its step cannot be run: it looks") for line in lines
     )

@@ -18,15 +18,11 @@ from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_prediction
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
+from memopt_cli.records.summary import PREDICTED_SHARE
 from memopt_cli.search.plan.policy import skipped_step
 
 _MISPREDICTED_RATIO = 1.05
 """Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
-_PREDICTED_SHARE = 0.9
-"""Share of the allowed extra time that a plan may be predicted to take.
-
-Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
-two runs of the same command would often end with different plans."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
@@ -68,7 +64,7 @@ class Climb:
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most_slowdown = min(1 + _PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
+        most_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
         return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
 
@@ -139,7 +135,7 @@ class Climb:
             self._search_begins(f"level {level} of {options.level}: searching")
             started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
-            priced = search(level, 1 + _PREDICTED_SHARE * (self._limit - 1))
+            priced = search(level, 1 + PREDICTED_SHARE * (self._limit - 1))
             # Nothing within the margin: allow the limit itself.  An infinite limit has no margin to give up.
             if priced.plan.is_empty and math.isfinite(self._limit):
                 priced = search(level, self._limit)

@@ -38,7 +38,7 @@ are shares of the way from the user's budget up to the original's peak."""
 _MIN_GAIN = 0.03
 """Least share by which a peak might be lower for a longer search to be proposed."""
 _MIN_CONTRAST = 0.01
-"""Least share by which a neighbour must be faster, or smaller, to be mentioned."""
+"""Least share by which a neighbour must be faster to be mentioned."""
 
 
 class Planner:
@@ -77,15 +77,15 @@ class Planner:
     def neighbours(self, plan: Plan, excluded: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
         """Return peak and slowdown of the next faster plan than ``plan``, and of the next smaller; ``None`` for none.
 
-        Both come from the frontier so far, without the original and ``excluded``, and differ by a per cent or more.  If
-        no smaller plan was counted, the solver's prediction of the least peak takes its place.
+        Both come from the frontier so far, without the original and ``excluded``, and are clearly faster, or smaller.
+        If no smaller plan was counted, the solver's prediction of the least peak takes its place.
         """
         priced = self.dry_runs.get(plan)
         if priced is None:
             return None, None
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in excluded]
         faster = [other for other in frontier if other.slowdown <= (1 - _MIN_CONTRAST) * priced.slowdown]
-        smaller = [other for other in frontier if other.peak_bytes <= (1 - _MIN_CONTRAST) * priced.peak_bytes]
+        smaller = [other for other in frontier if other.peak_bytes <= (1 - WORTH_LOWERING) * priced.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(priced.peak_bytes)
 
     def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:

@@ -164,7 +164,10 @@ def test_a_recommendation_quotes_what_was_measured() -> None:
     ("rows", "said"),
     [
         ([row(0)], "Nothing was searched"),
-        ([row(0), row(1, plan=Plan())], "no plan that was found lowers the peak of 9.0 MiB: the model stays as it is"),
+        (
+            [row(0), row(1, plan=Plan())],
+            "no plan that was found lowers the peak of 9.0 MiB, however slow: the model stays as it is",
+        ),
         ([row(0), row(1)], "Measured: "),
         (
             [row(0), row(1, outcome=replace(measured(8 * MIB), step_times_s=(2.0,)))],
