@@ -148,19 +148,23 @@ def plan_table(summary: MemOptSummary) -> Table:
     shows_elsewhere = any(map(_elsewhere, summary.levels))
     headings = ("level", "plan", "measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere)
     table = plain_table(*headings, names=["level"], words=["plan"])
-    for _, alike in groupby(summary.levels, key=lambda row: row.plan):
-        rows = list(alike)
-        levels = [row.level for row in rows]
+    for span, levels, row in rows_by_plan(summary):
         applied = summary.is_applied and summary.applied_level in levels
-        span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
-        cells = [*_measured_cells(rows[-1], original), *_predicted_cells(rows[-1])]
-        cells += [_elsewhere(rows[-1])] * shows_elsewhere
-        table.add_row(
-            f"{span}{' *' if applied else ''}", in_words(rows[-1].plan), *cells, style="bold" if applied else None
-        )
+        cells = [*_measured_cells(row, original), *_predicted_cells(row)]
+        cells += [_elsewhere(row)] * shows_elsewhere
+        table.add_row(f"{span}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None)
     if (own := _own_row(summary)) is not None:
         table.add_row("–", _OWN, *_measured_cells(own, original))
     return table
+
+
+def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], LevelRow]]:
+    """Yield ``1–3``, the levels, and a row of theirs, for adjacent levels with one plan: the row measured, if any."""
+    for _, alike in groupby(summary.levels, key=lambda row: row.plan):
+        rows = list(alike)
+        levels = [row.level for row in rows]
+        span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
+        yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
 
 
 _OWN = "the model's own checkpoints"

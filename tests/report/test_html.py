@@ -240,10 +240,12 @@ def test_the_frontier() -> None:
 
 
 def test_levels_that_share_a_plan_are_one_point() -> None:
-    same = measured(69, 1.25)
     summary = a_result().summary
-    summary.levels = [row(0, OutOfMemory(detail="")), row(1, measured(80, 1.5)), row(2, same), row(3, same)]
-    assert [(p.label, p.applied) for p in points_of(summary)] == [("level 1", False), ("level 2, 3", True)]
+    predicted = replace(row(2, measured(69, 1.25), PLAN), outcome=None, predicted_slowdown=1.2)
+    packed = replace(predicted, level=1, plan=Plan(packed=True), predicted_allocated_peak_bytes=70 * MIB)
+    summary.levels = [row(0, measured(80, 1.0)), packed, predicted, row(3, measured(69, 1.25), PLAN)]
+    shown = [("level 0", False), ("level 1, predicted", False), ("level 2–3", True)]
+    assert [(p.label, p.applied) for p in points_of(summary)] == shown
 
 
 def test_a_frontier_is_shown_by_the_numbers_to_pick() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from memopt_cli.records import LevelRow, Measurement, MemOptSummary
+from memopt_cli.records import Measurement, MemOptSummary
 from memopt_cli.report.html.figure import Figure, bytes_axis, text
+from memopt_cli.report.optimization import rows_by_plan
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _MEASURED = "#3f83dd"
@@ -46,26 +47,16 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
     return [*points, *as_it_comes]
 
 
-def _levels(summary: MemOptSummary) -> list[FrontierPoint]:
-    """Return a point for each level of ``summary``; adjacent levels with the same numbers share one."""
-    points: list[FrontierPoint] = []
-    for row in summary.levels:
-        point = _of_level(row, summary)
-        if point is not None:
-            if points and (points[-1].peak_bytes, points[-1].step_s) == (point.peak_bytes, point.step_s):
-                last = points.pop()
-                point = replace(point, label=f"{last.label}, {row.level}", applied=last.applied or point.applied)
-            points.append(point)
-    return points
-
-
-def _of_level(row: LevelRow, summary: MemOptSummary) -> FrontierPoint | None:
-    if isinstance(row.outcome, Measurement):
-        return _point(f"level {row.level}", row.outcome, applied=row.level == summary.applied_level)
-    original, peak, slowdown = summary.levels[0].outcome, row.predicted_allocated_peak_bytes, row.predicted_slowdown
-    if row.outcome is not None or peak is None or slowdown is None or not isinstance(original, Measurement):
-        return None
-    return FrontierPoint(label=f"level {row.level}, predicted", peak_bytes=peak, step_s=slowdown * original.step_s)
+def _levels(summary: MemOptSummary) -> Iterator[FrontierPoint]:
+    """Yield a point for each different plan of the levels of ``summary``."""
+    original = summary.levels[0].outcome
+    for span, levels, row in rows_by_plan(summary):
+        peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
+        if isinstance(row.outcome, Measurement):
+            yield _point(f"level {span}", row.outcome, applied=summary.applied_level in levels)
+        elif row.outcome is None and peak is not None and slowdown is not None and isinstance(original, Measurement):
+            step_s = slowdown * original.step_s
+            yield FrontierPoint(label=f"level {span}, predicted", peak_bytes=peak, step_s=step_s)
 
 
 def _point(label: str, outcome: Measurement, *, applied: bool) -> FrontierPoint:
