@@ -49,7 +49,7 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
 
 def _levels(summary: MemOptSummary) -> Iterator[FrontierPoint]:
     """Yield a point for each different plan of the levels of ``summary``."""
-    original = summary.levels[0].outcome
+    original = summary.levels[0].outcome if summary.levels else None
     for span, levels, row in rows_by_plan(summary):
         peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
         if isinstance(row.outcome, Measurement):
