@@ -124,23 +124,26 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
     are rounded.  If they differ by more, or the model cannot run with rounded parameters, the full comparison is made
     at full size: see :func:`verify`.
     """
-    check = check_fingerprints(measured, plan, prepared)
-    if check is None and not plan.has_chunks:
+    check, agrees = check_fingerprints(measured, plan, prepared)
+    if not agrees and not plan.has_chunks:
         return verify(prepared, plan)
+    rounding = 0.0 if agrees else check.worst_difference
     with prepared.session() as session:
-        if check is None:
+        if not agrees:
             prepared.progress.stage("verifying at full size")
             rounded = session.ask(RoundedJob())
-            check = check_fingerprints(measured, plan, prepared, rounded) if isinstance(rounded, Fingerprint) else None
-        if check is not None:
+            if isinstance(rounded, Fingerprint):
+                check, agrees = check_fingerprints(measured, plan, prepared, rounded)
+        if agrees:
             prepared.progress.stage("verifying")
             share = _QUICK_S / (_STEPS_COMPARED * measured.original_s)
             sizes = _sizes_for(session, plan, max(1, min(prepared.batch, int(prepared.batch * share))))
             sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
             outcome = _verify_at(prepared, plan, sizes, measured.original_s, session)
             if isinstance(outcome, Verification) and not _proves_nothing(outcome):
-                return replace(outcome, measured=check)
-    return verify(prepared, plan)
+                return replace(outcome, measured=check, rounding=rounding)
+    outcome = verify(prepared, plan)
+    return replace(outcome, rounding=rounding) if isinstance(outcome, Verification) else outcome
 
 
 def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:
@@ -152,14 +155,14 @@ def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:
 
 def check_fingerprints(
     measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
-) -> FingerprintCheck | None:
-    """Compare the ``measured`` fingerprints, to the bit, or in norm for a plan with chunks; ``None`` if they differ.
+) -> tuple[FingerprintCheck, bool]:
+    """Compare the ``measured`` fingerprints, to the bit, or in norm for a plan with chunks; return whether they agree.
 
     ``rounded``: the fingerprint of a step of the original with rounded parameters.
     """
     subject = prepared.subject
     dims = dict(subject.spec.dims)
-    check, agrees = compare_fingerprints(
+    return compare_fingerprints(
         measured.original,
         measured.planned,
         batch=dims.pop(BATCH, prepared.batch),
@@ -168,7 +171,6 @@ def check_fingerprints(
         epsilon=EPSILONS.get(subject.settings.precision, 0.0),
         rounded=rounded,
     )
-    return check if agrees else None
 
 
 def _sizes_for(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failure:

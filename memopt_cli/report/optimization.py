@@ -253,7 +253,7 @@ def frontier(summary: MemOptSummary) -> Table:
     """Return the plans of the frontier as they are numbered, the original first, with a plot of their step times."""
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
     headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
-    table = plain_table(*headings, "plan", _PLOT, names=[_PLOT], words=["plan"])
+    table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
@@ -269,14 +269,19 @@ def frontier(summary: MemOptSummary) -> Table:
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] * shows_elsewhere
         plan = "the original" if point.plan.is_empty else in_words(point.plan)
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, plan, plot)
+        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     if own is not None:
         cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
         base_s = summary.frontier[0].original_step_s
         ratio = "–" if base_s is None else f"{own.step_s / base_s:.2f}×"
         plot = " " * round(_PLOT_WIDTH * own.step_s / longest) + "●"
-        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _OWN, plot)
+        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _bits(Plan()), _OWN, plot)
     return table
+
+
+def _bits(plan: Plan) -> str:
+    """Return whether a step under ``plan`` gives the original's bits; chunks and compilers round in another order."""
+    return "rounded" if plan.has_chunks or plan.compile is not None else "same"
 
 
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
@@ -555,7 +560,12 @@ def _further(verification: Verification) -> str:
 
 
 def inexact(verification: Verification) -> Iterator[str]:
-    """Yield a sentence on the modules of ``verification`` that are inexact, if there are any."""
+    """Yield a sentence on what rounding has changed by ``verification``, and one on the modules that are inexact."""
+    if verification.passed and verification.rounding:
+        yield (
+            f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
+            "choices, such as a spike; `--level 2` keeps the same bits"
+        )
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"

@@ -190,7 +190,7 @@ def test_chunks_that_run_whole_at_small_sizes_are_proven_at_full_size(least: int
             if wrong:
                 chunks_off_by_a_little(patch)
             steps = steps_of(one, CHUNKED)
-            assert check_fingerprints(steps, CHUNKED, one) is not None
+            assert check_fingerprints(steps, CHUNKED, one)[1]
             found = proven(one, CHUNKED, steps)
         assert (found.full_size, found.whole, found.passed) == (True, False, not wrong)
         assert (found.worst_difference > 0, found.differs_in) == (True, "")  # chunks ran in the recorded step
@@ -250,10 +250,11 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
     with pytest.MonkeyPatch.context() as patch:
         chunks_rounded_otherwise(patch)
         steps = steps_of(one, CHUNKED)
-        assert check_fingerprints(steps, CHUNKED, one) is None
+        assert not check_fingerprints(steps, CHUNKED, one)[1]
         found = proven(one, CHUNKED, steps)
     assert found.passed
     assert found.measured.by_rounding
+    assert found.rounding >= found.measured.worst_difference
     assert 1e-3 < found.measured.worst_difference < found.measured.tolerance <= 0.1
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
 
@@ -374,7 +375,7 @@ def test_a_slip_of_the_runtime_is_caught_by_fingerprints(
     with pytest.MonkeyPatch.context() as patch:
         slip(patch)
         steps = steps_of(one, plan)
-        assert check_fingerprints(steps, plan, one) is None
+        assert not check_fingerprints(steps, plan, one)[1]
         found = proven(one, plan, steps)
     assert not found.passed
     assert found.worst_name.startswith(named)
@@ -418,7 +419,7 @@ def test_a_slip_that_full_size_does_not_show_is_caught_by_the_proof(verified_at:
     with pytest.MonkeyPatch.context() as patch:
         uneven_chunks_scaled(patch)
         steps = steps_of(one, CHUNKED)
-        assert check_fingerprints(steps, CHUNKED, one) is not None
+        assert check_fingerprints(steps, CHUNKED, one)[1]
         found = proven(one, CHUNKED, steps)
     assert not found.passed
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
@@ -445,8 +446,8 @@ def test_an_original_that_differs_from_itself_proves_nothing() -> None:
 def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
     one = prepared(precision=precision)
     for plan in (EXACT, CHUNKED):
-        found = check_fingerprints(steps_of(one, plan), plan, one)
-        assert found is not None
+        found, agrees = check_fingerprints(steps_of(one, plan), plan, one)
+        assert agrees
         assert found.worst_difference <= found.tolerance <= (1e-7 if precision == "fp64" else 0.1)
 
 

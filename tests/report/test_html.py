@@ -142,7 +142,8 @@ PLAN = Plan(
 
 def a_result() -> OptimizeResult:
     summary = MemOptSummary(None, None, None, "cpu", 3, 2, True, True)
-    summary.levels = [row(0, measured(117, 1.0)), row(1, measured(80, 1.5)), row(2, measured(69, 1.25), PLAN)]
+    summary.levels = [row(0, measured(117, 1.0)), row(1, measured(80, 1.5), Plan(packed=True))]
+    summary.levels += [row(2, measured(69, 1.25), PLAN)]
     summary.plan = PLAN
     summary.verification = verified(compared=7)
     steps = RecordedSteps(original=a_trace(scale=3), optimized=a_trace())

@@ -213,6 +213,23 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
     )
 
 
+def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
+    assert summary.verification is not None
+    said = "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike; "
+    for passed, count in ((True, 1), (False, 0)):
+        summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
+        assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
+
+
+def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:
+    first, cut = a_point(measured(300, 1.0), summary), Plan(segments=SEGMENTS)
+    assert cut.has_chunks
+    plans = Plan(), Plan(packed=True), cut, Plan(compile=CompilePlan(backend="inductor"))
+    summary.frontier, summary.verification = [replace(first, plan=plan) for plan in plans], None
+    rows = shown(TextReport(), result(summary)).partition("pick")[2].splitlines()[1:5]
+    assert [row.split()[8] for row in rows] == ["same", "same", "rounded", "rounded"]
+
+
 def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:
     predicted = replace(row(1, measured(300, 1.0), Plan(segments=SEGMENTS)), outcome=None, predicted_slowdown=1.25)
     summary.levels = [summary.levels[0], predicted, replace(predicted, level=2), summary.levels[-1]]
