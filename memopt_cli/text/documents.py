@@ -103,13 +103,17 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:
     """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError`."""
-    end = b""
     with _opened(path) as file:
         if file.seekable():
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            return file.read(most)
-        while block := file.read(1 << 20):
-            end = (end + block)[-most:]
+        return end_of(file, most)
+
+
+def end_of(file: BinaryIO, most: int) -> bytes:
+    """Read ``file`` to its end, and return the last ``most`` bytes; at no time are more than a few more held."""
+    end = b""
+    while block := file.read(1 << 20):
+        end = (end + block)[-most:]
     return end
 
 

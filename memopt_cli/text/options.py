@@ -565,7 +565,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
     # -------------------------------------------------------------------------------------------- the rest
-    "apply.verify": Option("First compare several steps with the original's.", common=True, python="verify"),
+    "apply.verify": Option(
+        "First compare several steps with the original's; a step of your own is only compared.",
+        common=True,
+        python="verify",
+    ),
     "confirm": Option(
         "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
     ),

@@ -267,6 +267,18 @@ def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> 
     assert not done.changed
 
 
+@pytest.mark.slow
+def test_a_plan_is_compared_with_a_step_that_cannot_be_saved(memopt: Memopt) -> None:
+    Path("own.plan.yaml").write_text("schema_version: 3\nsegments:\n- {path: net.0}\n")
+    refused = memopt("apply", f"{STEPS}:two_rounds", "own.plan.yaml")
+    assert refused.code != 0
+    assert "is not a model that can be saved" in refused.err
+    done = memopt("apply", f"{STEPS}:two_rounds", "own.plan.yaml", "--verify", "-i", "4x8")
+    assert done.code == 0, done.err
+    assert "verified: " in done.out
+    assert done.out.endswith("nothing written\n")
+
+
 @pytest.mark.parametrize("flag", ["--optimizer=sgd", "--precision=bf16", "--accumulate=2", "--clip-norm=1"])
 @pytest.mark.usefixtures("in_process")
 def test_flags_that_say_how_a_step_is_run(memopt: Callable[..., Done], flag: str) -> None:

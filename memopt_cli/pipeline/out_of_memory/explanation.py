@@ -39,7 +39,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.search.batch_size.memory_limit import limits_of
-from memopt_cli.text.documents import read_end
+from memopt_cli.text.documents import end_of, read_end
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
@@ -47,6 +47,7 @@ _DEFAULT_MEMORY_SHARE: Final = 0.9
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "the bytes that tensors held and the free bytes, by the error"
+_KILL_LIMIT: Final = "the process's when it was killed, of which its libraries take a part: `--memory` sets another"
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one): memopt then tries changes that make the step fit."
@@ -147,7 +148,7 @@ def _counted_as(prepared: Prepared) -> str:
 
 def _read_error(path: str) -> OutOfMemoryText:
     try:
-        data = sys.stdin.buffer.read()[-_MAX_LOG_BYTES:] if path == "-" else read_end(path, _MAX_LOG_BYTES)
+        data = end_of(sys.stdin.buffer, _MAX_LOG_BYTES) if path == "-" else read_end(path, _MAX_LOG_BYTES)
     except OSError as err:
         raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
     error = read_oom(data.decode(_encoding_of(data), errors="replace"))
@@ -192,7 +193,7 @@ def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
 def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
     """Return the memory limit in bytes that the error or the snapshot gives, and its source; ``None`` for neither."""
     if error is not None and error.available_bytes:
-        return error.available_bytes, _ERROR_LIMIT
+        return error.available_bytes, _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT
     if snapshot is not None and snapshot.asked_bytes:
         return (
             snapshot.allocated_bytes + snapshot.free_bytes,

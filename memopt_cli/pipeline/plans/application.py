@@ -23,13 +23,15 @@ from memopt_cli.pipeline.prepare import (
     reader_notes,
 )
 from memopt_cli.pipeline.verification import verify
-from memopt_cli.records import CHANGES_NOTHING, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
+from memopt_cli.records import CHANGES_NOTHING, STEP, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.text.writing import check_targets, write_all
 
 
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
     """Put the plan of ``request`` onto its model, verify and confirm it if asked to, and write the optimized model.
+
+    A step of the user's own is only tried: there is no model to write.
 
     Raises :class:`MemoptError`, among them :class:`VerificationError` if the plan changes what the model computes.
     """
@@ -50,7 +52,9 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
         for note in facts.notes:
             progress.note(note)
         result = ApplyResult(files=())
-    files = write_all({target: model_writer(source, plan, request.timeout_s)}, force=request.force)
+    is_tried_step = facts.format == STEP and (request.verify or request.confirm)  # it has no file: the trial is all
+    targets = {} if is_tried_step else {target: model_writer(source, plan, request.timeout_s)}
+    files = write_all(targets, force=request.force)
     for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
         progress.note(note)
     return replace(result, files=files)

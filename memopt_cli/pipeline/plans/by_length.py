@@ -132,7 +132,10 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     plan = Plan(by=dimension, ranges=tuple(plan_ranges))
     if all(length_range.plan.is_empty for length_range in ranges):
         plan = Plan()
-        findings.notes.append(f"The original fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+        original = ranges[-1].original.outcome
+        exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
+        who = "With its own checkpoints, the model" if exceeds else "The original"
+        findings.notes.append(f"{who} fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
     elif len(ranges) == 1 and not search.interrupted:
         findings.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
     rows = list(search.rows(ranges)) if plan.ranges else []

@@ -31,6 +31,7 @@ from memopt_cli.records import (
     Measurement,
     ModelSource,
     OptimizeRequest,
+    Plan,
     SearchOptions,
     ShownFrontier,
     StepSettings,
@@ -85,11 +86,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
             f"`--pick` takes a plan that was shown, and {request.backend} compiles none of them",
             hint="Leave `--compile` out, or add `--frontier` to search again.",
         )
-    is_exact = not any(segment.inexact for segment in frontier.points[number - 1].plan.everywhere)
-    if not is_exact and not request.search.options.allow_inexact:
-        raise UsageError(
-            f"the plan of `--pick {number}` is not exact", hint="Add `--allow-inexact`, or pick another plan."
-        )
+    _check_permissions(number, frontier.points[number - 1].plan, request.search.options)
     settings, shown_settings = request.settings, frontier.settings
     _check_code(settings, shown_settings)
     _check_inputs(request, frontier)
@@ -106,6 +103,23 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
         search=replace(request.search, options=options, requested_level=options.level, notes=notes),
         shown=frontier,
     )
+
+
+def _check_permissions(number: int, plan: Plan, options: SearchOptions) -> None:
+    """Raise :class:`UsageError` for a ``plan`` that needs a permission which ``options`` do not give.
+
+    The file may have come with the model, so it grants none.
+    """
+    missing = {
+        "is not exact": ("`--allow-inexact`", options.allow_inexact or not any(s.inexact for s in plan.everywhere)),
+        "runs the optimizer in backward": (
+            "`--optimizer-in-backward`",
+            options.optimizer_in_backward or not plan.in_backward,
+        ),
+    }
+    for fault, (flag, is_permitted) in missing.items():
+        if not is_permitted:
+            raise UsageError(f"the plan of `--pick {number}` {fault}", hint=f"Add {flag}, or pick another plan.")
 
 
 def _check_code(settings: StepSettings, shown_settings: StepSettings) -> None:

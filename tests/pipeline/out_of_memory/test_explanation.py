@@ -24,6 +24,7 @@ from memopt_cli.pipeline import explain
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.pipeline.out_of_memory import change_trials, explanation
 from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials, plan_in_words
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.records import (
     ExplainRequest,
     Explanation,
@@ -306,6 +307,26 @@ def test_a_process_that_was_killed_is_told_of(tmp_path: Path, monkeypatch: pytes
     assert text.startswith("the kernel killed python at 15.0 GiB\n")
     assert "tensors held" not in text
     assert "Name the model as well" in text
+
+
+def test_the_memory_of_a_killed_process_is_not_called_that_of_its_tensors() -> None:
+    error = read_oom("[1.2] Out of memory: Killed process 4 (python) total-vm:31kB, anon-rss:15728640kB, file-rss:1kB")
+    limit = explanation._reported_limit(error, None)
+    assert limit is not None
+    assert limit[0] == 15 << 30
+    assert limit[1].startswith("the process's when it was killed, of which its libraries take a part")
+
+
+def test_of_standard_input_no_more_than_the_end_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InPieces(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None
+            assert 0 < size <= 1 << 20
+            return super().read(size)
+
+    monkeypatch.setattr(explanation, "_MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(InPieces(b"x" * (3 << 20) + b"\n[1]+  Killed  python\n")))
+    assert explanation._read_error("-").event.startswith("the kernel killed")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])

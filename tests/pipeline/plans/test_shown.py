@@ -123,6 +123,7 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({"plan": BY_LENGTH}, (), "holds a plan by length, which no frontier has"),
         ({}, ("--pick", "2"), "--pick 2 asks for a plan that the frontier does not have: it has 1 plan"),
         ({"segment": {"chunks": 2, "inexact": True}}, (), "the plan of --pick 1 is not exact"),
+        ({"plan": {"segments": [], "in_backward": True}}, (), "the plan of --pick 1 runs the optimizer in backward"),
         ({}, ("--level", "2"), "its level was 3, not 2"),
         ({}, ("--target", "Linear"), "its target was none, not Linear"),
         ({}, ("--compile", "eager"), "--pick takes a plan that was shown, and eager compiles none of them"),
