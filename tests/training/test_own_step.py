@@ -268,8 +268,8 @@ def test_a_step_that_draws_other_data_each_time(memopt: Callable[..., Done]) -> 
 
 
 @pytest.mark.slow
-def test_a_plan_is_compared_with_a_step_that_cannot_be_saved(memopt: Memopt) -> None:
-    Path("own.plan.yaml").write_text("schema_version: 3\nsegments:\n- {path: net.0}\n")
+def test_a_plan_is_compared_with_a_step_that_cannot_be_saved(memopt: Callable[..., Done]) -> None:
+    Plan(segments=(SegmentPlan(path="maker.0"),)).save("own.plan.yaml")
     refused = memopt("apply", f"{STEPS}:two_rounds", "own.plan.yaml")
     assert refused.code != 0
     assert "is not a model that can be saved" in refused.err

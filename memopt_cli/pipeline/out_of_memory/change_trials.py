@@ -77,8 +77,8 @@ class ChangeTrials:
     def suggestions(self, stays_bytes: int, gradient_bytes: int) -> tuple[Suggestion, ...]:
         """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
 
-        If no single change fits, a plan and micro-batches are tried together.  ``stays_bytes``: bytes that no change
-        lowers, ``gradient_bytes`` of them in gradients.
+        If no single change fits, a plan is tried with micro-batches, and then under autocast.  ``stays_bytes``: bytes
+        that no change lowers, ``gradient_bytes`` of them in gradients.
         """
         if stays_bytes >= self._limit_bytes:
             stays = format_bytes(stays_bytes)
@@ -100,6 +100,8 @@ class ChangeTrials:
         ]
         if not suggestions and self._prepared.batch > 1:  # no single change fits
             suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
+        if not suggestions:
+            suggestions = [*self._attempt("A plan and autocast to bfloat16", self._try_plan_under_autocast)]
         return tuple(
             sorted(suggestions, key=lambda s: (s.change == "autocast", math.inf if s.seconds is None else s.seconds))
         )
@@ -121,6 +123,32 @@ class ChangeTrials:
             self.refused.append(f"A plan that sends tensors away: try it where the GPU is: {command}")
             return
         yield from self._try_plan(sends=True)
+
+    def _try_plan_under_autocast(self) -> Iterator[Suggestion]:
+        """Yield plans within the limit under autocast to bfloat16: the fastest, and one that sends tensors away."""
+        settings = self._with_bfloat16()
+        trials = ChangeTrials(
+            replace(self._request, settings=settings, flags=(*self._request.flags, "--precision bf16")),
+            self._with(settings),
+            self._limit_bytes,
+            counts_for_gpu=self._counts_for_gpu,
+        )
+        found = [
+            *trials._attempt("A plan under autocast", trials._try_plan),
+            *trials._attempt("A plan that sends tensors away, under autocast", trials._try_sending),
+        ]
+        for each in found:
+            yield replace(each, change="autocast", text=f"{each.text}, under autocast to bfloat16, which rounds")
+        self.notes += trials.notes
+        self.refused += trials.refused
+
+    def _with_bfloat16(self) -> StepSettings:
+        """Return the settings of the step under autocast to bfloat16.  Raises :class:`UsageError` where it has none."""
+        settings = self._prepared.subject.settings
+        self._require_step_of_ours()
+        if settings.precision not in ("stored", "fp32"):
+            raise UsageError(f"the step is run in {settings.precision} already")
+        return replace(settings, precision="bf16")
 
     def _try_plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
         """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
@@ -253,11 +281,8 @@ class ChangeTrials:
 
     def _try_autocast(self) -> Iterator[Suggestion]:
         """Yield autocast to bfloat16."""
-        settings = self._prepared.subject.settings
-        self._require_step_of_ours()
-        if settings.precision not in ("stored", "fp32"):
-            raise UsageError(f"the step is run in {settings.precision} already")
-        prepared = self._with(replace(settings, precision="bf16"))
+        settings = self._with_bfloat16()
+        prepared = self._with(settings)
         self._prepared.progress.stage("trying bfloat16")
         dry_run = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
         if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
