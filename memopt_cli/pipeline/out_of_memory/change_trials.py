@@ -100,7 +100,7 @@ class ChangeTrials:
         ]
         if not suggestions and self._prepared.batch > 1:  # no single change fits
             suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
-        if not suggestions:
+        if not suggestions and self._may_autocast:
             suggestions = [*self._attempt("A plan and autocast to bfloat16", self._try_plan_under_autocast)]
         return tuple(
             sorted(suggestions, key=lambda s: (s.change == "autocast", math.inf if s.seconds is None else s.seconds))
@@ -126,7 +126,7 @@ class ChangeTrials:
 
     def _try_plan_under_autocast(self) -> Iterator[Suggestion]:
         """Yield plans within the limit under autocast to bfloat16: the fastest, and one that sends tensors away."""
-        settings = self._with_bfloat16()
+        settings = replace(self._prepared.subject.settings, precision="bf16")
         trials = ChangeTrials(
             replace(self._request, settings=settings, flags=(*self._request.flags, "--precision bf16")),
             self._with(settings),
@@ -141,14 +141,6 @@ class ChangeTrials:
             yield replace(each, change="autocast", text=f"{each.text}, under autocast to bfloat16, which rounds")
         self.notes += trials.notes
         self.refused += trials.refused
-
-    def _with_bfloat16(self) -> StepSettings:
-        """Return the settings of the step under autocast to bfloat16.  Raises :class:`UsageError` where it has none."""
-        settings = self._prepared.subject.settings
-        self._require_step_of_ours()
-        if settings.precision not in ("stored", "fp32"):
-            raise UsageError(f"the step is run in {settings.precision} already")
-        return replace(settings, precision="bf16")
 
     def _try_plan(self, *, sends: bool = False) -> Iterator[Suggestion]:
         """Yield the fastest plan within the limit, with an optimizer in backward where that helps.
@@ -281,8 +273,11 @@ class ChangeTrials:
 
     def _try_autocast(self) -> Iterator[Suggestion]:
         """Yield autocast to bfloat16."""
-        settings = self._with_bfloat16()
-        prepared = self._with(settings)
+        settings = self._prepared.subject.settings
+        self._require_step_of_ours()
+        if not self._may_autocast:
+            raise UsageError(f"the step is run in {settings.precision} already")
+        prepared = self._with(replace(settings, precision="bf16"))
         self._prepared.progress.stage("trying bfloat16")
         dry_run = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
         if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
@@ -304,6 +299,12 @@ class ChangeTrials:
             seconds=None if measurement is None else measurement.step_s,
             not_run="" if isinstance(answer, Measured) else describe(answer),
         )
+
+    @property
+    def _may_autocast(self) -> bool:
+        """Whether autocast may change the step: it is not the user's own, and in full precision."""
+        is_full = self._prepared.subject.settings.precision in ("stored", "fp32")
+        return is_full and self._prepared.facts.format != STEP
 
     def _with(self, settings: StepSettings) -> Prepared:
         """Return the model with a step of other ``settings``."""

@@ -485,7 +485,7 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
     prepared = SimpleNamespace(subject=subject, notes=(), batch=1, facts=SimpleNamespace(format="pickle"))
     trial = ChangeTrials(ExplainRequest(source=None, settings=settings), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: pytest.fail("nothing is run"))
-    for name in ("_try_plan", "_try_autocast"):
+    for name in ("_try_plan", "_try_autocast", "_try_plan_under_autocast"):
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
     assert trial.suggestions(0, 0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
@@ -554,3 +554,23 @@ def test_the_report_for_programs(recorded: StepTrace, explained: Callable[..., E
     data = json.loads(text.getvalue())
     assert data["suggestions"][0]["change"] in ("plan", "offload", "micro-batches", "autocast")
     assert data["instant"]["module"]
+
+
+@pytest.mark.slow
+def test_where_neither_is_enough_a_plan_is_tried_under_autocast(tmp_path: Path) -> None:
+    script = tmp_path / "build.py"
+    script.write_text(
+        "from torch import nn\n"
+        "def net(): return nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 1), nn.GELU()) for _ in range(6)])\n"
+    )
+    source, spec = (
+        ModelSource(location=f"{script}:net"),
+        InputSpec(tensors=(TensorSpec(shape=(1, 8, 256, 256)),), source="--input"),
+    )
+    request = ExplainRequest(source=source, spec=spec, memory=int(15.5 * 2**20), settings=StepSettings(device="cpu"))
+    (said,) = explain(request, progress=Progress()).suggestions
+    assert said.change == "autocast"
+    assert said.text.endswith(", under autocast to bfloat16, which rounds")
+    assert "--precision bf16 --level 4 --budget 15.5MiB" in said.command
+    assert said.peak_bytes is not None
+    assert said.peak_bytes <= request.memory

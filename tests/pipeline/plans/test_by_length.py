@@ -18,13 +18,15 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.plans import by_length
-from memopt_cli.records import DimRange, LevelRow, MemOptSummary, Plan, SegmentPlan, from_data
+from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.records import DimRange, InputSpec, LevelRow, MemOptSummary, Plan, SegmentPlan, TensorSpec, from_data
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.search.plan.bounds import Work, inner_bounds
+from memopt_cli.search.plan.policy import resolve
 from memopt_cli.trace import count
 from memopt_cli.training.apply import plan_of
 from tests.zoo.models import deep_net
-from tests.zoo.records import a_row, measured, summary_of
+from tests.zoo.records import a_row, measured, summary_of, verified
 
 Memopt = Callable[..., Any]
 LOW, HIGH = 16, 512
@@ -247,3 +249,32 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
     assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
     assert [len(part.plan.segments) for part in parts] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("peak_mib", "said"), [(70, "The original fits"), (90, "With its own checkpoints, the model fits")]
+)
+def test_where_only_its_own_checkpoints_fit_the_model_is_said_to_have_them(
+    peak_mib: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = a_row(0, outcome=measured(peak_mib << 20, 1.0), plan=Plan())
+    findings = Findings(
+        resolved=resolve({}),
+        asked_codecs=(),
+        model_format="pickle",
+        device="cpu",
+        rows=[original],
+        verification=verified(),
+        budget_bytes=80 << 20,
+        own_checkpoints=measured(60 << 20, 1.5),
+    )
+    monkeypatch.setattr(by_length._ByLength, "check_sizes", lambda self, dimension: None)
+    monkeypatch.setattr(by_length._ByLength, "find_longest", lambda self: findings)
+    subject = SimpleNamespace(
+        spec=InputSpec(tensors=(TensorSpec(shape=("B", "S", 8)),), dims={"B": 1, "S": HIGH}, source="--input")
+    )
+    prepared: Any = SimpleNamespace(facts=SimpleNamespace(format="pickle"), subject=subject)
+    request: Any = SimpleNamespace(lengths=None, dim_range=None)
+    varied = DimRange(symbol="S", low=LOW, high=HIGH)
+    found = by_length.find_by_length(request, varied, prepared, find_plan=lambda request, prepared: findings)
+    assert found.notes == [f"{said} at every S up to {HIGH}: no ranges are needed."]
