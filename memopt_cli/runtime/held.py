@@ -33,7 +33,7 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None``: the tensor was lent."""
+    """Alias of the tensor, without its graph.  ``None``: the tensor was lent, or every call copies it."""
     version: int
     """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
     needs_gradient: bool
@@ -45,8 +45,8 @@ class HeldTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> HeldTensor:
-        """Hold ``tensor`` as it is now."""
-        return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
+        """Hold ``tensor`` as it is now, without an alias yet."""
+        return cls(id(tensor), None, version_of(tensor), tensor.requires_grad)
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which this holds.
@@ -112,13 +112,15 @@ class HeldSlots:
         for index, slots in readings.items():
             moves = self.moves[index] = dict[str, Any]()
             for name, value in slots.items():
-                if is_object(name, value) and not self._known.is_part(index):
+                if isinstance(value, Tensor):
+                    held = moves[name] = self._hold(value)
+                    if held is not value and self._may_write((index, name), value):
+                        copied.add(held.number)
+                elif is_object(name, value) and not self._known.is_part(index):
                     objects.setdefault(index, {})[name] = value
                     self.moving.add((index, name))
-                    continue
-                held = moves[name] = self._hold(value) if isinstance(value, Tensor) else value
-                if isinstance(held, HeldTensor) and self._may_write((index, name), value):
-                    copied.add(held.number)
+                else:
+                    moves[name] = value
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
@@ -127,6 +129,9 @@ class HeldSlots:
             copied |= self._freeze_contents(objects)
         for number, copy in copies_of([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
+        for number, held in self.tensors.items():
+            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward leaves alone
+                held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
         """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""

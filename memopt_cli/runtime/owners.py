@@ -12,7 +12,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
-from operator import is_
+from itertools import chain
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -57,6 +58,29 @@ class Owner:
 def is_same(a: Slots, b: Slots) -> bool:
     """Return whether two readings of one owner hold the same objects."""
     return a is b or (len(a) == len(b) and all(map(is_, a.values(), b.values())) and list(a) == list(b))
+
+
+class Snapshot:
+    """The values of some dictionaries at one moment, in flat lists, so that one fast pass compares them all.
+
+    Example: ``{"a": x, "b": y}`` and ``{"c": z}`` have the lengths 2 and 1, and the values x, y, z.
+    """
+
+    __slots__ = ("_lengths", "_mappings", "_names", "_values")
+
+    def __init__(self, mappings: Sequence[dict[Any, Any]], values: Sequence[Any], names: Sequence[Any] = ()) -> None:
+        """Take ``values``, those of all ``mappings`` in their order; ``names``: their names, if these count as well."""
+        self._mappings, self._lengths = mappings, [*map(len, mappings)]
+        self._values, self._names = values, names
+
+    def is_present(self) -> bool:
+        """Return whether the dictionaries hold the very same objects now, under the same names."""
+        mappings = self._mappings
+        if [*map(len, mappings)] != self._lengths:
+            return False
+        if not all(map(is_, chain.from_iterable(map(dict.values, mappings)), self._values)):
+            return False
+        return not self._names or all(map(eq, chain.from_iterable(mappings), self._names))
 
 
 def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
