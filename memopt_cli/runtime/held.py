@@ -43,11 +43,6 @@ class HeldTensor:
     lent: int | None = None
     """Its index among the tensors that were lent.  ``None``: it was not lent."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> HeldTensor:
-        """Hold ``tensor`` as it is now, without an alias yet."""
-        return cls(id(tensor), None, version_of(tensor), tensor.requires_grad)
-
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which this holds.
 
@@ -138,9 +133,11 @@ class HeldSlots:
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
-        if number not in self.tensors:
-            self.tensors[number], self.originals[number] = HeldTensor.of(tensor), tensor
-        return self.tensors[number]
+        held = self.tensors.get(number)
+        if held is None:
+            held = self.tensors[number] = HeldTensor(number, None, version_of(tensor), tensor.requires_grad)
+            self.originals[number] = tensor
+        return held
 
     def _may_write(self, slot: Slot, tensor: Tensor) -> bool:
         """Return whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
@@ -227,9 +224,10 @@ class HeldSlots:
             else:
                 held.copy = None
                 held.version = version_of(self.originals[number])
-        kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
-        inner = () if self._objects is None else _numbers_in(self._objects)
-        self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
+        if self._is_watched or self._objects is not None:
+            kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
+            inner = () if self._objects is None else _numbers_in(self._objects)
+            self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
         held_of = [(self.originals[number], held) for number, held in self.tensors.items()]
         # Drop every reference to originals: an argument or an object may later hold autograd's graph of this call,
         # which holds this, and that would be a cycle.

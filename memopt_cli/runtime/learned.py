@@ -128,42 +128,32 @@ class Known:
                         self.owners.append(owner_of_part)
 
     def _prepare_comparison(self) -> None:
-        """Prepare what :meth:`is_still` compares, which runs four times a call and must be fast.
-
-        Owners that are dictionaries are compared together, and other owners one by one.
-        """
+        """Prepare what :meth:`is_still` and :meth:`_is_unchanged` compare, which run four times a call."""
         self.movers = [index for index in self.indices if self.moves[index]]
         """The indices of owners in which something moves."""
         still = [index for index in self.indices if not self.moves[index]]
-        mapped = [index for index in still if self.owners[index].mapping() is not None]
-        parts = [index for index in mapped if self.is_part(index)]
-        self._snapshots = [self._snapshot([index for index in mapped if not self.is_part(index)])]
-        if parts:
-            # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)``
-            # exchanges a key, and leaves the values as they were.
-            self._snapshots.append(self._snapshot(parts, [name for index in parts for name in self.stays[index]]))
-        self._others = [(self.owners[index], self.stays[index]) for index in still if index not in mapped]
+        readings = [(self.owners[index], self.stays[index]) for index in still if not self.is_part(index)]
+        parts = [(self.owners[index], self.stays[index]) for index in still if self.is_part(index)]
+        self._all, self._state = Snapshot(readings), Snapshot(readings, without=STRUCTURE)
+        # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
+        # key, and leaves the values as they were.
+        self._parts = Snapshot(parts, with_names=True) if parts else None
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
         # Also from tuples, which are no owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
         self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
         """The tensors in slots that stay, without the modules' own parameters."""
 
-    def _snapshot(self, indices: Sequence[int], names: Sequence[Any] = ()) -> Snapshot:
-        """Return the slots that stay in the owners at ``indices``, all dictionaries; ``names``: names to compare."""
-        mappings = [mapping for index in indices if (mapping := self.owners[index].mapping()) is not None]
-        return Snapshot(mappings, [value for index in indices for value in self.stays[index].values()], names)
-
     def is_still(self) -> bool:
-        """Return whether no value was exchanged in the owners in which nothing was seen to move."""
-        # Loops, since a generator for ``all`` would take as long as the comparison.
-        for snapshot in self._snapshots:
-            if not snapshot.is_present():
-                return False
-        for owner, slots in self._others:  # noqa: SIM110
-            if not owner.holds(slots):
-                return False
-        return True
+        """Return whether no state was exchanged in the owners in which nothing was seen to move."""
+        return self._state.is_present() and (self._parts is None or self._parts.is_present())
+
+    def _is_unchanged(self) -> bool:
+        """Return whether, in these owners, neither state nor structure was exchanged, dictionaries of hooks say.
+
+        No recomputation puts structure back, so it is compared once a call.
+        """
+        return self._all.is_present() and (self._parts is None or self._parts.is_present())
 
     def is_part(self, index: int) -> bool:
         """Return whether the owner at ``index`` is a part of an object in a slot of another owner."""
@@ -185,7 +175,7 @@ class Known:
         """
         if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
-        if not self.is_still() and not self._note_changes(self.read_owners(self.indices), exchanged):
+        if not self._is_unchanged() and not self._note_changes(self.read_owners(self.indices), exchanged):
             return None
         before = self.read_owners(self.movers)
         if before and not self._note_changes(before, exchanged):
@@ -198,6 +188,8 @@ class Known:
             moves[index] = {name: value for name, value in slots.items() if name in names}
         for index, slots in moves.items():
             for name, value in slots.items():
+                if type(value) is self.looked_at.get((index, name)):  # the usual case, first for speed
+                    continue
                 if _may_change(name, value) and self.looked_at.get((index, name)) is not _kind_of(value):
                     return None
         return Reading(self.stays, before, moves)
@@ -222,6 +214,8 @@ class Known:
         is_new = False
         for index, slots in readings.items():
             moves = self.moves[index]
+            if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
+                continue
             rest = {name: value for name, value in slots.items() if name not in moves}
             if names := changed(self.stays[index], rest):
                 both = [part[name] for part in (self.stays[index], rest) for name in names & part.keys()]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.owners import Snapshot, is_same
+from memopt_cli.runtime.owners import Snapshot, Table, is_same
 from memopt_cli.runtime.private_torch import is_of_transform, is_ordinary, memory_of, version_counter
 
 _is_leaf, _gradient, _is_trainable = attrgetter("is_leaf"), attrgetter("grad"), attrgetter("requires_grad")
@@ -23,7 +23,7 @@ class _Entries:
         self.by_table = [(table, dict(table)) for table in tables]
         """Each dictionary, and its entries."""
         entries = [(name, p) for table in tables for name, p in table.items()]
-        self._snapshot = Snapshot(tables, [p for _, p in entries], [name for name, _ in entries])
+        self._snapshot = Snapshot([(Table(table), table) for table in tables], with_names=True)
         self.names = [name for name, p in entries if p is not None]
         self.tensors: list[Tensor] = [p for _, p in entries if p is not None]
         """The parameters, in the order of ``names``."""
@@ -67,7 +67,7 @@ class Parameters:
             self._leaves = [p for p in self.tensors if p.is_leaf]
         self._gradients: list[Tensor | None] = [*map(_gradient, self._leaves)]
         """The gradient of each leaf, until forward has ended."""
-        self._gradient_versions = [*map(version_of, self._gradients)]
+        self._gradient_versions = [version_of(gradient) for gradient in self._gradients if gradient is not None]
         self.written = ""
         """Name of a parameter to which forward itself wrote, or empty."""
         self.has_gradients = False
@@ -85,7 +85,8 @@ class Parameters:
         self._versions = versions
         if self._gradients:
             are_others = any(map(is_not, map(_gradient, self._leaves), self._gradients))
-            self.has_gradients = are_others or self._gradient_versions != [*map(version_of, self._gradients)]
+            versions_now = [version_of(gradient) for gradient in self._gradients if gradient is not None]
+            self.has_gradients = are_others or self._gradient_versions != versions_now
             self._gradients = []
             self._memory = []
 
