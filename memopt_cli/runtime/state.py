@@ -137,7 +137,8 @@ class StartingState:
             # If nothing new moved, the tensors that are copied in every call are already known to be written.
             self._learn(known.movers if is_still else known.indices, set() if is_still else written)
             self._drop_unneeded(written)
-        self._register_as_reader(tensor for tensor, _ in self._reads)
+        if self._reads:
+            self._register_as_reader(tensor for tensor, _ in self._reads)
         self.is_surprised |= any(known.empty)
         if any(known.without_hooks):
             self._lost = _HOOKS
