@@ -53,10 +53,8 @@ class Parameters:
         ``tables``: each module's own dictionary of parameters.  ``earlier``: the parameters of an earlier call, which
         are reused if they are the same.  ``is_watched``: also notice writes that raise no version (``p.data = ...``).
         """
-        if earlier is not None and earlier._entries.are_in_place():
-            self._entries = earlier._entries
-        else:
-            self._entries = _Entries(tables)
+        entries = None if earlier is None else earlier._entries
+        self._entries: _Entries = entries if entries is not None and entries.are_in_place() else _Entries(tables)
         self.tensors = self._entries.tensors
         """The parameters."""
         self.trainable = [*map(_is_trainable, self.tensors)]
