@@ -31,7 +31,7 @@ from memopt_cli.runtime.private_torch import (
     parts_of_concatenation,
     version_counter,
 )
-from memopt_cli.runtime.thread_block import ThreadBlock
+from memopt_cli.runtime.this_thread import this_thread
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -571,16 +571,21 @@ def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
         return codec.decompress(packed)
 
 
-class internal_tensors(ThreadBlock):
+class internal_tensors:
     """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
 
-    __slots__ = ()
-    _thread, _name, _default, _value = _thread, "makes_internal_tensors", False, True
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer, this_thread.makes_internal_tensors = this_thread.makes_internal_tensors, True
+
+    def __exit__(self, *raised: object) -> None:
+        this_thread.makes_internal_tensors = self._outer
 
 
 def makes_internal_tensors() -> bool:
     """Return whether memopt is packing a tensor or copying state, so that new tensors are not the model's own."""
-    return getattr(_thread, "makes_internal_tensors", False)
+    return this_thread.makes_internal_tensors
 
 
 def _bits(flat: Tensor) -> Tensor:

@@ -56,11 +56,12 @@ def _lie_apart(tensors: Iterable[Tensor]) -> bool:
     """Return whether all ``tensors`` are contiguous in memory, and no two of them overlap."""
     spans = []
     for t in tensors:
-        if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous() or t.is_quantized:
+        if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous():
             return False
-        if t.is_meta or t.is_neg() or t.is_conj() or not t.data_ptr():
+        start = t.data_ptr()
+        if not start:  # without memory
             return False
-        spans.append((t.data_ptr(), t.nbytes))
+        spans.append((start, t.nbytes))
     spans.sort()
     return all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
 

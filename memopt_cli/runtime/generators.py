@@ -125,19 +125,25 @@ _CPU_ALONE = [_CPU]
 
 
 def _position(device: torch.device) -> Any:
-    """Return the position of the default generator of ``device`` as bytes: a tensor would show in a measured peak."""
+    """Return the position of the default generator of ``device``, not as a tensor, which would show in a measured peak.
+
+    It is a ``bytearray``, which compares with memory; nobody writes to it.
+    """
     with _turn:
         if device is _CPU:
             position = torch.default_generator.get_state()
         else:
             with unseen():
                 position = torch.get_device_module(device).get_rng_state(device)
-    return _shared(device, ctypes.string_at(position.data_ptr(), position.nbytes))
+    # Not copied before it is compared: a position has 5 KB, and most have not moved.
+    memory = (ctypes.c_char * position.nbytes).from_address(position.data_ptr())
+    latest = _latest.get(device)
+    return latest if latest == memory else _shared(device, bytearray(memory))
 
 
-def _put(device: torch.device, position: bytes) -> None:
+def _put(device: torch.device, position: bytearray) -> None:
     with _turn, unseen():  # in a dry run it would be a tensor without values
-        tensor = torch.frombuffer(bytearray(position), dtype=torch.uint8)
+        tensor = torch.frombuffer(position, dtype=torch.uint8)
         if device.type == "cpu":
             torch.set_rng_state(tensor)
         elif device.type == "cuda":

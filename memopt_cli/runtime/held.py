@@ -33,7 +33,7 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None``: the tensor was lent."""
+    """Alias of the tensor, without its graph.  ``None``: the tensor was lent, or every call copies it."""
     version: int
     """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
     needs_gradient: bool
@@ -42,11 +42,6 @@ class HeldTensor:
     """A copy of its values.  ``None``: forward does not write to it."""
     lent: int | None = None
     """Its index among the tensors that were lent.  ``None``: it was not lent."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> HeldTensor:
-        """Hold ``tensor`` as it is now."""
-        return cls(id(tensor), tensor.detach(), version_of(tensor), tensor.requires_grad)
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which this holds.
@@ -112,13 +107,15 @@ class HeldSlots:
         for index, slots in readings.items():
             moves = self.moves[index] = dict[str, Any]()
             for name, value in slots.items():
-                if is_object(name, value) and not self._known.is_part(index):
+                if isinstance(value, Tensor):
+                    held = moves[name] = self._hold(value)
+                    if held is not value and self._may_write((index, name), value):
+                        copied.add(held.number)
+                elif is_object(name, value) and not self._known.is_part(index):
                     objects.setdefault(index, {})[name] = value
                     self.moving.add((index, name))
-                    continue
-                held = moves[name] = self._hold(value) if isinstance(value, Tensor) else value
-                if isinstance(held, HeldTensor) and self._may_write((index, name), value):
-                    copied.add(held.number)
+                else:
+                    moves[name] = value
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
@@ -127,15 +124,20 @@ class HeldSlots:
             copied |= self._freeze_contents(objects)
         for number, copy in copies_of([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
+        for number, held in self.tensors.items():
+            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward leaves alone
+                held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
         """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
-        if number not in self.tensors:
-            self.tensors[number], self.originals[number] = HeldTensor.of(tensor), tensor
-        return self.tensors[number]
+        held = self.tensors.get(number)
+        if held is None:
+            held = self.tensors[number] = HeldTensor(number, None, version_of(tensor), tensor.requires_grad)
+            self.originals[number] = tensor
+        return held
 
     def _may_write(self, slot: Slot, tensor: Tensor) -> bool:
         """Return whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
@@ -222,9 +224,10 @@ class HeldSlots:
             else:
                 held.copy = None
                 held.version = version_of(self.originals[number])
-        kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
-        inner = () if self._objects is None else _numbers_in(self._objects)
-        self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
+        if self._is_watched or self._objects is not None:
+            kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
+            inner = () if self._objects is None else _numbers_in(self._objects)
+            self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
         held_of = [(self.originals[number], held) for number, held in self.tensors.items()]
         # Drop every reference to originals: an argument or an object may later hold autograd's graph of this call,
         # which holds this, and that would be a cycle.

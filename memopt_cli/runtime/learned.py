@@ -23,15 +23,13 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import eq, is_
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, leaves_in
-from memopt_cli.runtime.owners import Owner, Slots, Table, is_same, owners_in, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, owners_in, owners_of, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
@@ -130,23 +128,16 @@ class Known:
                         self.owners.append(owner_of_part)
 
     def _prepare_comparison(self) -> None:
-        """Prepare the flat lists that :meth:`is_still` compares, which runs four times a call and must be fast.
-
-        Owners that are dictionaries are compared together, value by value: ``{"a": x, "b": y}`` and ``{"c": z}`` have
-        the ``_lengths`` 2 and 1, and the ``_values`` x, y, z.  The other owners are compared one by one.
-        """
+        """Prepare what :meth:`is_still` and :meth:`_is_unchanged` compare, which run four times a call."""
         self.movers = [index for index in self.indices if self.moves[index]]
         """The indices of owners in which something moves."""
         still = [index for index in self.indices if not self.moves[index]]
-        mappings = {index: self.owners[index].mapping() for index in still}
-        self._mappings = [mapping for mapping in mappings.values() if mapping is not None]
-        self._lengths = [*map(len, self._mappings)]
+        readings = [(self.owners[index], self.stays[index]) for index in still if not self.is_part(index)]
+        parts = [(self.owners[index], self.stays[index]) for index in still if self.is_part(index)]
+        self._all, self._state = Snapshot(readings), Snapshot(readings, without=STRUCTURE)
         # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
         # key, and leaves the values as they were.
-        parts = {index: mapping for index, mapping in mappings.items() if mapping is not None and self.is_part(index)}
-        self._parts, self._names = [*parts.values()], [name for index in parts for name in self.stays[index]]
-        self._values = [v for i, mapping in mappings.items() if mapping is not None for v in self.stays[i].values()]
-        self._others = [(self.owners[index], self.stays[index]) for index, m in mappings.items() if m is None]
+        self._parts = Snapshot(parts, with_names=True) if parts else None
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
         # Also from tuples, which are no owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
@@ -154,14 +145,15 @@ class Known:
         """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
-        """Return whether no value was exchanged in the owners in which nothing was seen to move."""
-        if [*map(len, self._mappings)] != self._lengths:
-            return False
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._mappings)), self._values)):
-            return False
-        if self._parts and not all(map(eq, chain.from_iterable(self._parts), self._names)):
-            return False
-        return all(owner.holds(slots) for owner, slots in self._others)
+        """Return whether no state was exchanged in the owners in which nothing was seen to move."""
+        return self._state.is_present() and (self._parts is None or self._parts.is_present())
+
+    def _is_unchanged(self) -> bool:
+        """Return whether, in these owners, neither state nor structure was exchanged, dictionaries of hooks say.
+
+        No recomputation puts structure back, so it is compared once a call.
+        """
+        return self._all.is_present() and (self._parts is None or self._parts.is_present())
 
     def is_part(self, index: int) -> bool:
         """Return whether the owner at ``index`` is a part of an object in a slot of another owner."""
@@ -183,16 +175,21 @@ class Known:
         """
         if any(self.without_hooks) or any(self.empty) or not self._knows(others):
             return None
-        if not self.is_still() and not self._note_changes(self.indices, exchanged):
+        if not self._is_unchanged() and not self._note_changes(self.read_owners(self.indices), exchanged):
             return None
-        if self.movers and not self._note_changes(self.movers, exchanged):
+        before = self.read_owners(self.movers)
+        if before and not self._note_changes(before, exchanged):
             return None
-        if any(map(self.is_part, self.movers)):
+        if any(map(self.is_part, before)):
             return None
-        before = {index: self.owners[index].read() for index in self.movers}
-        moves = {index: {n: v for n, v in slots.items() if n in self.moves[index]} for index, slots in before.items()}
+        moves = dict[int, Slots]()
+        for index, slots in before.items():
+            names = self.moves[index]
+            moves[index] = {name: value for name, value in slots.items() if name in names}
         for index, slots in moves.items():
             for name, value in slots.items():
+                if type(value) is self.looked_at.get((index, name)):  # the usual case, first for speed
+                    continue
                 if _may_change(name, value) and self.looked_at.get((index, name)) is not _kind_of(value):
                     return None
         return Reading(self.stays, before, moves)
@@ -204,17 +201,24 @@ class Known:
         """
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
-    def _note_changes(self, indices: Sequence[int], exchanged: Counter[Slot]) -> bool:
-        """Note the values that were exchanged in the owners at ``indices`` since the last call.
+    def read_owners(self, indices: Sequence[int]) -> dict[int, Slots]:
+        """Return the present slots of the owners at ``indices``, by index."""
+        return {index: self.owners[index].read() for index in indices}
+
+    def _note_changes(self, readings: Mapping[int, Slots], exchanged: Counter[Slot]) -> bool:
+        """Note the values that were exchanged since the last call in the owners whose present slots are ``readings``.
 
         Return whether forward may be expected to change the same slots as before.  The first two times that a value is
         exchanged it may not: forward could branch on ``self.mode``, and count or draw only in one branch.
         """
         is_new = False
-        for index in indices:
-            rest = {name: v for name, v in self.owners[index].read().items() if name not in self.moves[index]}
+        for index, slots in readings.items():
+            moves = self.moves[index]
+            if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
+                continue
+            rest = {name: value for name, value in slots.items() if name not in moves}
             if names := changed(self.stays[index], rest):
-                both = [slots[name] for slots in (self.stays[index], rest) for name in names & slots.keys()]
+                both = [part[name] for part in (self.stays[index], rest) for name in names & part.keys()]
                 if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
                 exchanged.update((index, name) for name in names)
@@ -309,7 +313,9 @@ def changed(before: Slots, after: Slots) -> set[Any]:
 
 def is_plain_state(value: Any) -> bool:
     """Return whether ``value`` is a tensor of the state: no parameter, and not left by a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_of_transform(value)
+    # The usual class first, for speed: ``nn.Parameter`` has an ``isinstance`` of its own, written in Python.
+    is_tensor = type(value) is Tensor or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return is_tensor and not is_of_transform(value)
 
 
 def _kind_of(value: Any) -> Any:

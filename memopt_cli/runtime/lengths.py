@@ -13,7 +13,6 @@ import functools
 import inspect
 import math
 import reprlib
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,9 +26,8 @@ from torch import Tensor, nn
 from memopt_cli.runtime.module_state import SEGMENT_KEY
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.thread_block import ThreadBlock
+from memopt_cli.runtime.this_thread import this_thread
 
-_thread = threading.local()
 _warned: WeakSet[nn.Module] = WeakSet()
 """Roots that have warned that an input is beyond the last range, or has no such dimension."""
 
@@ -88,18 +86,22 @@ class ConfigsByLength:
 
 def present_length() -> float:
     """Return the length of the present input.  Infinite: it is unknown, as for a module that is called by itself."""
-    length: float = getattr(_thread, "length", math.inf)
-    return length
+    return this_thread.length
 
 
-class at_length(ThreadBlock):
+class at_length:
     """A block in which the present input has this ``length``."""
 
-    __slots__ = ("_value",)
-    _thread, _name, _default = _thread, "length", math.inf
+    __slots__ = ("_length", "_outer")
 
     def __init__(self, length: float) -> None:
-        self._value = length
+        self._length = length
+
+    def __enter__(self) -> None:
+        self._outer, this_thread.length = this_thread.length, self._length
+
+    def __exit__(self, *raised: object) -> None:
+        this_thread.length = self._outer
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:

@@ -11,8 +11,9 @@ import contextvars
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
+from itertools import chain
+from operator import eq, is_, itemgetter
 from typing import Any
 
 import torch
@@ -57,6 +58,64 @@ class Owner:
 def is_same(a: Slots, b: Slots) -> bool:
     """Return whether two readings of one owner hold the same objects."""
     return a is b or (len(a) == len(b) and all(map(is_, a.values(), b.values())) and list(a) == list(b))
+
+
+class Snapshot:
+    """The slots of some owners at one moment, in flat lists, so that few fast passes compare them all.
+
+    Example: the dictionaries ``{"a": x, "b": y}`` and ``{"c": z}`` have the lengths 2 and 1, and the values x, y, z.
+    """
+
+    __slots__ = ("_lengths", "_mappings", "_names", "_others", "_readers", "_values")
+
+    def __init__(
+        self, readings: Iterable[tuple[Owner, Slots]], *, with_names: bool = False, without: Set[str] = frozenset()
+    ) -> None:
+        """Take ``readings``, owners with their slots.
+
+        ``with_names``: in dictionaries, compare names as well.  ``without``: names of attributes of modules that are
+        not compared.
+        """
+        self._mappings: list[dict[Any, Any]] = []
+        self._readers: list[tuple[Callable[[Any], Iterable[Any]], dict[Any, Any]]] = []
+        """Each dictionary, and the function that reads the values to compare."""
+        self._values: list[Any] = []
+        self._names: list[Any] = []
+        self._others: list[tuple[Owner, Slots]] = []
+        """The owners that are no dictionaries, which are compared one by one."""
+        for owner, slots in readings:
+            mapping = owner.mapping()
+            if mapping is None:
+                self._others.append((owner, slots))
+                continue
+            self._mappings.append(mapping)
+            if with_names:
+                self._names += slots
+            names = [name for name in slots if name not in without] if isinstance(owner, Attributes) else [*slots]
+            if len(names) == len(slots):
+                self._readers.append((dict.values, mapping))
+            elif names:  # the first name twice, since for a single name ``itemgetter`` returns no tuple
+                self._readers.append((itemgetter(names[0], *names), mapping))
+                names.insert(0, names[0])
+            self._values += [slots[name] for name in names]
+        self._lengths = [*map(len, self._mappings)]
+
+    def is_present(self) -> bool:
+        """Return whether the owners hold the very same objects now."""
+        if [*map(len, self._mappings)] != self._lengths:
+            return False
+        try:
+            values = chain.from_iterable([read(mapping) for read, mapping in self._readers])
+        except KeyError:  # an attribute has another name now
+            return False
+        if not all(map(is_, values, self._values)):
+            return False
+        if self._names and not all(map(eq, chain.from_iterable(self._mappings), self._names)):
+            return False
+        for owner, slots in self._others:  # noqa: SIM110  # a generator would take as long as the comparison
+            if not owner.holds(slots):
+                return False
+        return True
 
 
 def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor, nn
 
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.owners import is_same
-from memopt_cli.runtime.private_torch import is_of_transform, is_ordinary, memory_of
+from memopt_cli.runtime.owners import Snapshot, Table, is_same
+from memopt_cli.runtime.private_torch import is_of_transform, is_ordinary, memory_of, version_counter
+
+_is_leaf, _gradient, _is_trainable = attrgetter("is_leaf"), attrgetter("grad"), attrgetter("requires_grad")
+
+
+class _Entries:
+    """The entries of the modules' own dictionaries of parameters, which most calls share."""
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self.by_table = [(table, dict(table)) for table in tables]
+        """Each dictionary, and its entries."""
+        entries = [(name, p) for table in tables for name, p in table.items()]
+        self._snapshot = Snapshot([(Table(table), table) for table in tables], with_names=True)
+        self.names = [name for name, p in entries if p is not None]
+        self.tensors: list[Tensor] = [p for _, p in entries if p is not None]
+        """The parameters, in the order of ``names``."""
+        self._have_versions = all(_is_whole(p) and not p.is_inference() for p in self.tensors)
+
+    def are_in_place(self) -> bool:
+        """Return whether the dictionaries hold these entries, and no others."""
+        return self._snapshot.is_present()
+
+    def versions(self) -> list[int | None]:
+        """Return the present version of each parameter.  ``None``: it is sharded or lazy."""
+        if self._have_versions:
+            return [*map(version_counter, self.tensors)]
+        return [version_of(p) if _is_whole(p) else None for p in self.tensors]
 
 
 class Parameters:
@@ -26,19 +53,19 @@ class Parameters:
         ``tables``: each module's own dictionary of parameters.  ``earlier``: the parameters of an earlier call, which
         are reused if they are the same.  ``is_watched``: also notice writes that raise no version (``p.data = ...``).
         """
-        self.entries: list[tuple[dict[str, Any], dict[str, Any]]]
-        """Each of ``tables``, and its entries in this call."""
-        self.tensors: list[Tensor]
-        """The parameters in these entries."""
-        if earlier is not None and all(is_same(*pair) for pair in earlier.entries):
-            self.entries, self.tensors = earlier.entries, earlier.tensors
-        else:
-            self.entries = [(table, dict(table)) for table in tables]
-            self.tensors = [p for _, entries in self.entries for p in entries.values() if p is not None]
-        self.trainable = [p.requires_grad for p in self.tensors]
-        self._versions = _versions(self.tensors)
+        entries = None if earlier is None else earlier._entries
+        self._entries: _Entries = entries if entries is not None and entries.are_in_place() else _Entries(tables)
+        self.tensors = self._entries.tensors
+        """The parameters."""
+        self.trainable = [*map(_is_trainable, self.tensors)]
+        self._versions = self._entries.versions()
         self._memory = _memory_of_all(self.tensors) if is_watched else []
-        self._gradients: list[Any] = [(p, p.grad, version_of(p.grad)) for p in self.tensors if p.is_leaf]
+        self._leaves = self.tensors
+        if not all(map(_is_leaf, self.tensors)):
+            self._leaves = [p for p in self.tensors if p.is_leaf]
+        self._gradients: list[Tensor | None] = [*map(_gradient, self._leaves)]
+        """The gradient of each leaf, until forward has ended."""
+        self._gradient_versions = [version_of(gradient) for gradient in self._gradients if gradient is not None]
         self.written = ""
         """Name of a parameter to which forward itself wrote, or empty."""
         self.has_gradients = False
@@ -46,29 +73,27 @@ class Parameters:
 
     def settle(self) -> None:
         """Note, when forward has ended, whether it wrote parameters, and the versions that backward must find."""
-        versions, before = _versions(self.tensors), self._versions
+        versions, before = self._entries.versions(), self._versions
         if versions != before or (self._memory and self._memory != _memory_of_all(self.tensors)):
             memory = _memory_of_all(self.tensors) if self._memory else []
-            for index, name in enumerate(self._names()):
+            for index, name in enumerate(self._entries.names):
                 has_other_memory = bool(memory) and memory[index] != self._memory[index]
                 if before[index] is not None and (versions[index] != before[index] or has_other_memory):
                     self.written = self.written or name
         self._versions = versions
         if self._gradients:
-            changed = (p.grad is not g or version_of(p.grad) != version for p, g, version in self._gradients)
-            self.has_gradients = any(changed)
-            self._gradients.clear()
-            self._memory.clear()
-
-    def _names(self) -> Iterator[str]:
-        return (name for _, entries in self.entries for name, p in entries.items() if p is not None)
+            are_others = any(map(is_not, map(_gradient, self._leaves), self._gradients))
+            versions_now = [version_of(gradient) for gradient in self._gradients if gradient is not None]
+            self.has_gradients = are_others or self._gradient_versions != versions_now
+            self._gradients = []
+            self._memory = []
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` if a parameter was modified in place since forward ended."""
-        present = _versions(self.tensors)
+        present = self._entries.versions()
         if present == self._versions:
             return
-        for name, p, before, now in zip(self._names(), self.tensors, self._versions, present, strict=True):
+        for name, p, before, now in zip(self._entries.names, self.tensors, self._versions, present, strict=True):
             if before != now:
                 raise RuntimeError(
                     f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "
@@ -78,7 +103,7 @@ class Parameters:
 
     def put(self) -> None:
         """Make the modules hold the parameters of this call, and no others."""
-        for table, entries in self.entries:
+        for table, entries in self._entries.by_table:
             _exchange(table, entries)
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -87,12 +112,12 @@ class Parameters:
         Afterwards the modules hold their present parameters again, even if the forward in the block exchanged
         parameters for itself, and ended before it put them back.
         """
-        is_in_place = all(is_same(table, entries) for table, entries in self.entries)
-        return _InPlace(self, is_in_place and self.trainable == [p.requires_grad for p in self.tensors])
+        is_in_place = self._entries.are_in_place() and self.trainable == [*map(_is_trainable, self.tensors)]
+        return _InPlace(self, self._entries, is_in_place)
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
         """Have the parameters need gradients as ``trainable`` says; return whether they did."""
-        before = [p.requires_grad for p in self.tensors]
+        before = [*map(_is_trainable, self.tensors)]
         if before != trainable:
             for p, is_trainable in zip(self.tensors, trainable, strict=True):
                 if p.is_leaf and not p.is_inference():
@@ -103,29 +128,25 @@ class Parameters:
 class _InPlace:
     """The context manager of :meth:`Parameters.in_place`; ``is_in_place``: the modules hold them already."""
 
-    __slots__ = ("_is_in_place", "_outer_entries", "_outer_trainable", "_parameters")
+    __slots__ = ("_entries", "_is_in_place", "_outer_entries", "_outer_trainable", "_parameters")
 
-    def __init__(self, parameters: Parameters, is_in_place: bool) -> None:
-        self._parameters, self._is_in_place = parameters, is_in_place
+    def __init__(self, parameters: Parameters, entries: _Entries, is_in_place: bool) -> None:
+        self._parameters, self._entries, self._is_in_place = parameters, entries, is_in_place
 
     def __enter__(self) -> None:
-        entries = self._parameters.entries
         if self._is_in_place:
-            self._outer_entries, self._outer_trainable = entries, self._parameters.trainable
+            self._outer_entries, self._outer_trainable = self._entries.by_table, self._parameters.trainable
             return
-        self._outer_entries = [(table, dict(table)) for table, _ in entries]
+        self._outer_entries = [(table, dict(table)) for table, _ in self._entries.by_table]
         self._outer_trainable = self._parameters.set_trainable(self._parameters.trainable)
         self._parameters.put()
 
     def __exit__(self, *raised: object) -> None:
         self._parameters.set_trainable(self._outer_trainable)
+        if self._is_in_place and self._entries.are_in_place():
+            return
         for table, entries in self._outer_entries:
             _exchange(table, entries)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the version of each of ``tensors``.  ``None``: it is sharded or lazy."""
-    return [version_of(p) if type(p) is nn.Parameter or is_ordinary(p) else None for p in tensors]
 
 
 def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:

@@ -20,9 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memopt_cli.runtime.private_torch import has_tangents, hooks_on_saving, is_transforming, unchanged
-from memopt_cli.runtime.thread_block import ThreadBlock
-
-_thread = threading.local()
+from memopt_cli.runtime.this_thread import this_thread
 
 
 def is_recomputing() -> bool:
@@ -33,20 +31,25 @@ def is_recomputing() -> bool:
     return recomputing_module() is not None
 
 
-class recomputing(ThreadBlock):
+class recomputing:
     """A block in which the segment ``module`` is recomputed."""
 
-    __slots__ = ("_value",)
-    _thread, _name, _default = _thread, "recomputing", ()
+    __slots__ = ("_module", "_outer")
 
     def __init__(self, module: nn.Module) -> None:
-        self._value = (*getattr(_thread, "recomputing", ()), module)
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._outer = this_thread.recomputing
+        this_thread.recomputing = (*self._outer, self._module)
+
+    def __exit__(self, *raised: object) -> None:
+        this_thread.recomputing = self._outer
 
 
 def recomputing_module() -> nn.Module | None:
     """Return the innermost segment that this thread is recomputing, or ``None`` outside of a recomputation."""
-    stack: tuple[nn.Module, ...] = getattr(_thread, "recomputing", ())
-    return stack[-1] if stack else None
+    return this_thread.recomputing[-1] if this_thread.recomputing else None
 
 
 _turns: MutableMapping[nn.Module, Any] = WeakKeyDictionary()
@@ -59,27 +62,28 @@ class taking_turns:
     Threads of autograd's engine do not wait, since the thread in the segment may itself be waiting for one of them.
     """
 
-    __slots__ = ("_module", "_outer", "_turn")
+    __slots__ = ("_modules", "_outer", "_turns")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, *modules: nn.Module) -> None:
+        """Take the turns of ``modules``, segments inside one another, the outermost first."""
+        self._modules = modules
 
     def __enter__(self) -> None:
-        self._turn = _turn_of(self._module) if _was_started_by_python() else None
-        if self._turn is not None:
-            self._turn.acquire()
-        self._outer: nn.Module | None = getattr(_thread, "turn", None)
-        _thread.turn = self._outer or self._module
+        self._turns = [*map(_turn_of, self._modules)] if _was_started_by_python() else []
+        for turn in self._turns:
+            turn.acquire()
+        self._outer = this_thread.turn
+        this_thread.turn = self._outer or self._modules[0]
 
     def __exit__(self, *raised: object) -> None:
-        _thread.turn = self._outer
-        if self._turn is not None:
-            self._turn.release()
+        this_thread.turn = self._outer
+        for turn in reversed(self._turns):
+            turn.release()
 
 
 def outermost_turn() -> nn.Module | None:
     """Return the outermost segment that runs now, or ``None``; its state includes the state of all inner segments."""
-    return getattr(_thread, "turn", None)
+    return this_thread.turn
 
 
 def _turn_of(module: nn.Module) -> Any:
@@ -92,11 +96,11 @@ def _turn_of(module: nn.Module) -> Any:
 
 def _was_started_by_python() -> bool:
     """Return whether Python started this thread, and not autograd's engine."""
-    if not hasattr(_thread, "was_started_by_python"):  # cached, since it cannot change
-        this_thread = [thread for thread in threading.enumerate() if thread.ident == threading.get_ident()]
+    if this_thread.was_started_by_python is None:  # cached, since it cannot change
+        threads = [thread for thread in threading.enumerate() if thread.ident == threading.get_ident()]
         # Python lists a thread that it did not start only once its code has asked for it, and calls it "Dummy-1".
-        _thread.was_started_by_python = any(not thread.name.startswith("Dummy-") for thread in this_thread)
-    return bool(_thread.was_started_by_python)
+        this_thread.was_started_by_python = any(not thread.name.startswith("Dummy-") for thread in threads)
+    return this_thread.was_started_by_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +119,16 @@ def running_chunk() -> SequenceChunk | None:
     A module that starts its states anew in each forward uses this to continue from the chunk before, and declares
     ``resumes_in_chunks = True``.
     """
-    chunk: SequenceChunk | None = getattr(_thread, "chunk", None)
-    return chunk
+    return this_thread.chunk
 
 
 def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``forward(*args, **kwargs)``, run for ``chunk``."""
-    before, _thread.chunk = running_chunk(), chunk
+    before, this_thread.chunk = running_chunk(), chunk
     try:
         return forward(*args, **kwargs)
     finally:
-        _thread.chunk = before
+        this_thread.chunk = before
 
 
 def segment_around() -> Any:

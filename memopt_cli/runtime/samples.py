@@ -85,9 +85,10 @@ def glance(tensor: Tensor) -> bytes | None:
         return None
     if size <= _GLANCE_BYTES:
         return ctypes.string_at(start, size)
-    last = size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
-    offsets = (0, size // 2 // _GLANCE_BYTES * _GLANCE_BYTES, last)
-    return b"".join(ctypes.string_at(start + offset, _GLANCE_BYTES) for offset in offsets)
+    # ``string_at`` would take twice as long.
+    read, last = _GlancedBytes.from_address, size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
+    middle = size // 2 // _GLANCE_BYTES * _GLANCE_BYTES
+    return read(start).raw + read(start + middle).raw + read(start + last).raw
 
 
 def matches_glance(before: bytes, tensor: Tensor) -> bool:
@@ -101,6 +102,7 @@ def matches_glance(before: bytes, tensor: Tensor) -> bool:
 
 _GLANCE_BYTES: Final = 32
 """Bytes at each place, a multiple of the size of any element."""
+_GlancedBytes = ctypes.c_char * _GLANCE_BYTES
 
 
 def _has_no_values(tensor: Tensor) -> bool:

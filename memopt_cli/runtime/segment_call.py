@@ -237,9 +237,9 @@ def _replayed(
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Return whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
-    if getattr(module, "may_use_parameters_of_others", False):
+    if any(t.requires_grad for t in tensors):  # the usual case first: a module takes long to say what it lacks
         return True
-    return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
+    return getattr(module, "may_use_parameters_of_others", False) or any(p.requires_grad for p in module.parameters())
 
 
 def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
@@ -266,7 +266,8 @@ class PackedInputs:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Store ``tensors``; parameters, which exist anyway, are only referred to."""
         for tensor in tensors:
-            if isinstance(tensor, nn.Parameter):
+            # The usual class first, for speed: ``nn.Parameter`` has an ``isinstance`` of its own, written in Python.
+            if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 self._stored.append(tensor)
                 continue
             codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
-from memopt_cli.runtime.lengths import at_length, present_length
+from memopt_cli.runtime.lengths import present_length
 from memopt_cli.runtime.module_state import Complaint, name_of
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import (
@@ -48,8 +48,9 @@ from memopt_cli.runtime.running import outermost_turn, recomputing, segment_arou
 from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
+from memopt_cli.runtime.this_thread import as_of
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.runtime.unsafe import as_of, cannot_repeat, run_plainly, this_moment, unrepeatable_runs
+from memopt_cli.runtime.unsafe import cannot_repeat, run_plainly, this_moment, unrepeatable_runs
 from memopt_cli.runtime.waiting import wait_for
 
 Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
@@ -114,7 +115,9 @@ class SegmentRun:
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept = kept
         self._began, self._length = this_moment(), present_length()
-        self._outermost = outermost_turn() or module
+        outermost = outermost_turn() or module
+        self._turns = (module,) if outermost is module else (outermost, module)
+        """The segments whose turn a recomputation takes."""
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._compared_index: int | None = None
@@ -299,10 +302,9 @@ class SegmentRun:
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes
         again = _Repetition(self._module, self._refs, self._samples, *compared, runs_to_end=to_end)
-        with torch.enable_grad(), taking_turns(self._outermost), taking_turns(self._module), at_length(self._length):
+        with torch.enable_grad(), taking_turns(*self._turns), as_of(self._began, self._length):
             given = self.inputs()
-            replayed = self._start.replay(self.lent())
-            with recomputing(self._module), replayed as others, self._kept.replaying(), as_of(self._began):
+            with recomputing(self._module), self._start.replay(self.lent()) as others, self._kept.replaying():
                 again.run(functools.partial(self._repeat, given, others))
         if self._samples:
             self._learned.runs.note_comparison()
@@ -342,7 +344,7 @@ class _Repetition:
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
-        made = tensor.detach()
+        made = tensor if tensor.grad_fn is None else tensor.detach()
         index, self._count = self._count, self._count + 1
         if index >= len(self._refs):
             if self._runs_to_end:

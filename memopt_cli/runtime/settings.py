@@ -52,20 +52,13 @@ class Settings:
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
         # A forward inside ``parametrize.cached()`` takes parameters from the cache instead of computing them.
         self._cached = cached_parametrizations()
+        cached = None if self._cached is None else (self._cached[0], {n: id(t) for n, t in self._cached[1].items()})
+        self._comparable = self._present, self._autocast, self._is_watched, self._modes, cached
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in whose block these values hold; afterwards those from before do."""
         present = Settings()
-        return _NOTHING if present == self else self._restored_after(present)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self._all() == other._all()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _all(self) -> tuple[Any, ...]:
-        cached = None if self._cached is None else (self._cached[0], {n: id(t) for n, t in self._cached[1].items()})
-        return self._present, self._autocast, self._is_watched, self._modes, cached
+        return _NOTHING if present._comparable == self._comparable else self._restored_after(present)
 
     @contextlib.contextmanager
     def _restored_after(self, present: Settings) -> Iterator[None]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -97,8 +98,9 @@ class StartingState:
         self._settings = Settings()
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
-        tensors = () if self._held is None else self._held.originals.values()
-        devices = {t.device for t in (*inputs, *self._parameters.tensors, *tensors)}
+        tensors = (*inputs, *self._parameters.tensors, *(() if self._held is None else self._held.originals.values()))
+        # The usual case first, for speed: a set of devices takes several times as long.
+        devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
@@ -135,7 +137,8 @@ class StartingState:
             # If nothing new moved, the tensors that are copied in every call are already known to be written.
             self._learn(known.movers if is_still else known.indices, set() if is_still else written)
             self._drop_unneeded(written)
-        self._register_as_reader(tensor for tensor, _ in self._reads)
+        if self._reads:
+            self._register_as_reader(tensor for tensor, _ in self._reads)
         self.is_surprised |= any(known.empty)
         if any(known.without_hooks):
             self._lost = _HOOKS
@@ -222,9 +225,11 @@ class StartingState:
         known, generators = self._known, self._generators.now()
         # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
         is_still = known.stays is self._stays and not self._received and known.is_still()
-        present = {index: known.owners[index].read() for index in (known.movers if is_still else known.indices)}
+        present = known.read_owners(known.movers if is_still else known.indices)
         # Dictionaries that were empty when forward started, and are not any more: a hook, say, was added since.
-        filled = [(table, dict(table)) for table in (*known.without_hooks, *known.empty) if table]
+        filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        if any(known.without_hooks) or any(known.empty):
+            filled = [(table, dict(table)) for table in (*known.without_hooks, *known.empty) if table]
         with self._settings.in_force(), self._parameters.in_place():
             try:
                 for table, _ in filled:
@@ -249,7 +254,7 @@ class StartingState:
         of them cannot be put back.
         """
         self._parameters.put()
-        present = {index: self._known.owners[index].read() for index in self._known.indices}
+        present = self._known.read_owners(self._known.indices)
         copied = self._put(lent, present, self._held.put_back if self._held is not None else lambda *slot: slot[-1])
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
@@ -268,7 +273,7 @@ class StartingState:
         """
         held, received = self._held, self._received or {}
         if held is None:
-            made, moving, others = remade(received), dict[int, Slots](), list[Any]()
+            made, moving, others = remade(received) if received else {}, dict[int, Slots](), list[Any]()
         else:
             made = remade({n: one.copy for n, one in held.tensors.items() if one.copy is not None} | received)
             moving, others = held.thaw(lambda one: _tensor_for(one, made, lent))
@@ -299,6 +304,7 @@ class StartingState:
                 )
 
 
+_is_on_cpu = attrgetter("is_cpu")
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
 """Tensor -> the calls that hold it without a copy; they get the copy of the next call that writes to it."""
 _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()

@@ -2,14 +2,14 @@
 
 Such a segment warns, and runs plainly, or in one chunk, from then on; with ``memopt_cli.on_unsafe = "raise"``, its
 forward fails instead.  A recomputation must do what its forward did, even if the segment has changed in between.  So
-changes are numbered by *moments*, and a recomputation sees only the changes from before its forward (:class:`as_of`).
+changes are numbered by *moments*, and a recomputation sees only the changes from before its forward
+(:class:`~memopt_cli.runtime.this_thread.as_of`).
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 from collections.abc import MutableMapping
 from weakref import WeakKeyDictionary
@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from memopt_cli.runtime.module_state import Complaint, name_of
-from memopt_cli.runtime.thread_block import ThreadBlock
+from memopt_cli.runtime.this_thread import this_thread
 
-_thread = threading.local()
 _moments = itertools.count(1)
 _unrepeatable_count = 0
 _plain_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
@@ -113,20 +112,9 @@ def forget_unsafe(module: nn.Module) -> None:
 
 def _was_noted(moments: MutableMapping[nn.Module, int], module: nn.Module) -> bool:
     moment = moments.get(module) if moments else None
-    return moment is not None and moment < (getattr(_thread, "now", 0) or moment + 1)
+    return moment is not None and moment < (this_thread.moment or moment + 1)
 
 
 def this_moment() -> int:
-    """Return the present moment, for :class:`as_of`; in a recomputation, the moment at which the first run began."""
-    now: int = getattr(_thread, "now", 0)
-    return now or next(_moments)
-
-
-class as_of(ThreadBlock):
-    """A block in which modules run plainly or whole only if they did so before ``moment``."""
-
-    __slots__ = ("_value",)
-    _thread, _name, _default = _thread, "now", 0
-
-    def __init__(self, moment: int) -> None:
-        self._value = moment
+    """Return the present moment; in a recomputation, the moment at which the first run began."""
+    return this_thread.moment or next(_moments)

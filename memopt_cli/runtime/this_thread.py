@@ -1,0 +1,55 @@
+"""The state of the present thread of a program: the length of its input, the segment that it recomputes, and so on.
+
+Blocks that change it are classes with names in lower case, used like functions, as ``torch.no_grad`` is.  They are no
+generators (``contextlib.contextmanager``), which take several times as long: segments enter such blocks in every call.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from memopt_cli.runtime.running import SequenceChunk
+
+
+class _ThisThread(threading.local):
+    """The state of the present thread; the values here are the values outside of any block."""
+
+    length: float = math.inf
+    """The length of the present input.  Infinite: it is unknown."""
+    moment: int = 0
+    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0: nothing is
+    recomputed."""
+    recomputing: tuple[nn.Module, ...] = ()
+    """The segments that are recomputed, the outermost first."""
+    turn: nn.Module | None = None
+    """The outermost segment that runs.  ``None``: none runs."""
+    was_started_by_python: bool | None = None
+    """Whether Python started the thread, and not autograd's engine.  ``None``: nobody has asked yet."""
+    chunk: SequenceChunk | None = None
+    """The chunk that runs, of the innermost segment in chunks.  ``None``: no chunk runs."""
+    makes_internal_tensors: bool = False
+    """Whether new tensors are memopt's own, and not the model's."""
+
+
+this_thread = _ThisThread()
+
+
+class as_of:
+    """A block that runs at an earlier ``moment``, with the ``length`` of the input then."""
+
+    __slots__ = ("_length", "_moment", "_outer")
+
+    def __init__(self, moment: int, length: float) -> None:
+        self._moment, self._length = moment, length
+
+    def __enter__(self) -> None:
+        self._outer = this_thread.moment, this_thread.length
+        this_thread.moment, this_thread.length = self._moment, self._length
+
+    def __exit__(self, *raised: object) -> None:
+        this_thread.moment, this_thread.length = self._outer
