@@ -117,8 +117,6 @@ def pid_of(session: Session) -> int:
     return session.pid
 
 
-# ---------------------------------------------------------------------------------------------- the tables
-
 IN_A_SUBPROCESS = [
     # what its step does, command, exit code, what the message says
     ("is killed", "optimize faulty:Killed -i 2x3 --level 0", 3, ["the profiling subprocess was killed", "memory"]),
@@ -497,9 +495,6 @@ def assert_failed(
     assert wait_for(lambda: not workers_of(os.getpid()), 5)
 
 
-# ---------------------------------------------------------------------------------------------- one session
-
-
 def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
     with start("Killed") as session:
         pid = pid_of(session)
@@ -563,9 +558,6 @@ def test_an_unused_session_ends(start: Callable[..., Session]) -> None:
         pid = pid_of(session)
     assert processes_of(pid) == []
     assert isinstance(session.ask(MeasureJob(plan=ORIGINAL)), Crashed)
-
-
-# ---------------------------------------------------------------------------------------------- the whole program
 
 
 @contextmanager

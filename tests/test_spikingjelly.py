@@ -85,8 +85,6 @@ def summary_of(*arguments: Any, **options: Any) -> MemOptSummary:
     return summary
 
 
-# ---------------------------------------------------------------------------------------------- signatures
-
 MEMORY_OPTIMIZATION = """net instance dummy_input=None compress_x=None level=None verbose=False temporal_split_factor=2
 max_split_rounds=None max_candidates_per_round=None warmup_in_main_process=None warmup_in_profile_workers=None
 prefer=None profile=None allow_expensive_profiling=None checkpoint_budget=None max_gc_wrapped_modules=None
@@ -123,9 +121,6 @@ def test_the_summary_has_both_sets_of_fields_in_their_order() -> None:
 def test_option_tuples() -> None:
     assert api.MEMOPT_PROFILES == ("safe", "balanced", "memory", "exhaustive")
     assert api.MEMOPT_CHECKPOINT_BUDGETS == api.MEMOPT_PREFERENCES == ("speed", "balanced", "memory")
-
-
-# ---------------------------------------------------------------------------------------------- modules and devices
 
 
 def test_module_and_parent() -> None:
@@ -176,9 +171,6 @@ def test_without_cuda_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "99")
     assert resolve_device() == "cpu"
-
-
-# ---------------------------------------------------------------------------------------------- apply_gc
 
 
 def gc(net: nn.Module, instance: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -528,9 +520,6 @@ def surroundings(net: nn.Module, x: Tensor) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- without inputs
-
-
 def test_by_default_nothing_is_changed() -> None:
     for arguments in ((), ((X,),)):
         net = blocks()
@@ -619,9 +608,6 @@ def test_instances_are_classes(instance: Any) -> None:
         memory_optimization(blocks(), instance, level=1)
 
 
-# ---------------------------------------------------------------------------------------------- level 1, measured
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 class TestLevelOne:
@@ -677,9 +663,6 @@ class TestLevelOne:
         notes = said_of(net, Block, torch.randn(2, 8))
         assert notes == ["x_compressor is not used by '0.first', '1', which is not a segment."]
         assert gc(net, Block, (torch.randn(2, 8),))["notes"][1:] == notes
-
-
-# ---------------------------------------------------------------------------------------------- measured
 
 
 @pytest.mark.slow
@@ -951,9 +934,6 @@ def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(segments(net)) == len(summary.plan.segments)
 
 
-# ---------------------------------------------------------------------------------------------- the log
-
-
 @pytest.fixture
 def log() -> Iterator[logging.Logger]:
     logger = logging.getLogger("memopt_cli")
@@ -974,9 +954,6 @@ def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pyt
 
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-# ---------------------------------------------------------------------------------------------- handing the model over
 
 
 @pytest.fixture

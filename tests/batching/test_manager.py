@@ -35,9 +35,6 @@ def loader(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     return [numbered(start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------- rows
-
-
 def test_rows_beyond_the_size_are_carried_over(memory: Any) -> None:
     manager = manager_of(memory, 4, 100)
     given_out = [manager.process_batch(batch, step)[1].tolist() for step, batch in enumerate(loader(6, 3, 2))]
@@ -194,9 +191,6 @@ def test_the_queue_is_first_in_first_out(puts: list[int], takes: list[int]) -> N
     assert taken + queue_rest == list(range(sum(puts)))
 
 
-# ---------------------------------------------------------------------------------------------- sizes
-
-
 def test_nothing_is_learnt_before_the_first_step(memory: Any) -> None:
     manager = manager_of(memory, 8, 1)
     manager.process_batch(numbered(0, 8), 0, current_loss=math.nan)
@@ -269,9 +263,6 @@ def test_order_of_calls_is_enforced(memory: Any) -> None:
         BatchShapeManager(nn.Linear(1, 1), inference_mode=True, memory=memory).initialize_for_training()
     with pytest.raises(UsageError, match="unknown metric 'memry'"):
         manager_of(memory).adapt_and_process_batch(numbered(0, 2), 0, {"memry": 0.1})
-
-
-# ---------------------------------------------------------------------------------------------- what it says
 
 
 def test_status_and_trend(memory: Any) -> None:

@@ -81,9 +81,6 @@ def test_the_packed_form_is_step_by_step() -> None:
     assert packed.data.tolist() == [4, 1, 5, 2, 6, 3, 7, 8]
 
 
-# ---------------------------------------------------------------------------------------------- equal numbers
-
-
 def gradients(net: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(net.parameters())))
 
@@ -138,9 +135,6 @@ def test_gradients_reach_nested_sequences() -> None:
     sequences = [s.requires_grad_() for s in sequences_of([2, 3], 4)]
     (nest(sequences) * 2).values().sum().backward()
     assert all(s.grad is not None and (s.grad == 2).all() for s in sequences)
-
-
-# ---------------------------------------------------------------------------------------------- in a DataLoader
 
 
 def test_collating_in_a_data_loader() -> None:

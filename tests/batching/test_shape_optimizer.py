@@ -100,9 +100,6 @@ def test_real_steps_on_a_device_with_little_memory(memory: Any, metered: Callabl
     assert found["throughput"] > 0
 
 
-# ---------------------------------------------------------------------------------------------- architectures
-
-
 class TinyAttention(nn.Module):
     pass
 

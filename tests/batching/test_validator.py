@@ -87,8 +87,6 @@ def test_impossible_shapes_are_refused(shape: Any) -> None:
         BatchShapeValidator().validate_batch_shape(shape)
 
 
-# ---------------------------------------------------------------------------------------------- inferred
-
 MODELS: list[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]] = [
     (nn.Linear(5, 2), (4, 5), (4, 6)),
     (nn.Sequential(nn.ReLU(), nn.Conv1d(3, 2, 5)), (4, 3, 5), (4, 3, 4)),
@@ -130,9 +128,6 @@ def test_a_model_may_say_it_itself() -> None:
             return {"maximum": {0: 2}}
 
     assert issues_of((3, 99), Declared(5, 2)) == ["axis 0 has size 3; it must be at most 2"]
-
-
-# ---------------------------------------------------------------------------------------------- what it costs
 
 
 def test_costs_are_those_of_the_formulas() -> None:

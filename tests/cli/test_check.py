@@ -122,9 +122,6 @@ def test_a_ci_system_obeys_no_reason(
     )
 
 
-# ---------------------------------------------------------------------------------------------- with the pipeline
-
-
 def save_net(path: Path, width: int) -> None:
     import torch
     from torch import nn

@@ -52,9 +52,6 @@ def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None
     assert request.spec is not None
 
 
-# ---------------------------------------------------------------------------------------------- with the pipeline
-
-
 @pytest.fixture
 def net(tmp_path: Path) -> str:
     import torch

@@ -192,9 +192,6 @@ def test_a_range_is_doubled(low: int, high: int, sizes: tuple[int, ...]) -> None
     assert DimRange(symbol="S", low=low, high=high).sizes() == sizes
 
 
-# ---------------------------------------------------------------------------------------------- with the pipeline
-
-
 @pytest.fixture
 def net(tmp_path: Path) -> str:
     import torch

@@ -95,9 +95,6 @@ def test_drawing_is_with_replacement_and_seeded(capsys: pytest.CaptureFixture[st
             batched_dataloader(count, names, langs)
 
 
-# ---------------------------------------------------------------------------------------------- learning
-
-
 def test_batched_equals_unbatched(classifier: Any) -> None:
     """Scores, hidden state, loss and every gradient, to 1e-10 in float64."""
     torch.manual_seed(0)

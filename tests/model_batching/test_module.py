@@ -68,9 +68,6 @@ def different(model: nn.Module, **options: Any) -> BatchModule:
     return batched
 
 
-# ---------------------------------------------------------------------------------------------- inputs and outputs
-
-
 @routes
 def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
     batched, given = different(small(), route=route), images()
@@ -124,9 +121,6 @@ def test_a_batch_of_another_size_needs_no_new_choice(route: RouteName) -> None:
     assert batched.trials == chosen
 
 
-# ---------------------------------------------------------------------------------------------- state
-
-
 def test_state_dictionaries_go_in_and_come_out() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
     states = [copy.deepcopy(m).state_dict() for m in (nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)),) * G]
@@ -170,9 +164,6 @@ def test_a_copy_and_a_pickle_compute_the_same(route: RouteName) -> None:
     expected.sum().backward()
     for other in (copy.deepcopy(batched), pickle.loads(pickle.dumps(batched))):
         assert torch.equal(other(images()), expected)
-
-
-# ---------------------------------------------------------------------------------------------- isolation
 
 
 def convolutional() -> nn.Module:
@@ -295,9 +286,6 @@ def test_functional_dropout_follows_the_mode() -> None:
     assert not torch.equal(batched(ones)[0], batched(ones)[1])
     assert torch.equal(batched.eval()(ones), ones)
     assert not torch.equal(batched.train()(ones)[0], batched(ones)[1])
-
-
-# ---------------------------------------------------------------------------------------------- choice of a route
 
 
 def test_the_fastest_route_that_computes_the_same_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,9 +603,6 @@ def test_the_trials_tell_why_vmap_cannot_run_a_recurrent_layer() -> None:
     assert "gru" in batched.trials[1].refused
 
 
-# ---------------------------------------------------------------------------------------------- plans
-
-
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -811,9 +796,6 @@ def prepare_small(folder: Path) -> Prepared:
     return prepare(opening(source), progress=Progress(), ask=None)
 
 
-# ---------------------------------------------------------------------------------------------- modules of one's own
-
-
 class Scale(Parts, factor=lambda: nn.Parameter(torch.ones(())), offset=lambda: nn.Buffer(torch.full((5,), 2.0))):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor + self.offset if x.mean() > -1e9 else x  # cannot be traced, nor mapped
@@ -902,9 +884,6 @@ def test_a_batch_module_with_other_parameters_is_refused() -> None:
         BatchModule(Scale(), G)
     with pytest.raises(UsageError, match="Scale is not an AbstractBatchModule"):
         register_batch_module(Scale)  # type: ignore[type-var]
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def scripted() -> nn.Module:

@@ -53,9 +53,6 @@ def es(model: nn.Module, **settings: object) -> ES_D_RTRL:
     return ES_D_RTRL(model, 0.9, **settings)
 
 
-# ------------------------------------------------------------------ D-RTRL is exact on the cut graph (see tests/peers)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [D_RTRL, es], ids=["D_RTRL", "ES_D_RTRL"])
 def test_one_window_is_plain_back_propagation_through_time(make: Callable[..., OnlineAlgorithm]) -> None:
@@ -132,9 +129,6 @@ def test_losses_may_be_summed_before_one_backward() -> None:
     algorithm = manual(D_RTRL, net, inputs[0])
     torch.stack([F.cross_entropy(algorithm(x), labels) for x in inputs]).sum().backward()
     assert relative(gradients(net), cut_graph_gradients(net, inputs, labels)) <= EXACT
-
-
-# ------------------------------------------------------------------ ES-D-RTRL
 
 
 def es_by_hand(
@@ -246,9 +240,6 @@ def test_what_is_no_decay_and_no_rank(given: object) -> None:
         ES_D_RTRL(lif_net(), given)
 
 
-# ------------------------------------------------------------------ batching
-
-
 @pytest.mark.parametrize(("make", "dtype", "tolerance"), [(es, torch.float64, EXACT), (D_RTRL, torch.float32, 1e-5)])
 def test_manual_and_automatic_batching_agree(
     make: Callable[..., OnlineAlgorithm], dtype: torch.dtype, tolerance: float
@@ -293,9 +284,6 @@ def test_the_mode_can_be_set_globally() -> None:
     finally:
         environ.set(mode=None)
     assert D_RTRL(lif_net()).mode is None
-
-
-# ------------------------------------------------------------------ sequences, memory, inputs
 
 
 def test_a_new_sequence_starts_anew() -> None:

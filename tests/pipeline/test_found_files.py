@@ -181,8 +181,6 @@ def test_no_step_needs_less_than_nothing(change: Callable[[Any], None], memopt: 
     assert "it cannot be negative" in done.err
 
 
-# ---------------------------------------------------------------------------------------------- what is no tensor
-
 NO_TENSORS: dict[str, dict[str, Any]] = {
     "a negative size": {"shape": [4, -8]},
     "a huge size": {"shape": [2**62, 8]},

@@ -134,9 +134,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
     assert "no sample model is called vgg; there are spiking_vgg, lif_rnn" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------- spiking VGG
-
-
 def spike_train(*shape: int) -> Tensor:
     torch.manual_seed(2)
     return (torch.rand(shape) < 0.2).to(torch.float64)
@@ -217,9 +214,6 @@ def slope(function: Any, x: list[float]) -> list[float]:
 def test_surrogate_gradients() -> None:
     assert slope(triangular_spike, [-2.0, -0.5, 0.0, 0.5, 1.0]) == pytest.approx([0, 0.15, 0.3, 0.15, 0])
     assert slope(LIF.spike_grad, [0.0, 1 / torch.pi, -1 / torch.pi]) == pytest.approx([1, 0.5, 0.5])
-
-
-# ---------------------------------------------------------------------------------------------- the others
 
 
 def test_the_cell_decays_after_a_soft_reset() -> None:

@@ -121,9 +121,6 @@ def ops_of(trace: StepTrace, phase: str) -> list[tuple[str, str]]:
     return [(op.name.removeprefix("aten::"), op.module) for op in trace.ops if op.phase == phase and op.makes]
 
 
-# ---------------------------------------------------------------------------------------------- sample models
-
-
 @pytest.mark.slow
 def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, StepTrace]) -> None:
     fake, real = sample
@@ -210,9 +207,6 @@ def test_the_kernels_workspace_is_in_the_allocated_peak() -> None:
     assert trace.allocated_peak_bytes == counted.allocated_peak_bytes > trace.tensor_peak_bytes
     taking = {op.name for op in trace.ops if op.workspace_bytes}
     assert taking == {"aten::native_batch_norm_backward", "aten::convolution"}
-
-
-# ---------------------------------------------------------------------------------------------- by hand
 
 
 class Chain(Parts, weight=lambda: nn.Parameter(torch.ones(1000))):
@@ -373,9 +367,6 @@ def test_flops_of_products_convolutions_attention_and_recurrence() -> None:
     assert flops(lstm, "backward") == 2 * flops(lstm, "forward")
 
 
-# ---------------------------------------------------------------------------------------------- contents and times
-
-
 class Spikes(Parts, first=lambda: nn.Linear(40, 40), second=lambda: nn.Linear(40, 40)):
     def forward(self, x: Tensor) -> Tensor:
         spikes = (self.first(x) > 0).float()
@@ -438,9 +429,6 @@ def test_times_come_to_their_operators() -> None:
     assert "other operators" in unknown
 
 
-# ---------------------------------------------------------------------------------------------- under a plan
-
-
 def test_a_step_under_a_plan_is_recorded_too() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Sigmoid()) for _ in range(3)))
     step = step_of(model, torch.randn(50, 30))
@@ -453,9 +441,6 @@ def test_a_step_under_a_plan_is_recorded_too() -> None:
     assert [op.module for op in again] == ["1.1", "0.1"]
     assert [c.path for c in trace.calls] == [c.path for c in before.calls]
     assert not any(trace.ops[i].module.startswith(("0.", "1.")) for s in trace.storages for i in s.saved_by)
-
-
-# ---------------------------------------------------------------------------------------------- without parameters
 
 
 def test_a_model_without_data_is_placed_with_its_ties() -> None:

@@ -333,9 +333,6 @@ def test_what_is_recomputed_belongs_to_the_modules_that_compute_it() -> None:
     assert {share.path for share in count(step).holders} >= {f"1.{i}" for i in range(8)}
 
 
-# ---------------------------------------------------------------------------------------------- what it leaves
-
-
 def test_the_caller_keeps_what_it_had() -> None:
     model, args = convolutional()
     step = step_of(model, args)
@@ -400,9 +397,6 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
         assert replace(dry, operators=found[codec].operators) == found[codec]
         remove_plan(model)
     assert found["null"].tensor_peak_bytes - found["bit"].tensor_peak_bytes > 1.5 * x.numel() * FLOAT
-
-
-# ---------------------------------------------------------------------------------------------- the record
 
 
 class Spiking(nn.Module):

@@ -182,9 +182,6 @@ def test_a_workspace_is_never_negative_nor_above_the_peak(
     assert 0 <= workspace <= sum(max(0, change) for _, change in allocations)
 
 
-# ---------------------------------------------------------------------------------------------- against measurement
-
-
 def plain() -> nn.Module:
     layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

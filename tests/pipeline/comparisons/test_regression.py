@@ -249,9 +249,6 @@ def test_modules_are_only_renamed(history: History, recorded: Baseline) -> None:
     assert (found.modules, found.new_saved, found.peak_moved) == ((), (), False)
 
 
-# ---------------------------------------------------------------------------------------------- like with like
-
-
 @pytest.mark.slow
 def test_another_torch_is_told_and_compared(history: History, recorded: Baseline) -> None:
     history.rewrite(torch="2.6.0")
@@ -372,9 +369,6 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
     answered(MeasureJob, never)
     with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is not a baseline: "):
         history.check()
-
-
-# ---------------------------------------------------------------------------------------------- two files
 
 
 @pytest.mark.slow

@@ -91,9 +91,6 @@ def small_net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
 
-# ---------------------------------------------------------------------------------------------- one real run
-
-
 @dataclass(frozen=True)
 class Run:
     """What the real run did."""
@@ -307,8 +304,6 @@ def test_an_optimized_model_needs_only_torch_and_the_runtime(run: Run) -> None:
     assert (done.stdout, done.stderr) == ("\n", "")
 
 
-# ---------------------------------------------------------------------------------------------- one that does not fit
-
 TRAIN = """
 import torch
 from torch import nn
@@ -419,9 +414,6 @@ def address_space_without_tensors() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPeak"))
 
 
-# ---------------------------------------------------------------------------------------------- nothing changes
-
-
 def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real subprocesses; the caller may have set anything, and finds it as it was."""
     path = tmp_path / "net.pt"
@@ -469,9 +461,6 @@ def surroundings() -> dict[str, Any]:
         "allowed globals": set(torch.serialization.get_safe_globals()),
         "files open": sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else [],
     }
-
-
-# ---------------------------------------------------------------------------------------------- variants
 
 
 @pytest.fixture
@@ -1095,9 +1084,6 @@ def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code:
     assert done.code == 0, done.err
     saved = torch.load("faulty.memopt.pt", weights_only=False)
     assert saved.last.grad_fn is None
-
-
-# ---------------------------------------------------------------------------------------------- which level is applied
 
 
 def row(level: int, peak: int | None) -> LevelRow:
