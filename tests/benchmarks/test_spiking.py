@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks.spiking import PAGE, REALISTIC, ROOT, with_table
+from benchmarks.spiking import PAGE, REALISTIC, ROOT
 from tests.examples.test_spiking_nets import SMALL
 
 
