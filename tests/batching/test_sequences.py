@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from memopt_cli.batching.sequences import (
@@ -162,13 +162,6 @@ def test_samples_without_labels(collate: Callable[[Any], Any]) -> None:
         collate([sequences[0], (sequences[1], 1)])
     with pytest.raises(BatchShapeError, match="there are no sequences"):
         collate([])
-
-
-def test_collated_types() -> None:
-    samples = [(torch.zeros(2, 1), {"y": 0}), (torch.zeros(1, 1), {"y": 1})]
-    packed, labels = collate_packed(samples)
-    assert isinstance(packed, PackedSequence)
-    assert labels["y"].tolist() == [0, 1]
 
 
 @given(st.lists(st.lists(st.integers(1, 30), max_size=6), max_size=6))

@@ -124,20 +124,6 @@ def test_architectures_are_recognized(model: nn.Module, kinds: list[str]) -> Non
     assert list(architectures_of(model)) == kinds
 
 
-@pytest.mark.slow
-def test_the_sample_models_are_recognized() -> None:
-    from sample_models import char_rnn, gpt, lif_rnn, resnet, spiking_vgg
-
-    found = {m.__name__.rpartition(".")[2]: architectures_of(m.build()) for m in (char_rnn, gpt, lif_rnn, resnet)}
-    assert found == {
-        "char_rnn": ("recurrent",),
-        "gpt": ("attention",),
-        "lif_rnn": ("spiking",),
-        "resnet": ("convolutional",),
-    }
-    assert architectures_of(spiking_vgg.build()) == ("convolutional", "spiking")
-
-
 def test_candidates_follow_the_architecture() -> None:
     assert candidate_shapes(nn.LSTM(4, 2), (8, 10, 4)) == [(8, 10, 4), (16, 10, 4), (32, 10, 4), (64, 10, 4)]
     attention = candidate_shapes(nn.MultiheadAttention(4, 2), (8, 10, 4))
