@@ -112,15 +112,6 @@ def test_several_inputs_and_outputs_pass_through(route: RouteName) -> None:
     assert batched(a)["mask"] is None  # another structure of arguments
 
 
-@routes
-def test_a_batch_of_another_size_needs_no_new_choice(route: RouteName) -> None:
-    batched = different(convolutional(), route=route)
-    assert batched(images(1, 5, 5)).shape == (G, B, 4)
-    chosen = batched.trials
-    assert batched(images(1, 5, 5)[:, :2]).shape == (G, 2, 4)
-    assert batched.trials == chosen
-
-
 def test_state_dictionaries_go_in_and_come_out() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
     states = [copy.deepcopy(m).state_dict() for m in (nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)),) * G]
@@ -229,37 +220,6 @@ def test_an_optimizer_trains_stacked_models_as_it_trains_each(name: str) -> None
     wanted = trained_apart(batched, OPTIMIZERS[name], given, targets)
     train_together(batched, OPTIMIZERS[name], given, targets)
     assert largest_gap(batched.state_dicts(), wanted) < 1e-10
-
-
-def test_adafactor_couples_models() -> None:
-    """What the documentation warns of."""
-    batched = different(convolutional().double(), route="fused")
-    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
-    wanted = trained_apart(batched, torch.optim.Adafactor, given, targets)
-    train_together(batched, torch.optim.Adafactor, given, targets)
-    assert largest_gap(batched.state_dicts(), wanted) > 1e-5
-
-
-@pytest.mark.parametrize("name", ["momentum", "AdamW"])
-def test_a_step_moves_models_without_a_new_gradient_as_it_moves_one(name: str) -> None:
-    """Not a leak: momentum and weight decay move a single model whose gradient is zero, too."""
-    batched = different(convolutional().double(), route="fused")
-    optimizer = OPTIMIZERS[name](list(batched.parameters()))
-    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
-    for chosen in (slice(None), 0):
-        optimizer.zero_grad()
-        batch_loss(batched(given), targets, G, F.cross_entropy)[chosen].sum().backward()
-        before = batched.state_dicts()
-        optimizer.step()
-    assert largest_gap(batched.state_dicts()[1:], before[1:]) > 1e-5
-
-
-def test_changed_attributes_are_seen_after_choosing_again() -> None:
-    batched, ones = BatchModule(nn.Sequential(nn.Dropout(0.5)), 2, route="loop"), torch.ones(2, 100)
-    assert (batched(ones) == 0).any()
-    batched.models.get_submodule("0").p = 0.0  # type: ignore[assignment]
-    batched.choose_again()
-    assert torch.equal(batched(ones), ones)
 
 
 @routes
@@ -817,13 +777,6 @@ class BatchScale(AbstractBatchModule):
 @pytest.fixture
 def registered() -> None:
     register_batch_module(BatchScale)
-
-
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt_cli.model_batching import extension
-
-    monkeypatch.setattr(extension, "_batch_classes", {})
 
 
 @pytest.mark.usefixtures("registered")
