@@ -162,24 +162,6 @@ def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
-    save_net(tmp_path / "net.pt", 96)
-    lines = recorded("check", "net.pt").out.splitlines()
-    assert any(line.split()[:2] == ["tensor", "peak"] for line in lines)
-    assert any(line.split()[:2] == ["0", "Linear"] for line in lines)
-    assert any(line.startswith("parameters changed: 0 (Linear) +8.1 KiB, 2 (Linear) +512 B") for line in lines)
-
-
-@pytest.mark.slow
-def test_programs_get_the_verdict(recorded: Callable[..., Any], tmp_path: Path) -> None:
-    found = json.loads(recorded("check", "net.pt", "--json").out)
-    assert found["regression"] is False
-    assert [verdict["limit"]["text"] for verdict in found["verdicts"]] == ["peak:0"]
-    save_net(tmp_path / "net.pt", 96)
-    assert json.loads(recorded("check", "net.pt", "--format", "json").out)["regression"] is True
-
-
-@pytest.mark.slow
 def test_the_summary_page_of_github(
     recorded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
