@@ -474,18 +474,6 @@ def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert f"<b>{batch}</b>" in Path("r.html").read_text()
 
 
-@pytest.mark.usefixtures("in_process")
-def test_a_search_where_nothing_fits_at_all(memopt: Callable[..., Any], net: str) -> None:
-    import torch
-    from torch import nn
-
-    torch.save(nn.Linear(64, 64), net)
-    done = memopt("recommend-batch", net, "-i", "8x64", "--memory", "16KiB", "--search")
-    assert done.code == 6
-    assert "error: not even batch 1 fits into 16.0 KiB" in done.err
-    assert not done.changed
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(

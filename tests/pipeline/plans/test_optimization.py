@@ -854,13 +854,6 @@ def test_a_guess_that_does_not_fit_is_called_a_guess(optimize: Memopt) -> None:
     assert "a guess" not in optimize("net.pt", "-q", "-i", "2x8").err
 
 
-def test_nothing_to_guess_from(optimize: Memopt) -> None:
-    torch.save(nn.Sequential(nn.ReLU()), "net.pt")
-    done = optimize("net.pt")
-    assert (done.code, done.changed) == (2, set())
-    assert "memopt optimize net.pt -i " in done.err
-
-
 @pytest.mark.slow
 def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(user_code)
