@@ -7,8 +7,9 @@ many steps, plainly and with one segment in 1, 2 and 4 chunks.  The time that a 
 taken as a sum of constants: one for each run of the segment, for each module and operator in it, and for each operator
 that chunks run again.  The constants minimize the squares of the relative errors.
 
-Three more tables show what keeping the outputs of products adds to each operator; what each norm adds where chunks
-gather batch statistics; and what a block adds as a segment, with packing, and in PyTorch's own checkpoint.
+Four more tables show what keeping the outputs of products adds to each operator; what packing a tensor takes, and
+finding that it is not to be packed; what each norm adds where chunks gather batch statistics; and what a block adds as
+a segment, with packing, and in PyTorch's own checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.search.plan.cost_model import (
+    CONVOLUTION_S,
+    INSPECTION_S,
     MODULE_S,
     NORM_S,
     OP_S,
+    PACKING_S,
     PRODUCT_S,
     SEGMENT_OP_S,
     SEGMENT_S,
@@ -38,6 +42,7 @@ from memopt_cli.search.plan.cost_model import (
     Passes,
     Rerun,
 )
+from memopt_cli.search.plan.replay import MIN_PACKED_BYTES
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, synchronize
@@ -121,7 +126,13 @@ class _Segments:
         plain = nn.Sequential(module)
         step = Step(model=plain, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
         trace = FakeStep(step).record(batch=len(x))
-        self.rerun = CostModel(trace).rerun(next(call for call in trace.calls if call.path == "0"))
+        call = next(call for call in trace.calls if call.path == "0")
+        self.rerun = CostModel(trace).rerun(call)
+        operators = [trace.ops[index] for index in call.forward]
+        self.convolutions = sum("convolution" in op.name for op in operators)
+        """Number of convolutions in the module."""
+        self.products = sum(op.flops > 0 for op in operators) - self.convolutions
+        """Number of products of matrices in the module."""
         models = [copy.deepcopy(plain) for _ in segments]
         for model, segment in zip(models, segments, strict=True):
             apply_plan(model, Plan(segments=(segment,)))
@@ -145,28 +156,40 @@ _WARM_UP = 17
 """First steps, not timed: in these a segment also checks its recomputation."""
 
 
-def _terms(chunks: int, rerun: Rerun) -> list[int]:
-    """Return how many times each constant is in the time of a segment."""
+def _terms(chunks: int, segments: _Segments) -> list[int]:
+    """Return how many times each of :data:`_FITTED` is in the time of a segment."""
+    rerun = segments.rerun
     # The first chunk takes the place of the plain run; others add one in forward, recomputation and backward each.
     again = 3 * (chunks - 1)
-    return [chunks, chunks * rerun.modules, chunks * rerun.ops, again * rerun.ops, again * rerun.products]
+    chunked = [again * rerun.ops, again * segments.products, again * segments.convolutions]
+    return [chunks, chunks * rerun.modules, chunks * rerun.ops, *chunked]
+
+
+_FITTED = {
+    "SEGMENT_S": SEGMENT_S,
+    "MODULE_S": MODULE_S,
+    "SEGMENT_OP_S": SEGMENT_OP_S,
+    "OP_S": OP_S,
+    "PRODUCT_S": PRODUCT_S,
+    "CONVOLUTION_S": CONVOLUTION_S,
+}
+"""Constant -> its seconds in the cost model."""
 
 
 def _fitted(rounds: int) -> str:
     plans = [SegmentPlan(path="0", chunks=chunks) for chunks in (1, 2, 4)]
     cases = [
-        (f"{name} x {layers}", plan.chunks, segments.rerun, added_s)
+        (f"{name} x {layers}", plan.chunks, segments, added_s)
         for name, (make, x) in MODELS.items()
         for layers in _COUNTS
         for segments in [_Segments(make(layers), x, plans, rounds)]
         for plan, added_s in zip(plans, segments.added_s, strict=True)
     ]
-    terms = torch.tensor([_terms(chunks, rerun) for _, chunks, rerun, _ in cases], dtype=torch.float64)
+    terms = torch.tensor([_terms(chunks, segments) for _, chunks, segments, _ in cases], dtype=torch.float64)
     added = torch.tensor([added_s for *_, added_s in cases], dtype=torch.float64)
     fit = torch.linalg.lstsq(terms / added[:, None], torch.ones(len(cases), 1, dtype=torch.float64)).solution[:, 0]
-    now = torch.tensor([SEGMENT_S, MODULE_S, SEGMENT_OP_S, OP_S, PRODUCT_S], dtype=torch.float64)
-    names = ["SEGMENT_S", "MODULE_S", "SEGMENT_OP_S", "OP_S", "PRODUCT_S"]
-    constants = [[name, *(f"{s * 1e6:.1f} µs" for s in pair)] for name, *pair in zip(names, fit, now, strict=True)]
+    now = torch.tensor(list(_FITTED.values()), dtype=torch.float64)
+    constants = [[name, *(f"{s * 1e6:.1f} µs" for s in pair)] for name, *pair in zip(_FITTED, fit, now, strict=True)]
     rows = [
         [
             name,
@@ -190,6 +213,37 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     return [name, f"{(keeping_s - whole_s) / (2 * segments.rerun.ops) * 1e6:.0f} µs"]
 
 
+class _Saves(nn.Module):
+    """Module that saves many tensors of 4 KiB: of zeros and ones, which are packed, or of other numbers."""
+
+    def __init__(self, are_bits: bool) -> None:
+        super().__init__()
+        self._are_bits = are_bits
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(_IN_A_ROW))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x + scale * ((x > 0).to(x.dtype) if self._are_bits else x.detach() * 1.1)
+        return x
+
+
+def _packing_row(name: str, rounds: int) -> list[str]:
+    """Return the row of a constant: what packing adds to each tensor that :class:`_Saves` saves."""
+    plain = _Saves(are_bits=name == "PACKING_S")
+    packed = copy.deepcopy(plain)
+    apply_plan(packed, Plan(packed=True))
+    x = torch.randn(MIN_PACKED_BYTES // 4)
+    added: list[float] = []
+    for _ in range(_WARM_UP + rounds):
+        plain_s = _cpu_s(functools.partial(_step, plain, x))
+        added.append((_cpu_s(functools.partial(_step, packed, x)) - plain_s) / _IN_A_ROW)
+    return [name, *(f"{s * 1e6:.1f} µs" for s in (statistics.median(added[_WARM_UP:]), _PACKING[name]))]
+
+
+_PACKING = {"PACKING_S": PACKING_S, "INSPECTION_S": INSPECTION_S}
+"""Constant of packing -> its seconds in the cost model."""
+
+
 def _chunked_row(norms: int, rounds: int) -> list[str]:
     """Return the row of ``norms``: what each chunk adds, and the part of it for each time that it runs a norm."""
     layers = [layer for _ in range(norms) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
@@ -201,7 +255,8 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     chunk_s = (added_s + forward_s) / _CHUNKS
     # A layer is three operators; the pass up to norm number ``before`` ends with a convolution and that norm.
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
-    rerun = Rerun(ops=len(layers), products=norms, modules=len(layers) + 1, passes=passes)
+    least_s = len(layers) * OP_S + norms * CONVOLUTION_S
+    rerun = Rerun(ops=len(layers), least_s=least_s, modules=len(layers) + 1, passes=passes)
     # Norms run in all passes: 1 + 2 + ... + n in those that gather statistics, and n in the last.
     met = norms * (norms + 3) / 2
     left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S
@@ -286,6 +341,8 @@ def main() -> None:
     text = f"CPU time of one thread, medians of {options.rounds} steps.\n\n{_fitted(options.rounds)}\n\n{kept}"
     header = ["norms", f"a chunk of {_CHUNKS} adds", "of that, a norm each time"]
     chunked = table(header, [_chunked_row(count, options.rounds) for count in _NORM_COUNTS])
+    packing = [_packing_row(name, options.rounds) for name in _PACKING]
+    text += f"\n\n{table(['constant', 'measured', 'the cost model has'], packing)}"
     text += f"\n\n{chunked}\n\n{beside_pytorch(options.rounds)}"
     write_section("Segments: cost beside their kernels", this_command(), text)
     print(text)

@@ -51,6 +51,8 @@ class Block:
     """CostlyCall calls in the block, in their order."""
     input_bytes: int = 0
     """Bytes of inputs that would be alive only because a segment on the block holds them."""
+    unsaved_input_bytes: int = 0
+    """Part of :attr:`input_bytes` that no operator in the block saves, so that :attr:`kept_bytes` lacks it."""
     packed_input_bytes: int = 0
     """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
@@ -186,18 +188,20 @@ class _Builder:
         call = node.call
         children = tuple(self._children(call, node.children))
         module = self._model.modules[call.path]
-        inputs = [s for s in call.inputs if self._trace.storages[s].born >= 0]
-        paid = [self._trace.storages[s] for s in inputs if self._bytes.payer.get(s, call.start) >= call.start]
+        storages, payers = self._trace.storages, self._bytes.payer
+        inputs = [s for s in call.inputs if storages[s].born >= 0]
+        paid = [storages[s] for s in inputs if payers.get(s, call.start) >= call.start]
         rerun = self._model.rerun(call)
         own = self._span(call.path, call.forward, call.backward, rerun.stop)
         own.forward_bytes = self._bytes.forward_alone(call)
         own.rerun = rerun
         own.input_bytes = sum(storage.nbytes for storage in paid)
+        own.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
         own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
         own.packed_input_bytes, own.compressor = self._packed(module, call)
         own.input_shape = tuple(module.input_shape)
-        own.all_input_bytes = sum(self._trace.storages[s].nbytes for s in call.inputs)
-        own.output_bytes = sum(self._trace.storages[s].nbytes for s in {*call.outputs})
+        own.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
+        own.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
         own.state_bytes = module.state_bytes
         own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
         own.children = children
@@ -208,6 +212,7 @@ class _Builder:
                 own.kept_bytes,
                 own.packed_input_bytes,
                 own.input_bytes,
+                own.unsaved_input_bytes,
                 own.input_shape,
                 own.output_bytes,
                 own.refusal,

@@ -40,24 +40,29 @@ from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
 """Assumed rate of packing, in bytes a second, where it was not measured: about as fast as copying the tensor twice."""
-OP_S = 1.5e-6
+OP_S = 2.3e-6
 """Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
-recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
-(``benchmarks/overhead.py``)."""
-PRODUCT_S = 40e-6
-"""Least seconds of a convolution or a product of matrices, added to :data:`OP_S`."""
-SEGMENT_S = 0.4e-3
+recomputation and backward.  Fitted, like the next seven constants, to tiny layers in 1 to 4 chunks
+(``benchmarks/overhead.py``).  Other machines are faster or slower: see
+:attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
+PRODUCT_S = 13e-6
+"""Least seconds of a product of matrices, added to :data:`OP_S`."""
+CONVOLUTION_S = 70e-6
+"""Least seconds of a convolution, added to :data:`OP_S`."""
+SEGMENT_S = 150e-6
 """Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
-MODULE_S = 40e-6
+MODULE_S = 12e-6
 """Seconds that each module in a segment adds: its state is saved and put back."""
-SEGMENT_OP_S = 16e-6
+SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
-_PACKING_S, _INSPECTION_S = 280e-6, 60e-6
-"""Seconds to pack a small tensor and unpack it again, and seconds to find that a tensor is not to be packed."""
-KEEP_OP_S = 20e-6
+PACKING_S = 90e-6
+"""Seconds to pack a small tensor and unpack it again."""
+INSPECTION_S = 21e-6
+"""Seconds to find that a tensor is not to be packed."""
+KEEP_OP_S = 10e-6
 """Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python."""
-NORM_S = 0.9e-3
+NORM_S = 150e-6
 """Seconds that each norm adds to a chunk where batch statistics are gathered.  The norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
 _NORM_SHARE = 0.4
@@ -71,7 +76,15 @@ _MIN_OP_S = 15e-6
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     """Predict the seconds to pack and unpack ``tensors`` tensors of ``nbytes`` bytes in all, checks included."""
-    return nbytes / (trace.packing_bytes_per_s or _PACKING_BYTES_PER_S) + tensors * _PACKING_S
+    rate = trace.packing_bytes_per_s or _PACKING_BYTES_PER_S
+    return nbytes / rate + trace.segment_overhead * tensors * PACKING_S
+
+
+def least_op_s(op: OpTrace) -> float:
+    """Return the seconds that ``op`` takes however small its tensors are, where the constants were measured."""
+    if "convolution" in op.name:
+        return OP_S + CONVOLUTION_S
+    return OP_S + PRODUCT_S if op.flops else OP_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,8 @@ class Rerun:
     """Seconds of the operators up to :attr:`stop`."""
     ops: int = 0
     """Number of operators of the whole forward."""
-    products: int = 0
-    """Number of convolutions and products of matrices among them."""
+    least_s: float = 0.0
+    """Seconds that these operators take however small their tensors are: see :func:`least_op_s`."""
     modules: int = 0
     """Number of modules in the segment, its own included."""
     passes: Passes = Passes()
@@ -113,7 +126,7 @@ class Rerun:
         per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
         watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + runs_per_op * self.ops * per_op_s
         # The first run is in the recorded times; each further one comes in forward, recomputation and backward.
-        chunked_s = 3 * (runs_per_op - 1) * (self.ops * OP_S + self.products * PRODUCT_S)
+        chunked_s = 3 * (runs_per_op - 1) * self.least_s
         # One norm runs in the first pass, two in the second, and so on; all run in the last, which gathers nothing:
         # 1 + 2 + ... + n + n.
         norms_run = passes.norms * (passes.norms + 3) // 2
@@ -250,8 +263,8 @@ class CostModel:
         self.elapsed = [0.0, *accumulate(self.seconds)]
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = norm_operators(trace)
-        self._products = [0, *accumulate(op.flops > 0 for op in trace.ops)]
-        """Number of convolutions and matrix products before each operator; the last entry is the total."""
+        self._least_s = [0.0, *accumulate(map(least_op_s, trace.ops))]
+        """Least seconds of all operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         """Path -> number of modules in the module there, itself included."""
         self._original = Original(trace)
@@ -280,7 +293,7 @@ class CostModel:
             step_s=self.step_s
             + sum(map(self._added_s, replay.blocks))
             + packing_s(self.trace, sum(replay.packed_outside), len(replay.packed_outside))
-            + _INSPECTION_S * replay.left_unpacked
+            + self.trace.segment_overhead * INSPECTION_S * replay.left_unpacked
             + SEND_S * len(replay.sent)
             + self.trace.copying_s_per_byte * sum(tensor.nbytes for tensor in replay.sent)
             + waits_s,
@@ -312,7 +325,7 @@ class CostModel:
                 stop=stop,
                 seconds=self.elapsed[stop] - self.elapsed[call.start],
                 ops=call.end - call.start,
-                products=self._products[call.end] - self._products[call.start],
+                least_s=self._least_s[call.end] - self._least_s[call.start],
                 modules=self._modules_in[call.path],
                 passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,

@@ -87,7 +87,7 @@ class Segments:
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
         if kept:
             plain = replace(plain, keep=keep_names(block.costly, kept, [s.path for s in inside.segments()]))
-        peak = max(inside.peak_bytes, block.forward_bytes + inside.held_bytes)
+        peak = max(inside.peak_bytes + block.unsaved_input_bytes, block.forward_bytes + inside.held_bytes)
         unpacked = replace(plain, compressor="null") if plain.compressor == "parts" else plain
         chunked = () if names_single_calls(plain.keep) else self._in_chunks(block, plain, context)
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
