@@ -109,6 +109,13 @@ class BatchModule(nn.Module):
         output = route(args, kwargs)
         return map_leaves(lambda leaf: in_order(leaf, output_order) if isinstance(leaf, Tensor) else leaf, output)
 
+    def choose_again(self) -> None:
+        """Choose a route again with the next inputs.
+
+        Call this after attributes of modules have changed, such as the rate of a dropout.
+        """
+        self._routes.clear()
+
     def reset(self) -> None:
         """Reset the state that the models keep in attributes, such as membranes of spiking neurons; buffers stay.
 

@@ -222,6 +222,14 @@ def test_an_optimizer_trains_stacked_models_as_it_trains_each(name: str) -> None
     assert largest_gap(batched.state_dicts(), wanted) < 1e-10
 
 
+def test_changed_attributes_are_seen_after_choosing_again() -> None:
+    batched, ones = BatchModule(nn.Sequential(nn.Dropout(0.5)), 2, route="loop"), torch.ones(2, 100)
+    assert (batched(ones) == 0).any()
+    batched.models.get_submodule("0").p = 0.0  # type: ignore[assignment]
+    batched.choose_again()
+    assert torch.equal(batched(ones), ones)
+
+
 @routes
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5)], ids=str)
 def test_dropout_differs_from_model_to_model_and_keeps_its_rate(route: RouteName, layer: nn.Module) -> None:
