@@ -24,7 +24,8 @@ from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.trust import Unvouched
 from memopt_cli.measure import model_file, sandbox
-from memopt_cli.measure.answers.bench import Bench, StepTooLargeError
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.without_data import StepTooLargeError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data

@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memopt_cli.errors import FileFormatError, PlanError, StepError
+from memopt_cli.errors import FileFormatError, LossError, PlanError, StepError
 from memopt_cli.measure import replies, sandbox
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
-from memopt_cli.measure.answers import bench, timed
-from memopt_cli.measure.answers.bench import Bench, StepTooLargeError
+from memopt_cli.measure.answers import timed, without_data
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.without_data import StepTooLargeError, may_run_in_full
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import (
     ChunkingJob,
@@ -59,6 +60,8 @@ from memopt_cli.records import (
     from_data,
     to_data,
 )
+from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.trace import FakeStep
 from memopt_cli.verification.chunking import capture_call
 from tests.zoo.models import Parts
 
@@ -401,7 +404,7 @@ def test_a_probe_takes_a_long_step_once(
 ) -> None:
     monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     one, taken = worker(), []
-    one.bench.model.register_forward_hook(lambda *_: taken.append(1))
+    one.bench.model.register_forward_hook(lambda *of: None if is_fake(of[-1]) else taken.append(1))
     found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
     assert len(taken) in steps
     assert found.step_s > 0
@@ -423,7 +426,7 @@ def test_a_long_step_is_timed_once_warm(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, taken = worker(), []
-    one.bench.model.register_forward_hook(lambda *_: taken.append(1))
+    one.bench.model.register_forward_hook(lambda *of: None if is_fake(of[-1]) else taken.append(1))
     found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
     assert len(taken) == steps
     assert len(found.step_times_s) == timed
@@ -629,7 +632,7 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     one.bench.reset()
     free = (planned + needed) // 2
     own = sum(tensor.nbytes for tensor in one.bench.model.state_dict().values())
-    monkeypatch.setattr(bench, "runnable_bytes", lambda device: free - own)
+    monkeypatch.setattr(without_data, "runnable_bytes", lambda device: free - own)
     ran = []
     monkeypatch.setattr(Bench, "begin", lambda self, step, begin=Bench.begin: (ran.append(step), begin(self, step)))
     for job in (MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=8)):
@@ -638,16 +641,53 @@ def test_a_step_that_does_not_fit_here_is_not_run(
         outcome = failure_of(raised.value)
         assert (outcome.needed_bytes, outcome.free_bytes, outcome.was_tried) == (needed, free, False)
     assert ran == []
-    assert not one.bench.may_run_in_full
+    assert not may_run_in_full(one.bench)
     assert one.do(MeasureJob(plan=segments)).measurement.allocated_peak_bytes > 0
     assert ran
     assert one.do(ProbeJob(plan=ORIGINAL, batch=2)).batch == 2
 
 
-def test_a_small_step_is_not_counted_before_it_is_run(
+def test_room_that_others_took_for_a_moment_is_found_again(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one, free = worker(), [0, 1 << 40]
+    monkeypatch.setattr(without_data, "runnable_bytes", lambda device: free.pop(0))
+    assert [may_run_in_full(one.bench) for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("job", [MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=4)])
+def test_a_step_is_counted_once_before_it_is_run(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, job: MeasureJob | ProbeJob
+) -> None:
     one = worker()
-    monkeypatch.setattr(bench, "runnable_bytes", lambda device: 1 << 40)
-    monkeypatch.setattr("memopt_cli.trace.FakeStep", lambda *_: pytest.fail("it is counted"))
-    assert one.do(MeasureJob(plan=ORIGINAL)).measurement.batch == 8
+    one.do(job)
+    counted = []
+    count = FakeStep.count
+    monkeypatch.setattr(FakeStep, "count", lambda self, **kwargs: counted.append(kwargs) or count(self, **kwargs))
+    one.do(job)
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_tried"),
+    [
+        (RuntimeError("the model reads a number"), True),
+        (LossError("the loss reads a number"), True),
+        (StepError("memopt knows better"), False),
+        (MemoryError("the inputs"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_is_tried_uncounted_only_if_it_may_need_data(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, error: Exception, is_tried: bool
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    one = worker()
+    monkeypatch.setattr(FakeStep, "count", fail)
+    if is_tried:
+        assert one.do(ProbeJob(plan=ORIGINAL, batch=4)).batch == 4
+    else:
+        with pytest.raises(type(error)):
+            one.do(ProbeJob(plan=ORIGINAL, batch=4))

@@ -10,18 +10,17 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from memopt_cli import trace
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.loading.input_spec import batch_of, make_inputs, unnamed_arguments
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
-from memopt_cli.measure.jobs import ORIGINAL, Subject
+from memopt_cli.measure.jobs import Subject
 from memopt_cli.records import Plan, RankLayout
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
@@ -29,14 +28,12 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.runtime.unsafe import forget_unsafe
-from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, begin, input_dtype, is_out_of_memory, make_scaler
+from memopt_cli.training.step import Step, begin, input_dtype, make_scaler
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import unwrapped
 from memopt_cli.verification.further_steps import first_samples
@@ -46,20 +43,6 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Fact = TypeVar("Fact")
-
-
-_LARGEST_RATIO: Final = 10_000
-"""Bytes of a peak for each byte of the inputs and of the model's tensors that no step has come near.
-
-A step that would fit even so is not counted before it is run."""
-
-
-class StepTooLargeError(MemoryError):
-    """A step was not run: it needs ``needed_bytes``, and ``free_bytes`` are free."""
-
-    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
-        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
-        super().__init__(f"the step needs {needed_bytes} bytes, and {free_bytes} are free")
 
 
 class CachedValue:
@@ -235,46 +218,6 @@ class Bench:
             args, kwargs = first_samples(step.args, step.kwargs, batch)
             return replace(step, args=args, kwargs=kwargs)
 
-    def require_room(
-        self, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
-    ) -> None:
-        """Raise :class:`StepTooLargeError` for a step that by a dry run needs more memory than the machine has free.
-
-        The kernel may end any process when memory runs out, so such a step must not be tried; on a GPU it fails, and
-        nothing else does.  A step without a dry run is tried: of a model that needs data, or of a plan that compiles.
-        """
-        if self.settings.device != "cpu" or plan.compile is not None:
-            return
-        from memopt_cli.measure.answers.dry_runs import codecs_for  # which imports this module
-
-        held = {*self.model.parameters(), *self.model.buffers()}
-        if self.optimizer is not None:  # its state is here already once a step was taken
-            held.update(tensors_of([*self.optimizer.state.values()]))
-        own_bytes = sum(tensor.nbytes for tensor in held)
-        free_bytes = runnable_bytes("cpu") + own_bytes
-        try:
-            with self.mode if self.subject.spec.tensors else contextlib.nullcontext():
-                step = self.step(batch, dims)
-            input_bytes = sum(tensor.nbytes for tensor in tensors_of((step.args, step.kwargs)))
-            if input_bytes and _LARGEST_RATIO * (input_bytes + own_bytes) <= free_bytes:
-                return
-            codecs = codecs_for(self, plan)
-            self.enter_start()
-            fake = trace.FakeStep(step, self.mode)
-            with self.with_plan(plan, fake.step):
-                needed_bytes = fake.count(codecs=codecs).allocated_peak_bytes
-        except Exception:  # the model's own code may raise anything on tensors without data
-            return
-        finally:
-            self.enter_start()
-        if needed_bytes > free_bytes:
-            raise StepTooLargeError(needed_bytes, free_bytes)
-
-    @property
-    def may_run_in_full(self) -> bool:
-        """Whether the original's step may be run at full size on data."""
-        return self.subject.data == "full size" and self.fact(_has_room)
-
     def begin(self, step: Step) -> None:
         """Begin ``step`` from the state in which the model was loaded: see :func:`memopt_cli.training.step.begin`."""
         begin(step, self._start)
@@ -291,22 +234,6 @@ class Bench:
             step.take()
             self.reset()
         return step
-
-    def run_at_full_size(self, run: Callable[[Step], Value]) -> Value | None:
-        """Return what ``run`` returns for a step at full size, or ``None`` if it does not fit, or must not be tried."""
-        if not self.may_run_in_full:
-            return None
-        self.enter_start()
-        try:
-            step = self.step()
-            self.find_scale(step)
-            return run(step)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-        finally:
-            self.reset()
 
 
 def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
@@ -329,15 +256,6 @@ def spread_function(
     Raises :class:`UsageError` if the function cannot be found.
     """
     return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
-
-
-def _has_room(bench: Bench) -> bool:
-    """Return whether the machine has the memory that the original's step needs, as far as a dry run tells."""
-    try:
-        bench.require_room(ORIGINAL)
-    except StepTooLargeError:
-        return False
-    return True
 
 
 def _check_steps_alone(bench: Bench) -> None:

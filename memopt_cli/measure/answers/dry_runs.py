@@ -6,23 +6,23 @@ A recorded step is a :class:`StepTrace`, which the search works on; a counted st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from memopt_cli import trace
-from memopt_cli.errors import LossError, MemoptError, StepError, first_line
+from memopt_cli.errors import StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
+from memopt_cli.measure.answers.without_data import may_need_data, may_run_in_full, run_at_full_size, step_under
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
-from memopt_cli.records import Counted, DeviceProfile, Plan, RankLayout, StepTrace
+from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
 from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
-from memopt_cli.training.step import Step, is_out_of_memory
+from memopt_cli.training.step import Step
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
@@ -75,7 +75,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.fact(_codecs) if job.plan != ORIGINAL else None
-    with _step_under(bench, job.plan, job.batch, job.dims) as fake:
+    with step_under(bench, job.plan, job.batch, job.dims) as fake:
         counted = fake.count(workspaces, codecs, allocated)
         if bench.subject.layout is None:
             return counted
@@ -123,11 +123,10 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
     try:
         codecs = codecs_for(bench, plan)
-        with _step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
+        with step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
-    except Exception as error:  # the model's own code may raise anything on tensors without data
-        is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)  # a loss may need data
-        if is_known or is_out_of_memory(error):
+    except Exception as error:
+        if not may_need_data(error):
             raise
         reason = f"the model cannot run on tensors without data ({first_line(error)})"
         if bench.subject.data != "full size":
@@ -162,7 +161,7 @@ def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
     """Return whether a full step on data would show more than the dry run ``traced``, and may run."""
-    return traced.fake and bool(traced.unknown) and bench.may_run_in_full
+    return traced.fake and bool(traced.unknown) and may_run_in_full(bench)
 
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
@@ -212,74 +211,4 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
     """Time the operators of a step under the plan on the model.  ``None``: the step must not run, or does not fit."""
-    return bench.run_at_full_size(trace.time_operators)
-
-
-# ---------------------------------------------------------------------------------------------- without data
-
-
-@contextlib.contextmanager
-def _step_under(
-    bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
-) -> Iterator[trace.FakeStep]:
-    """Yield a step without data, with ``plan`` applied inside the block; a rank's step if the subject is a rank."""
-    if bench.subject.layout is not None:
-        with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
-            yield fake
-        return
-    fake = bench.fact(_step_as_described)
-    described = batch is None and not dims
-    with (
-        contextlib.nullcontext(fake) if described else fake.fed(_step_at(bench, batch, dims)),
-        bench.with_plan(plan, fake.step),
-    ):
-        yield fake
-
-
-def _step_as_described(bench: Bench) -> trace.FakeStep:
-    """Make a step without data at the sizes that the description of the inputs gives."""
-    return trace.FakeStep(_step_at(bench, None, {}), bench.mode)
-
-
-def _step_at(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
-    # Inputs from a file or a script are made with data.  Inputs that are described by sizes are not: a search for a
-    # batch may try sizes that do not fit into memory.
-    is_described = batch is None and not dims
-    without_data = bool(bench.subject.spec.tensors) and not (is_described and bench.subject.data == "full size")
-    with bench.mode if without_data else contextlib.nullcontext():
-        return bench.step(batch, dims)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    """The step of a rank; it takes long to make, so one step is fed the inputs of all sizes."""
-
-    step: trace.FakeStep
-    sizes: tuple[int | None, Mapping[str, int]]
-
-
-@contextlib.contextmanager
-def _step_of_rank(
-    bench: Bench, layout: RankLayout, plan: Plan, batch: int | None, dims: Mapping[str, int]
-) -> Iterator[trace.FakeStep]:
-    """Yield the step of the subject's rank.  Raises :class:`StepError` if the model cannot run without data."""
-
-    def make(entered: contextlib.ExitStack) -> _Rank:
-        has = entered.enter_context(bench.rank(layout, plan))
-        step = replace(_step_at(bench, batch, dims), buckets=has.buckets)
-        return _Rank(step=trace.FakeStep(step, bench.mode, has.model), sizes=(batch, dims))
-
-    try:
-        rank = bench.rank_step.get(plan, make)
-        if rank.sizes != (batch, dims):
-            rank.step.feed(_step_at(bench, batch, dims))
-            rank.sizes = (batch, dims)
-        yield rank.step
-    except Exception as error:  # the model's own code may raise anything on tensors without data
-        if isinstance(error, MemoptError) or is_out_of_memory(error):
-            raise
-        raise StepError(
-            f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
-            hint="Code that depends on values cannot run without data. `memopt profile --fake` without `--ranks` shows "
-            "whether the model has such code.",
-        ) from error
+    return run_at_full_size(bench, trace.time_operators)

@@ -14,6 +14,7 @@ from memopt_cli.measure.allocated import Allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, small_step
 from memopt_cli.measure.answers.steps import allocated_by, take_from_start
+from memopt_cli.measure.answers.without_data import run_at_full_size
 from memopt_cli.records import Plan
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
@@ -29,7 +30,7 @@ def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
     """Return the workspaces of the original at full size, or ``None`` if that step must not run, or does not fit."""
-    return bench.run_at_full_size(functools.partial(_workspaces_by, bench))
+    return run_at_full_size(bench, functools.partial(_workspaces_by, bench))
 
 
 def _workspaces_by(bench: Bench, step: Step) -> Workspaces:

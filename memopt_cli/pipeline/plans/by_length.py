@@ -11,7 +11,8 @@ without a plan, and cuts the lengths between the two where shorter inputs may tr
 
 from __future__ import annotations
 
-import bisect
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -258,7 +259,8 @@ class _ByLength:
             inner_lengths = inner_bounds(
                 self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
             )
-            for length in reversed(inner_lengths):
+            is_fake = _is_dry_run(longest.original)
+            for length in reversed(self._lower_to_running(inner_lengths, shortest_bound, is_fake=is_fake)):
                 ranges[:0] = self._find_faster(ranges[0], length)
                 if self.interrupted:
                     break
@@ -291,26 +293,18 @@ class _ByLength:
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        share, is_fake = _allocated_share(longest.original), longest.original.predicted_tensor_peak_bytes is not None
+        share, is_fake = _allocated_share(longest.original), _is_dry_run(longest.original)
         with self._sessions() as sessions:
-            probes = SearchProbes(sessions, limit_s=None)
-
-            def peak(length: int) -> float:
-                """Return the original's peak in bytes, of tensors or for a card allocated; infinite if it fails."""
-                answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
-                if not isinstance(answer, Counted):
-                    return math.inf
-                return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
-
+            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
             if self.request.card is not None:
-                length_that_fits = _largest_within(candidates, peak, budget_bytes)
-                if length_that_fits is not None:
-                    yield self._range_of_original(longest.original, length_that_fits, None, int(peak(length_that_fits)))
+                if largest := _largest_within(candidates, peak, budget_bytes):
+                    yield self._range_of_original(longest.original, largest[0], None, int(largest[1]))
                 return
             for _ in range(_MAX_ORIGINAL_RUNS):
-                length_that_fits = _largest_within(candidates, peak, budget_bytes / share)
-                if length_that_fits is None:
+                largest = _largest_within(candidates, peak, budget_bytes / share)
+                if largest is None:
                     return
+                length_that_fits, counted_bytes = largest
                 measurement = self._measure_original(length_that_fits)
                 if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
                     yield self._range_of_original(
@@ -319,9 +313,29 @@ class _ByLength:
                     return
                 candidates = [length for length in candidates if length < length_that_fits]
                 # The workspaces were a larger share than assumed: correct the share by this run.
-                share *= (
-                    1.0 if measurement is None else measurement.allocated_peak_bytes / (share * peak(length_that_fits))
-                )
+                share *= 1.0 if measurement is None else measurement.allocated_peak_bytes / (share * counted_bytes)
+
+    def _peak(self, probes: SearchProbes, is_fake: bool, length: int) -> float | None:
+        """Return the original's peak in bytes, of tensors or for a card allocated; infinite if it is unknown.
+
+        ``None``: the model does not run at ``length``.
+        """
+        answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
+        if isinstance(answer, StepFailed):
+            return None
+        if not isinstance(answer, Counted):
+            return math.inf
+        return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
+
+    def _lower_to_running(self, bounds: Sequence[int], above: int, *, is_fake: bool) -> list[int]:
+        """Return ``bounds``, each lowered to the next length at which the model runs, if one ``above`` is left."""
+        running: set[int] = set()
+        with self._sessions() as sessions:
+            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+            for bound in bounds:
+                lengths = (length for length in reversed(self.work.lengths) if above < length <= bound)
+                running.update(itertools.islice((length for length in lengths if peak(length) is not None), 1))
+        return sorted(running)
 
     def _range_of_original(
         self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int
@@ -380,6 +394,11 @@ class _ByLength:
             low = length_range.up_to + 1
 
 
+def _is_dry_run(original: LevelRow) -> bool:
+    """Return whether the ``original`` was counted without data."""
+    return original.predicted_tensor_peak_bytes is not None
+
+
 def _allocated_share(original: LevelRow) -> float:
     """Return the ratio of the ``original``'s allocated peak to its tensor peak; 1 if either is unknown."""
     if isinstance(original.outcome, Measurement):
@@ -388,7 +407,22 @@ def _allocated_share(original: LevelRow) -> float:
     return allocated / tensors if tensors and allocated else 1.0
 
 
-def _largest_within(lengths: Sequence[int], peak_of: Callable[[int], float], most_bytes: float) -> int | None:
-    """Return the largest of the ascending ``lengths`` whose peak is at most ``most_bytes``; ``None`` if none is."""
-    fitting = bisect.bisect_right(lengths, most_bytes, key=peak_of)
-    return lengths[fitting - 1] if fitting else None
+def _largest_within(
+    lengths: list[int], peak_of: Callable[[int], float | None], most_bytes: float
+) -> tuple[int, float] | None:
+    """Return the largest of the ascending ``lengths`` whose peak is at most ``most_bytes``, and its peak.
+
+    ``None``: none is.  A length without a peak is taken out of ``lengths``.
+    """
+    largest, fitting, end = None, 0, len(lengths)
+    while fitting < end:
+        middle = (fitting + end) // 2
+        peak = peak_of(lengths[middle])
+        if peak is None:
+            del lengths[middle]
+            end -= 1
+        elif peak <= most_bytes:
+            largest, fitting = (lengths[middle], peak), middle + 1
+        else:
+            end = middle
+    return largest

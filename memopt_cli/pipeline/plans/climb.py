@@ -19,6 +19,7 @@ from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_predict
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.search.plan.policy import skipped_step
+from memopt_cli.search.plan.search_spaces import WORTH_LOWERING
 
 _MISPREDICTED_RATIO = 1.05
 """Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
@@ -49,8 +50,8 @@ class Climb:
     def rows(self) -> list[LevelRow]:
         """Search every level from 1 on and return their rows; the highest row is measured.
 
-        Where its plan does not run, saves too little, or peaks well above the prediction, the level below is measured
-        too.
+        Where its plan does not run, saves too little, or peaks well above the prediction or that of a lower level, the
+        level below is measured too.
         """
         rows = [self.search.original, *self._search_levels()]
         for index in range(len(rows) - 1, 0, -1):
@@ -75,21 +76,24 @@ class Climb:
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
 
-        Lower levels are tried only while the measured peak misses its prediction.  A plan that takes over is copied
-        into all rows up to ``highest``, so that no level needs more memory than a level below it.
+        The plan that a lower level has found is tried while the measured peak misses its prediction, or if it is
+        predicted to peak lower: a faster plan may have taken the place of one that was timed on a busy machine.  A plan
+        that takes over is copied into all rows up to ``highest``, so that no level needs more memory than a level below
+        it.
         """
-        index = highest
-        while _exceeds_prediction(rows[index]):
-            below = next((i for i in range(index - 1, 0, -1) if rows[i].plan not in (ORIGINAL, rows[index].plan)), None)
-            if below is None:
-                break
-            rows[below] = self._find_fast_enough(rows[below])
-            if self._why_dropped(rows[below]) is not None or _peak_bytes(rows[below]) > _peak_bytes(rows[index]):
-                break
+        taken = rows[highest]
+        for below in range(highest - 1, 0, -1):
+            is_hopeful = _exceeds_prediction(taken) or _is_predicted_lower(rows[below], taken)
+            if rows[below].plan in (ORIGINAL, taken.plan) or not is_hopeful:
+                continue
+            row, dropped = self._measured(rows[below])
+            rows[below] = rows[below] if dropped is not None else row
+            if dropped is not None or _peak_bytes(row) > _peak_bytes(taken):
+                continue
+            taken = row
             for i in range(below + 1, highest + 1):
-                row = replace(rows[below], repeats=rows[below].level, level=rows[i].level)
-                rows[i] = replace(row, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
-            index = below
+                repeated = replace(row, repeats=row.level, level=rows[i].level)
+                rows[i] = replace(repeated, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
         return rows[highest]
 
     def _with_believable_plan(self, row: LevelRow) -> LevelRow:
@@ -180,6 +184,14 @@ class Climb:
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
         return drop_by_measurement(row, self._original, self._limit)
 
+    def _measured(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
+        """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
+        row = self.measurements.confirm(self.measure_row(row), self._limit)
+        dropped = self._why_dropped(row)
+        if dropped is not None:
+            self.search.findings.drop(dropped)
+        return row, dropped
+
     def _find_fast_enough(self, row: LevelRow) -> LevelRow:
         """Measure ``row``; while its step takes too long, replace its plan by one that is predicted to be faster.
 
@@ -191,10 +203,7 @@ class Climb:
         """
         planner = self.search.planner
         for share in (*_NEXT_SHARES, None):
-            row = self.measurements.confirm(self.measure_row(row), self._limit)
-            dropped = self._why_dropped(row)
-            if dropped is not None:
-                self.search.findings.drop(dropped)
+            row, dropped = self._measured(row)
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
             if share is None:
@@ -230,6 +239,12 @@ def _exceeds_prediction(row: LevelRow) -> bool:
     """Return whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
     predicted_bytes = row.predicted_allocated_peak_bytes
     return predicted_bytes is not None and _peak_bytes(row) > _MISPREDICTED_RATIO * predicted_bytes
+
+
+def _is_predicted_lower(row: LevelRow, other: LevelRow) -> bool:
+    """Return whether the plan of ``row`` is predicted to peak clearly lower than the plan of ``other``."""
+    predicted, other_predicted = row.predicted_allocated_peak_bytes, other.predicted_allocated_peak_bytes
+    return predicted is not None and other_predicted is not None and predicted < (1 - WORTH_LOWERING) * other_predicted
 
 
 def _peak_bytes(row: LevelRow) -> float:

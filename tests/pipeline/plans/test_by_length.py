@@ -201,6 +201,26 @@ def test_a_model_that_does_not_run_at_another_length(optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
+def test_lengths_at_which_the_model_does_not_run_bound_no_range(optimize: Memopt) -> None:
+    by_eight = (nn.Unflatten(1, (-1, 8)), nn.Flatten(1, 2))  # as a U-Net of four levels runs
+    torch.save(nn.Sequential(*by_eight, deep_net()), "net.pt")
+    Path("lengths.txt").write_text("".join(f"{length}\n" for length in range(16, 513, 2)))
+    summary = summary_of(optimize(*RANGE, *BY_SEGMENTS, "--lengths", "lengths.txt", "--json"))
+    assert summary.ranges[0].plan == Plan()
+    assert summary.ranges[0].up_to > 300
+    assert all(row.up_to % 8 == 0 for row in summary.ranges)
+    assert not any("No range ends" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize(("most", "largest"), [(100, 96), (95, 88), (16, 16), (15, None), (1000, 96)])
+def test_a_length_that_does_not_run_is_none_that_fits(most: int, largest: int | None) -> None:
+    lengths = list(range(10, 101))
+    found = by_length._largest_within(lengths, lambda length: None if length % 8 else length, most)
+    assert found == (None if largest is None else (largest, largest))
+    assert {*range(16, 101, 8)} <= {*lengths}
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     torch.save(deep_net(1), "net.pt")
     done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
@@ -241,6 +261,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
     monkeypatch.setattr(by_length._ByLength, "_range_without_plan", lambda *given: iter(()))
+    monkeypatch.setattr(by_length._ByLength, "_lower_to_running", lambda self, bounds, above, **given: bounds)
     parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
     assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
     assert [len(part.plan.segments) for part in parts] == [1, 2]

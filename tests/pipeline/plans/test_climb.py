@@ -233,7 +233,18 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
     assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
     below = measured(900, 1.1) if measure_all else None
     assert [row.outcome for row in rows] == [below, below, measured(900, 1.1)]
-    assert asked == [590, 900]
+    assert asked == [590, 900, 600]
+
+
+def test_a_faster_plan_does_not_take_the_place_of_a_smaller_one_that_a_lower_level_found() -> None:
+    """As on a busy machine: the highest level's own plan is timed as too slow, those of other levels are not."""
+    plans = {1: {800: 1.2}, 2: {750: 1.25}, 3: {600: 1.29, 900: 1.01}}
+    found, asked = climb(plans, lambda peak: measured(peak, {600: 1.7, 750: 1.5}.get(peak, 1.1)))
+    rows = found.rows()
+    assert asked == [600, 900, 750, 800]
+    assert [row.predicted_allocated_peak_bytes for row in rows] == [800, 800, 800]
+    assert found.applied == rows[-1]
+    assert rows[-1].outcome == measured(800, 1.1)
 
 
 @pytest.mark.parametrize(
