@@ -232,9 +232,6 @@ def plan_rank(
         return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
 
-# ---------------------------------------------------------------------------------------------- arguments
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankStep:
     """A rank's step, and the user's functions in it: builder, spreader, loss and optimizer."""

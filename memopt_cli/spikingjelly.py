@@ -323,9 +323,6 @@ def _local_rank(variable: str, devices: int) -> int:
     return rank
 
 
-# ---------------------------------------------------------------------------------------------- level 1, and the search
-
-
 def _apply_unmeasured(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
     """Make segments of the modules that the caller named, without measuring, and install them on ``net``."""
     with without_plan(net) as carried:

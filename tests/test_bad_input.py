@@ -77,7 +77,6 @@ def _save_as_of_a_lost_module(path: str) -> None:
     os.unlink("with_module.pt")
 
 
-SPEC = "-i 2x3"
 ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\0"
 
 BEFORE_A_STEP = [
@@ -217,13 +216,6 @@ def plan(memopt: Memopt, folder: Path, in_process: None) -> str:
     )
     Path("good.plan.yaml").write_bytes(plan_yaml(header, Plan(), 1))
     return "good.plan.yaml"
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_missing(memopt: Memopt, folder: Path, in_process: None) -> None:
-    assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 3
-    os.mkdir("made")
-    assert memopt(*"optimize good.pt -i 2x3 --level 0 -q -o made/good.pt".split()).code == 0
 
 
 @pytest.mark.slow

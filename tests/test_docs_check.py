@@ -51,54 +51,12 @@ def test_an_output_is_the_same_but_for_what_varies(made: str, agrees: bool, chec
     assert output.agrees(made) is agrees
 
 
-def test_python_keeps_its_lines_and_what_is_hidden_runs(check: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- python\na = 1\n-->\nText.\n```python\nb = a\n```\n<!-- not run: why -->\n```python\nc\n```\n")
-    assert check.script(page) == "\na = 1\n\n\n\nb = a"
-
-
 def test_every_page_names_what_makes_its_outputs(check: Any) -> None:
     """A block without a language is an output."""
     root = FILE.parents[1]
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         fences = [line for line in page.read_text().splitlines() if line.startswith("```")]
         assert fences[::2].count("```") == len([*check.outputs(page)]), page
-
-
-@pytest.mark.parametrize("shown", ["old\n", ""])
-def test_what_is_made_is_written_into_the_page_if_that_is_asked_for(shown: str, check: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"old\n<!-- made by: echo new -->\n```\n{shown}```\n")
-    (output,) = check.outputs(page)
-    assert f"shown:\n{shown}" in check.wrong_output(output, update=False)
-    assert check.wrong_output(output, update=True) == ""
-    assert page.read_text() == "old\n<!-- made by: echo new -->\n```\nnew\n```\n"
-    (output,) = check.outputs(page)
-    assert check.wrong_output(output, update=False) == ""
-
-
-def test_a_page_with_lines_left_out_is_not_overwritten(check: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- made by: echo new -->\n```\n...\nold\n```\n")
-    (output,) = check.outputs(page)
-    assert "made:\nnew" in check.wrong_output(output, update=True)
-
-
-def test_a_command_that_fails_is_wrong(check: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- made by: echo no >&2; exit 3 -->\n```\n```\n")
-    (output,) = check.outputs(page)
-    assert check.wrong_output(output, update=True) == "echo no >&2; exit 3\nended with 3: no\n"
-
-
-@pytest.mark.parametrize(("slow", "wrong"), [(False, 0), (True, 1)])
-def test_slow_outputs_are_made_if_that_is_asked_for(
-    slow: bool, wrong: int, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- made by (slow): echo new -->\n```\nold\n```\n")
-    monkeypatch.setattr(sys, "argv", ["check", *(["--slow"] if slow else []), str(page)])
-    assert check.main() == wrong
 
 
 def test_tests_that_documentation_names_exist() -> None:

@@ -37,7 +37,6 @@ from memopt_cli.records import (
     ModelSource,
     OutOfMemory,
     Plan,
-    StepFailed,
     StepSettings,
     TensorSpec,
     TimedOut,
@@ -117,8 +116,6 @@ def pid_of(session: Session) -> int:
     return session.pid
 
 
-# ---------------------------------------------------------------------------------------------- the tables
-
 IN_A_SUBPROCESS = [
     # what its step does, command, exit code, what the message says
     ("is killed", "optimize faulty:Killed -i 2x3 --level 0", 3, ["the profiling subprocess was killed", "memory"]),
@@ -196,17 +193,6 @@ FULL = quick(
     {*((*row, 100) for row in WRITING), (*WRITING[1], 0)},
 )
 """A disk that is full in the middle of a file; full from the start, it is the same to every writer."""
-FOLDERS = [
-    # what -o names, what the message says
-    pytest.param(
-        "a_folder/out",
-        "the folder a_folder is not writable",
-        marks=pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere"),
-    ),
-    ("/proc/self/out", "cannot write /proc/self/out"),
-    ("no/such/out", "there is no folder no/such"),
-]
-
 OUTPUTS = [
     # command, files that it has written by the time it reports
     ("inspect good.pt", set()),
@@ -454,16 +440,6 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "file", "flag"), WRITING)
-@pytest.mark.parametrize(("output", "said"), FOLDERS)
-def test_fault_folder(
-    command: str, file: str, flag: str, output: str, said: str, memopt: Memopt, folder: Path, in_process: None
-) -> None:
-    output += Path(file).suffix
-    assert_failed(memopt(*command.split(), flag, output), 3, [said, "hint: "])
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 @pytest.mark.usefixtures("any_plan_is_kept")
 @pytest.mark.parametrize(("command", "written"), OUTPUTS)
@@ -495,9 +471,6 @@ def assert_failed(
     assert "Traceback" not in message
     assert done.changed == (written or set())
     assert wait_for(lambda: not workers_of(os.getpid()), 5)
-
-
-# ---------------------------------------------------------------------------------------------- one session
 
 
 def test_its_death_is_an_answer(start: Callable[..., Session]) -> None:
@@ -532,13 +505,6 @@ def test_out_of_memory_is_an_answer_and_the_session_lives_on(start: Callable[...
         assert counted.tensor_peak_bytes > 3 << 30
 
 
-def test_the_models_own_error_is_an_answer_every_time(start: Callable[..., Session]) -> None:
-    measure, count = MeasureJob(plan=ORIGINAL), CountJob(plan=ORIGINAL, fake=False)
-    with start("Raises") as session:
-        answers = [session.ask(job) for job in (measure, count, measure)]
-        assert all(isinstance(answer, StepFailed) and "own complaint" in answer.message for answer in answers)
-
-
 def test_an_interrupt_ends_it_at_once(start: Callable[..., Session]) -> None:
     """Without waiting for the step, which goes on for ten minutes."""
 
@@ -556,16 +522,6 @@ def test_an_interrupt_ends_it_at_once(start: Callable[..., Session]) -> None:
     assert time.monotonic() - began < 5
     assert session.ended
     assert workers_of(os.getpid()) == []
-
-
-def test_an_unused_session_ends(start: Callable[..., Session]) -> None:
-    with start("Fine") as session:
-        pid = pid_of(session)
-    assert processes_of(pid) == []
-    assert isinstance(session.ask(MeasureJob(plan=ORIGINAL)), Crashed)
-
-
-# ---------------------------------------------------------------------------------------------- the whole program
 
 
 @contextmanager
@@ -632,15 +588,6 @@ def test_ctrl_c_in_the_middle_of_a_step(tmp_path: Path, user_code: str) -> None:
         assert workers_of(process.pid)
         assert_interrupted(process, "interrupted before a plan was verified; nothing was written")
     assert os.listdir(tmp_path) == ["asleep"]
-
-
-def test_ctrl_c_while_writing_the_model_keeps_the_summary(tmp_path: Path, user_code: str) -> None:
-    command = "optimize faulty:SlowToSave -i 2x3 --level 0 -o faulty.memopt.pt --no-recommend-batch"
-    with running(command, tmp_path, user_code) as process:
-        assert wait_for(lambda: len(os.listdir(tmp_path)) > 1)
-        said = "interrupted; what had been found is kept"
-        assert "\nwrote faulty.memopt.summary.json in " in assert_interrupted(process, said)
-    assert os.listdir(tmp_path) == ["faulty.memopt.summary.json"]
 
 
 def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str) -> None:

@@ -25,11 +25,10 @@ import memopt_cli
 from memopt_cli import spikingjelly as api
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
 from memopt_cli.measure.jobs import CountJob, MeasureJob
-from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.reach import _unreachable_in_main
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.live.model import detached_copy, prepared_model
-from memopt_cli.records import Differs, Measurement, Plan, StepSettings, from_data
+from memopt_cli.pipeline.live.model import prepared_model
+from memopt_cli.records import Differs, Measurement, StepSettings, from_data
 from memopt_cli.runtime import segment_of
 from memopt_cli.spikingjelly import (
     GCContainer,
@@ -85,8 +84,6 @@ def summary_of(*arguments: Any, **options: Any) -> MemOptSummary:
     return summary
 
 
-# ---------------------------------------------------------------------------------------------- signatures
-
 MEMORY_OPTIMIZATION = """net instance dummy_input=None compress_x=None level=None verbose=False temporal_split_factor=2
 max_split_rounds=None max_candidates_per_round=None warmup_in_main_process=None warmup_in_profile_workers=None
 prefer=None profile=None allow_expensive_profiling=None checkpoint_budget=None max_gc_wrapped_modules=None
@@ -123,9 +120,6 @@ def test_the_summary_has_both_sets_of_fields_in_their_order() -> None:
 def test_option_tuples() -> None:
     assert api.MEMOPT_PROFILES == ("safe", "balanced", "memory", "exhaustive")
     assert api.MEMOPT_CHECKPOINT_BUDGETS == api.MEMOPT_PREFERENCES == ("speed", "balanced", "memory")
-
-
-# ---------------------------------------------------------------------------------------------- modules and devices
 
 
 def test_module_and_parent() -> None:
@@ -176,9 +170,6 @@ def test_without_cuda_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "99")
     assert resolve_device() == "cpu"
-
-
-# ---------------------------------------------------------------------------------------------- apply_gc
 
 
 def gc(net: nn.Module, instance: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -266,13 +257,6 @@ def test_inputs_are_probed_for_a_codec(compress_x: bool | None, dummy: bool, cod
     )
 
 
-def test_a_single_input_needs_no_tuple() -> None:
-    x = torch.randn(64, 8)
-    alone, tupled = (gc(spiking(), Block, given)["gc_selected_modules"] for given in (x, (x,)))
-    assert alone == tupled
-    assert alone
-
-
 def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     net = spiking()
     net[1].x_compressor = "BooleanSpikeCompressor"
@@ -301,15 +285,6 @@ def test_a_codec_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
     assert not unused_codecs(spiking(), {4: "BitSpikeCompressor"}, compress_x=False)
     (note,) = unused_codecs(nn.Sequential(*(Block(8) for _ in range(5))), dict.fromkeys(range(5), "BitSpikeCompressor"))
     assert "by '0', '1', '2' and 2 more: " in note
-
-
-@pytest.mark.usefixtures("in_process")
-def test_a_codec_that_does_not_fit_is_noted_where_a_search_makes_no_segment() -> None:
-    net = nn.Sequential(Block(8), nn.Linear(8, 8))
-    net[0].x_compressor = "BitSpikeCompressor"
-    _, summary = api.memory_optimization(net, Block, (torch.randn(2, 8),), level=2, return_summary=True)
-    assert not segments(net)
-    assert [note for note in summary.notes if note.startswith("x_compressor is not used by '0': ")]
 
 
 class Bytes:
@@ -402,13 +377,6 @@ def test_without_inputs_the_codecs_that_were_not_tried_on_them_are_named(codec: 
         "Give dummy_input."
     )
     assert installed_without_inputs(codec, *UNMEASURED) == [(name, said)] * 2
-
-
-@pytest.mark.usefixtures("in_process")
-def test_without_inputs_a_codec_that_fits_none_is_not_used() -> None:
-    said = "x_compressor is not used by '1': its decompress gives back dtype uint8 where compress was given float32. "
-    for name, note in installed_without_inputs(Bytes(), *UNMEASURED):
-        assert (name, note[: len(said)]) == ("null", said)
 
 
 @pytest.mark.parametrize(
@@ -528,9 +496,6 @@ def surroundings(net: nn.Module, x: Tensor) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- without inputs
-
-
 def test_by_default_nothing_is_changed() -> None:
     for arguments in ((), ((X,),)):
         net = blocks()
@@ -619,9 +584,6 @@ def test_instances_are_classes(instance: Any) -> None:
         memory_optimization(blocks(), instance, level=1)
 
 
-# ---------------------------------------------------------------------------------------------- level 1, measured
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 class TestLevelOne:
@@ -677,9 +639,6 @@ class TestLevelOne:
         notes = said_of(net, Block, torch.randn(2, 8))
         assert notes == ["x_compressor is not used by '0.first', '1', which is not a segment."]
         assert gc(net, Block, (torch.randn(2, 8),))["notes"][1:] == notes
-
-
-# ---------------------------------------------------------------------------------------------- measured
 
 
 @pytest.mark.slow
@@ -872,41 +831,6 @@ def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch)
     assert segments(net) == []
 
 
-@pytest.mark.usefixtures("in_process")
-def test_hidden_state_of_earlier_steps_is_no_obstacle(user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(user_code)
-    import faulty
-
-    net, x = faulty.Remembers(), torch.randn(2, 3)
-    net(x)
-    state = net.last
-    assert state.grad_fn is not None
-    memory_optimization(net, nn.Linear, (x,), level=1)
-    assert net.last is state
-
-
-@pytest.mark.parametrize(("warm_up", "untimed"), [(True, 1), (False, 0)])
-def test_a_worker_warms_up(warm_up: bool, untimed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0
-    )  # as many steps as asked for, however short
-    net, forwards = blocks(1), list[None]()
-
-    def build() -> nn.Module:
-        model = detached_copy(net)
-        model.register_forward_hook(lambda *_: forwards.append(None))
-        return model
-
-    with (
-        prepared_model(net, (X,), StepSettings()) as prepared,
-        LocalSession(prepared.subject, 0.0, build) as session,
-    ):
-        forwards.clear()
-        measured = session.ask(MeasureJob(plan=Plan(), steps=3, warm_up=warm_up))
-    assert len(measured.measurement.step_times_s) == 3
-    assert len(forwards) == untimed + 3 + 2  # and one for each of the two peaks
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
@@ -953,22 +877,6 @@ def test_an_interrupted_warm_up_leaves_the_plan_on_the_model(monkeypatch: pytest
     assert len(memopt_cli.plan_of(net).segments) == len(segments(net)) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
-def test_a_failing_warm_up_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no room here")
-
-    monkeypatch.setattr("memopt_cli.measure.answers.dry_runs.count_on_data", fail)
-    net = blocks()
-    summary = summary_of(net, Block, (X,), level=1)
-    assert "The step that was to warm up this process failed: RuntimeError: no room here" in summary.notes
-    assert len(segments(net)) == len(summary.plan.segments)
-
-
-# ---------------------------------------------------------------------------------------------- the log
-
-
 @pytest.fixture
 def log() -> Iterator[logging.Logger]:
     logger = logging.getLogger("memopt_cli")
@@ -989,9 +897,6 @@ def test_verbose_logs_the_search(verbose: bool, log: logging.Logger, caplog: pyt
 
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-# ---------------------------------------------------------------------------------------------- handing the model over
 
 
 @pytest.fixture

@@ -440,9 +440,6 @@ def check(
 _SEARCH = "Add search=True."
 
 
-# ---------------------------------------------------------------------------------------------- steps and their results
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """Settings of a step, and the user's functions that it calls: loss and optimizer."""

@@ -106,8 +106,6 @@ class BatchShapeManager:
         self._operation = operation_type
         self._validated_shapes: set[tuple[int, ...]] = set()  # of samples
 
-    # ------------------------------------------------------------------------------------------ training
-
     def initialize_for_training(
         self,
         initial_batch_size: int = 16,
@@ -214,8 +212,6 @@ class BatchShapeManager:
         logger.debug("out of memory: batch size %d", size)
         return size
 
-    # ------------------------------------------------------------------------------------------ inference
-
     def process_large_dataset(
         self,
         dataset: Iterable[Any] | Dataset[Any],
@@ -252,8 +248,6 @@ class BatchShapeManager:
         )
         return run.results(dataset)
 
-    # ------------------------------------------------------------------------------------------ reports
-
     def get_status(self) -> ManagerStatus:
         """Return the state of the run: batch size, memory, trend, waiting rows."""
         records = self.monitor.records
@@ -280,8 +274,6 @@ class BatchShapeManager:
             logger.info("%s: %s", name, f"{value:.4g}" if isinstance(value, float) else value)
         for text in [*self.monitor.get_optimization_recommendations(), *self.shaper.notes]:
             logger.info("recommendation: %s", text)
-
-    # ------------------------------------------------------------------------------------------ inside
 
     def _require_ready(self) -> None:
         if not self._is_ready:

@@ -91,8 +91,6 @@ class AdaptiveBatchSizer:
         self._capacity_bytes: int | None = None
         self._memory.restart()
 
-    # ------------------------------------------------------------------------------------------ reports
-
     @property
     def batch_size(self) -> int:
         """Samples per step."""
@@ -107,8 +105,6 @@ class AdaptiveBatchSizer:
     def accumulation_steps(self) -> int:
         """Number of steps whose gradients make one update: ``ceil(effective / batch)``, or 1 without ``effective``."""
         return math.ceil(self._effective / self._batch) if self._effective else 1
-
-    # ------------------------------------------------------------------------------------------ by trials
 
     def get_optimal_batch_size(
         self,
@@ -146,8 +142,6 @@ class AdaptiveBatchSizer:
             )
         self.start_from(largest)
         return largest
-
-    # ------------------------------------------------------------------------------------------ step by step
 
     def adapt_batch_size(
         self,
@@ -227,8 +221,6 @@ class AdaptiveBatchSizer:
                 return batch, f"usage {share:.0%} below the target {self._target_share:.0%}"
         return self._batch, ""
 
-    # ------------------------------------------------------------------------------------------ observations
-
     def _observe(self, memory_usage: float | None, metrics: Mapping[str, float]) -> float:
         if unknown := set(metrics) - {"throughput"}:
             raise UsageError(f"unknown performance metric '{min(unknown)}'", hint="Known: throughput (samples/s).")
@@ -252,8 +244,6 @@ class AdaptiveBatchSizer:
         self._usages.rescale(factor)
         self._highest_share = max(self._highest_share * factor, self._usages.expected(self._calls, self._batch))
         return True
-
-    # ------------------------------------------------------------------------------------------ changes
 
     def _settle(self, batch: int, reason: str) -> int:
         """Change to ``batch``, within the bounds and as all ranks agree, and return the size."""

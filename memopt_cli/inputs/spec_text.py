@@ -363,9 +363,6 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------- many ranks
-
-
 def parse_mesh(text: str) -> dict[str, int]:
     """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, outermost first; -1 stands for the remaining length.
 

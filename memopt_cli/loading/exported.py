@@ -153,8 +153,6 @@ class _Program:
             notes.append(f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now.")
         return Loaded(module=module, notes=(*notes, *example_notes), example_spec=spec)
 
-    # ------------------------------------------------------------------------------------------ tensors
-
     def _read_tensors(self) -> dict[str, Tensor]:
         """Read the parameters, buffers and constants by name; names that share memory in the file share a tensor."""
         read: dict[str, Tensor] = {}
@@ -227,8 +225,6 @@ class _Program:
                 places[name] = tuple(tuple(n.split(".")) for n in (target, *other_names))
         return places
 
-    # ------------------------------------------------------------------------------------------ modules
-
     def _class_name(self) -> str:
         for node in self._graph["nodes"]:
             stack = node.get("metadata", {}).get("nn_module_stack", "")
@@ -268,8 +264,6 @@ class _Program:
             module_at(path)
         return module_at(())
 
-    # ------------------------------------------------------------------------------------------ arguments and results
-
     def _arguments(self) -> list[_Argument]:
         """Return the arguments of the model in order."""
         positional, named = _read_tree(read_json(self._call["in_spec"])[1]).children
@@ -308,9 +302,6 @@ def _as_tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is not a tensor")
     return value
-
-
-# ---------------------------------------------------------------------------------------------- arguments and results
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,9 +399,6 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
     value = method.value("*packed", "outputs")
     method.nodes.append((kind, None, tuple(pairs), (value,), ()))
     return value
-
-
-# ---------------------------------------------------------------------------------------------- example inputs
 
 
 def _example_spec(

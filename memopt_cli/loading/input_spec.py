@@ -50,9 +50,6 @@ _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
 
 
-# ---------------------------------------------------------------------------------------------- finding a spec
-
-
 def find_spec(
     source: ModelSource,
     module: nn.Module,
@@ -192,9 +189,6 @@ def _guess_by_settings(layer: nn.Module) -> TensorSpec | None:
     if isinstance(layer, nn.RNNCellBase):
         return TensorSpec(shape=(2, layer.input_size))
     return None
-
-
-# ---------------------------------------------------------------------------------------------- making the inputs
 
 
 def make_inputs(
@@ -392,9 +386,6 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
     """Return every symbol by which ``dims`` may give a size to a script with these ``arguments``."""
     return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
-
-
-# ---------------------------------------------------------------------------------------------- the batch
 
 
 def batch_of(spec: InputSpec) -> int:

@@ -132,9 +132,6 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     return {name: verdict for name, verdict in (verdicts | refused).items() if name != PERSISTENT}
 
 
-# ---------------------------------------------------------------------------------------------- without a check
-
-
 def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """Load ``file`` by Python's own unpickler, and return the only module in it, or its entry ``file.key``."""
     UserCode(trust.code_paths).run_scripts()
@@ -179,9 +176,6 @@ def _live_entries(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(str(name), item) for name, item in value.items()]
     return [(str(number), item) for number, item in enumerate(value)] if isinstance(value, list | tuple) else []
-
-
-# ---------------------------------------------------------------------------------------------- with a check
 
 
 def storages_of(pickled: PickledFile) -> Stored:

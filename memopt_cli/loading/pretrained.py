@@ -335,9 +335,6 @@ _MAX_LIST_STEPS: Final = 10**10
 """Maximum number of steps, of some 10 ns each, for all lists of an adapter."""
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
     try:
         data = read_bytes(path, MAX_BYTES)

@@ -148,9 +148,6 @@ class LiftedGraph:
         return [(kind, detail, operands, tuple(map(self.value, node.outputs())), ())]
 
 
-# ---------------------------------------------------------------------------------------------- nodes
-
-
 def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     key = node.schema().partition("(")[0] if "(" in node.schema() else node.kind()
     key = key if "::" in key else node.kind()

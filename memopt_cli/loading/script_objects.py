@@ -184,9 +184,6 @@ def _strip_type_tag(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------- source lines
-
-
 def check_lines(root: Any) -> None:
     """Raise :class:`ValueError` unless ``root`` is a table of source lines: PyTorch does not check its positions."""
     sizes: list[int] | None = None

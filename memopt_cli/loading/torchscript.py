@@ -64,9 +64,6 @@ class TorchScript:
             ) from err
 
 
-# ---------------------------------------------------------------------------------------------- lifting
-
-
 def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     """Return a plain module that computes what ``script`` does, with the same names and tensors.
 

@@ -88,9 +88,6 @@ def together(trusts: Iterable[Trust]) -> Trust:
     )
 
 
-# ---------------------------------------------------------------------------------------------- names
-
-
 def is_attack(wanted: Global) -> bool:
     """Return whether no model needs ``wanted``, so that only ``Trust(pickle=True)`` allows it."""
     parts = f"{wanted.module}.{wanted.name}".split(".")

@@ -59,8 +59,6 @@ class OnlineAlgorithm(nn.Module):
         self._sizes = Sizes((), has_batch=self.mode is not None)
         self._past = Past()
 
-    # ------------------------------------------------------------------ before the first step
-
     def compile_graph(self, *inputs: Tensor) -> None:
         """Find by a step on ``inputs`` which weights carry traces, and make the traces; later calls do nothing.
 
@@ -127,8 +125,6 @@ class OnlineAlgorithm(nn.Module):
             )
         return traces
 
-    # ------------------------------------------------------------------ steps
-
     def forward(self, *inputs: Tensor) -> Any:
         """Return the model's output for one time step, or for a window, ``[steps, ...]``; its states advance."""
         run, window = self._compiled(), self.vjp_method == "multi-step"
@@ -149,8 +145,6 @@ class OnlineAlgorithm(nn.Module):
         """Return the output for ``inputs``, as calling the algorithm does."""
         return self(*inputs)
 
-    # ------------------------------------------------------------------ of each algorithm
-
     def _begin_sequence(self, device: torch.device) -> None:
         """Prepare for the first step of a sequence."""
 
@@ -166,8 +160,6 @@ class OnlineAlgorithm(nn.Module):
         self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         raise NotImplementedError
-
-    # ------------------------------------------------------------------ checks
 
     def _compiled(self) -> TracedStep:
         if self._step is None:

@@ -94,9 +94,6 @@ def _add_product(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, T
         sums[key] = sums[key] + slope * entry if key in sums else slope * entry
 
 
-# ---------------------------------------------------------------------------------------------- where gradients go
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Channel:
     """A sum of gradients of several outputs of cells, which becomes gradients of weights."""
@@ -167,9 +164,6 @@ class Gate:
         targets = (target for channel in channels for target in channel.targets)
         tied: tuple[Tensor, ...] = _TiedTensors.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
         return tied
-
-
-# ---------------------------------------------------------------------------------------------- traces
 
 
 @dataclass(slots=True, eq=False)

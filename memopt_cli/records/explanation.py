@@ -91,14 +91,11 @@ class SnapshotFacts:
     """Bytes by the line of code that made the tensors, most first; an empty name where no stack was recorded."""
 
 
-Change = Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
     """A change with which the step fits, as a run has shown, or a dry run where the step does not fit here."""
 
-    change: Change
+    change: Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
     text: str
     command: str
     """Command to type, or code to write."""

@@ -120,9 +120,6 @@ class RanksRecommendation:
     """Card of each rank (``--for``); empty if no card was named."""
 
 
-# ---------------------------------------------------------------------------------------------- real groups
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest(StepRequest):
     """The options of ``memopt measure`` on one rank, resolved."""

@@ -421,11 +421,6 @@ def self_attention(layer: Any, *arguments: Any) -> Any:
     return layer._sa_block(*arguments)
 
 
-def cross_attention(layer: Any, *arguments: Any) -> Any:
-    """Run the attention of ``layer``, one of a decoder, to what the encoder gave, dropout included."""
-    return layer._mha_block(*arguments)
-
-
 def feed_forward(layer: Any, x: Any) -> Any:
     """Run the two linear layers of ``layer``, one of a transformer, dropout included."""
     return layer._ff_block(x)

@@ -19,7 +19,6 @@ from memopt_cli.text.documents import quoted_path, read_bytes
 from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.text.units import format_some
 
-_PYTORCH_ONLY: Final = "memopt reads PyTorch only: a file of torch.save(model, path), or build.py:build."
 _ONNX: Final = (
     "is an ONNX graph: it has no modules of PyTorch, and nothing in it can be trained",
     "Give the model that it was exported from: a file of torch.save(model, path), or build.py:build.",
@@ -30,11 +29,6 @@ _OTHERS: Final = (
         "is a pointer of Git LFS, not the file itself",
         "Fetch it in its repository: git lfs pull",
     ),
-    (rb"\x89HDF", "is HDF5 (Keras)", _PYTORCH_ONLY),
-    (rb".{4}TFL3", "is a model of TensorFlow Lite", _PYTORCH_ONLY),
-    (rb"GGUF", "is GGUF (llama.cpp)", "Give the folder of save_pretrained from which it was converted."),
-    (rb"\x93NUMPY", "is an array of NumPy, not a model", _PYTORCH_ONLY),
-    (rb".{257}ustar", "is a tar archive", "Unpack it first: tar -xf FILE"),
     (
         rb"(?i:\s*<(!doctype\s+)?html\b)",
         "is a web page: the download failed",
@@ -44,7 +38,6 @@ _OTHERS: Final = (
     (rb"\x08.\x12.[ -~]+[\x1a\x22\x28\x32\x3a\x42]", *_ONNX),
 )
 """The pattern of a file's first bytes, what the file is, and what to do."""
-_OTHER_ENDINGS: Final = {".onnx": _ONNX, ".pb": ("is a graph of TensorFlow", _PYTORCH_ONLY)}
 _OF_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".safetensors")
 """Endings of files of PyTorch."""
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -97,11 +90,11 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None``: it may be a model."""
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
-            return what, hint.replace("FILE", quoted_path(path))
-    if ending := _OTHER_ENDINGS.get(os.path.splitext(path)[1].lower()):
-        return ending
+            return what, hint
+    if path.lower().endswith(".onnx"):
+        return _ONNX
     if data.startswith(b"PK"):
-        return _archive_refusal(path, data)
+        return _archive_refusal(data)
     if path.endswith(".py"):
         return "is Python code, not a saved model", _callable_hint(path)
     if refusal := notebook_refusal(f"{path}:FUNCTION"):
@@ -109,8 +102,8 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _archive_refusal(path: str, data: bytes) -> tuple[str, str] | None:
-    """Return what the zip archive ``data`` is, and what to do; ``None``: it may be a model, or is damaged."""
+def _archive_refusal(data: bytes) -> tuple[str, str] | None:
+    """Return what ``data``, a zip archive, is, and what to do; ``None``: it may be a model, or is damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
@@ -118,16 +111,6 @@ def _archive_refusal(path: str, data: bytes) -> tuple[str, str] | None:
         return None
     if any(name.endswith("data.pkl") for name in names):
         return None
-    if "model.weights.h5" in names:
-        return "is a model of Keras", _PYTORCH_ONLY
-    if names and all(name.endswith(".npy") for name in names):
-        return (
-            "holds arrays of NumPy, not a model",
-            "These two lines make weights of PyTorch of them: import numpy, torch; torch.save({name: torch.from_numpy("
-            f"array) for name, array in numpy.load({path!r}).items()}}, 'weights.pth')",
-        )
-    if models := [name for name in names if name.endswith(_OF_TORCH)]:
-        return f"is a zip archive that contains {format_some(models)}", f"Unpack it first: unzip {quoted_path(path)}"
     return "is a zip archive without a model", f"It contains {format_some(names, _SHOWN)}." if names else ""
 
 

@@ -82,9 +82,6 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
     )
 
 
-# ---------------------------------------------------------------------------------------------- compiled parts
-
-
 def compiled_notes(model: nn.Module) -> tuple[str, ...]:
     """Return a note if parts of ``model`` are compiled, as they are measured without compilation."""
     if not any(map(is_compiled, model.modules())):

@@ -190,9 +190,6 @@ def _generator_digest(model: nn.Module) -> str:
     return hashlib.blake2b(Generators().to_bytes() + own_generator_states(model), digest_size=16).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- hooks
-
-
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
     """Add the name of each hook of the user's that is called in the block to ``log``."""
@@ -223,8 +220,6 @@ def _logged(hook: Callable[..., Any], name: str, log: list[str]) -> Callable[...
 
     return called
 
-
-# ---------------------------------------------------------------------------------------------- calls
 
 _aten = torch.ops.aten
 _CHOICES = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,8 +102,3 @@ def test_mistakes_are_named(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
     assert complaint in caught.value.message
-
-
-def test_every_option_has_a_place() -> None:
-    names: Any = [f.name for f in fields(BatchShaping)]
-    assert names == ["adaptive_sizing", "memory_aware_shaping", "performance_monitoring", "validation"]

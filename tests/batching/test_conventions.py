@@ -90,13 +90,6 @@ def test_reset_forgets_and_time_counts(kind: str) -> None:
     assert torch.allclose(halves, whole, atol=1e-6)
 
 
-def test_gradients_pass_through_time() -> None:
-    adapter = StatefulAdapter(nn.LSTMCell(DIM, 2))
-    x = torch.randn(2, 4, 3, DIM, requires_grad=True)
-    run(adapter, x)[:, -1].sum().backward()
-    assert (x.grad[:, 0] != 0).all()
-
-
 def test_flattening_is_the_inverse_of_unflattening_and_no_plain_reshape() -> None:
     x = torch.randn(2, 5, 3, DIM)
     flat = flatten_sequences(x)
@@ -119,10 +112,3 @@ def test_wrong_shapes_are_refused() -> None:
         adapter(torch.zeros(2, 5, 3, DIM))
     with pytest.raises(BatchShapeError, match="at least 1"):
         adapter.reset(0)
-
-
-def test_the_layer_stays_the_layer() -> None:
-    layer = nn.GRUCell(DIM, 2)
-    adapter = StatefulAdapter(layer)
-    assert [name for name, _ in adapter.named_parameters()] == [f"layer.{n}" for n, _ in layer.named_parameters()]
-    assert adapter.layer is layer

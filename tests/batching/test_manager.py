@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memopt_cli.batching.manager import BatchShapeManager
-from memopt_cli.batching.rows import RowQueue, rows_of
 from memopt_cli.errors import BatchShapeError, UsageError
 from memopt_cli.records import BatchShaping, from_data
 
@@ -35,9 +34,6 @@ def loader(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     return [numbered(start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------------- rows
-
-
 def test_rows_beyond_the_size_are_carried_over(memory: Any) -> None:
     manager = manager_of(memory, 4, 100)
     given_out = [manager.process_batch(batch, step)[1].tolist() for step, batch in enumerate(loader(6, 3, 2))]
@@ -54,30 +50,6 @@ def test_a_batch_without_samples_gives_out_those_that_wait_or_is_refused(memory:
         manager.adapt_and_process_batch(numbered(0, 0), 0)
     manager.process_batch(numbered(0, 5))
     assert manager.process_batch(numbered(5, 0))[1].tolist() == [4]
-
-
-@pytest.mark.slow
-def test_the_documented_training_loop(memory: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1)
-    manager = BatchShapeManager(model, device="cpu", memory_target=0.8, memory=memory)
-    manager.initialize_for_training(initial_batch_size=4, max_batch_size=16, adaptation_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loss, seen = None, []
-    for step, batch in enumerate(loader(*[6] * 8)):
-        adapted = manager.adapt_and_process_batch(batch=batch, step=step, current_metrics={"loss": loss, "memory": 0.3})
-        error = nn.functional.mse_loss(model(adapted["inputs"]), adapted["targets"][:, None].float())
-        optimizer.zero_grad()
-        error.backward()
-        optimizer.step()
-        loss = error.item()
-        manager.update_metrics(loss=loss, processing_time=0.01, memory_usage=0.3)
-        seen += adapted["targets"].tolist()
-    seen += [i for _, targets in manager.flush() for i in targets.tolist()]
-    assert seen == list(range(48))
-    status = manager.get_status()
-    assert status["current_batch_size"] > 4
-    assert status["memory_usage"] == 0.3
 
 
 @pytest.mark.parametrize(("rows", "begun"), [(6, 6), (200, 128)])
@@ -178,25 +150,6 @@ def test_inputs_and_targets_must_be_told_apart(memory: Any) -> None:
         manager_of(memory).adapt_and_process_batch(torch.zeros(2), 0)
 
 
-@pytest.mark.slow
-@given(st.lists(st.integers(1, 7), max_size=8), st.lists(st.integers(1, 9), min_size=40, max_size=40))
-def test_the_queue_is_first_in_first_out(puts: list[int], takes: list[int]) -> None:
-    queue, taken = RowQueue(), []
-    for start, rows in zip([sum(puts[:i]) for i in range(len(puts))], puts, strict=True):
-        queue.put(torch.arange(start, start + rows))
-    for rows in takes:
-        if len(queue):
-            expected = min(rows, len(queue))
-            batch = queue.take(rows)
-            assert rows_of(batch) == expected
-            taken += batch.tolist()
-    queue_rest = queue.take(len(queue)).tolist() if len(queue) else []
-    assert taken + queue_rest == list(range(sum(puts)))
-
-
-# ---------------------------------------------------------------------------------------------- sizes
-
-
 def test_nothing_is_learnt_before_the_first_step(memory: Any) -> None:
     manager = manager_of(memory, 8, 1)
     manager.process_batch(numbered(0, 8), 0, current_loss=math.nan)
@@ -271,9 +224,6 @@ def test_order_of_calls_is_enforced(memory: Any) -> None:
         manager_of(memory).adapt_and_process_batch(numbered(0, 2), 0, {"memry": 0.1})
 
 
-# ---------------------------------------------------------------------------------------------- what it says
-
-
 def test_status_and_trend(memory: Any) -> None:
     manager = manager_of(memory)
     assert manager.get_status() == {
@@ -331,9 +281,3 @@ def test_a_shape_that_does_not_suit_the_model_is_a_warning(memory: Any, caplog: 
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "(4, 3): axis -1 has size 3; it must be 1"
     ]
-
-
-def test_the_default_configuration_is_the_documented_one(memory: Any) -> None:
-    manager = BatchShapeManager(nn.Linear(1, 1), memory=memory, config=BatchShaping())
-    manager.initialize_for_training()
-    assert manager.sizer.batch_size == 16

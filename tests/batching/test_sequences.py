@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from memopt_cli.batching.sequences import (
@@ -81,9 +81,6 @@ def test_the_packed_form_is_step_by_step() -> None:
     assert packed.data.tolist() == [4, 1, 5, 2, 6, 3, 7, 8]
 
 
-# ---------------------------------------------------------------------------------------------- equal numbers
-
-
 def gradients(net: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(net.parameters())))
 
@@ -140,9 +137,6 @@ def test_gradients_reach_nested_sequences() -> None:
     assert all(s.grad is not None and (s.grad == 2).all() for s in sequences)
 
 
-# ---------------------------------------------------------------------------------------------- in a DataLoader
-
-
 def test_collating_in_a_data_loader() -> None:
     data = [(sequence, len(sequence)) for sequence in sequences_of([3, 1, 4, 1, 5, 9, 2, 6], 2)]
     sampler = TokenBudgetSampler([len(s) for s, _ in data], 12)
@@ -168,13 +162,6 @@ def test_samples_without_labels(collate: Callable[[Any], Any]) -> None:
         collate([sequences[0], (sequences[1], 1)])
     with pytest.raises(BatchShapeError, match="there are no sequences"):
         collate([])
-
-
-def test_collated_types() -> None:
-    samples = [(torch.zeros(2, 1), {"y": 0}), (torch.zeros(1, 1), {"y": 1})]
-    packed, labels = collate_packed(samples)
-    assert isinstance(packed, PackedSequence)
-    assert labels["y"].tolist() == [0, 1]
 
 
 @given(st.lists(st.lists(st.integers(1, 30), max_size=6), max_size=6))

@@ -100,9 +100,6 @@ def test_real_steps_on_a_device_with_little_memory(memory: Any, metered: Callabl
     assert found["throughput"] > 0
 
 
-# ---------------------------------------------------------------------------------------------- architectures
-
-
 class TinyAttention(nn.Module):
     pass
 
@@ -125,20 +122,6 @@ class LIFLayer(nn.Module):
 )
 def test_architectures_are_recognized(model: nn.Module, kinds: list[str]) -> None:
     assert list(architectures_of(model)) == kinds
-
-
-@pytest.mark.slow
-def test_the_sample_models_are_recognized() -> None:
-    from sample_models import char_rnn, gpt, lif_rnn, resnet, spiking_vgg
-
-    found = {m.__name__.rpartition(".")[2]: architectures_of(m.build()) for m in (char_rnn, gpt, lif_rnn, resnet)}
-    assert found == {
-        "char_rnn": ("recurrent",),
-        "gpt": ("attention",),
-        "lif_rnn": ("spiking",),
-        "resnet": ("convolutional",),
-    }
-    assert architectures_of(spiking_vgg.build()) == ("convolutional", "spiking")
 
 
 def test_candidates_follow_the_architecture() -> None:

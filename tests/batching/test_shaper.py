@@ -55,9 +55,6 @@ def test_elements_must_match(shape: tuple[int, ...]) -> None:
         MemoryAwareShaper().reshape_with_memory_check(torch.zeros(2, 12), shape)
 
 
-# ---------------------------------------------------------------------------------------------- layout
-
-
 @pytest.mark.parametrize(
     ("shape", "form"),
     [

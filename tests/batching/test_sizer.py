@@ -29,9 +29,6 @@ def adapt(sizer: AdaptiveBatchSizer, usage: float | None = None, loss: float | N
     return [sizer.adapt_batch_size(loss, usage, metrics) for _ in range(INTERVAL)][-1]
 
 
-# ---------------------------------------------------------------------------------------------- the law
-
-
 def test_nothing_changes_between_intervals(memory: Any) -> None:
     sizer = make_sizer(memory)
     sizes = [sizer.adapt_batch_size(1.0, 0.1) for _ in range(INTERVAL)]
@@ -140,9 +137,6 @@ def test_gradient_accumulation_keeps_the_effective_batch(memory: Any) -> None:
     assert AdaptiveBatchSizer(memory=memory).accumulation_steps == 1
 
 
-# ---------------------------------------------------------------------------------------------- options
-
-
 def test_disabled_sizing_keeps_the_size(memory: Any) -> None:
     sizer = make_sizer(memory, enabled=False)
     assert [sizer.adapt_batch_size(math.nan, 0.99), adapt(sizer, 0.1)] == [32, 32]
@@ -166,9 +160,6 @@ def test_the_window_forgets_sizes(memory: Any) -> None:
         shrunk[window] = adapt(sizer, 0.9)
     assert shrunk[1] == int(50 * 0.8 / 0.9)
     assert shrunk[50] == int(50 * (0.8 + 0.6) / (0.9 + 0.6))  # u = -0.6 + 0.03 B
-
-
-# ---------------------------------------------------------------------------------------------- whole runs
 
 
 def run(memory: Any, sizer: AdaptiveBatchSizer, steps: int) -> list[float]:
@@ -212,9 +203,6 @@ def test_no_run_settles_above_its_target(
     memory.capacity = lowered
     shares = run(memory, sizer, 60)
     assert shares[-1] <= 0.84 + 1e-9 or sizer.batch_size == 1
-
-
-# ---------------------------------------------------------------------------------------------- by trials
 
 
 @pytest.mark.parametrize("guess", [1, 8, 70, 100, 128])

@@ -87,8 +87,6 @@ def test_impossible_shapes_are_refused(shape: Any) -> None:
         BatchShapeValidator().validate_batch_shape(shape)
 
 
-# ---------------------------------------------------------------------------------------------- inferred
-
 MODELS: list[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]] = [
     (nn.Linear(5, 2), (4, 5), (4, 6)),
     (nn.Sequential(nn.ReLU(), nn.Conv1d(3, 2, 5)), (4, 3, 5), (4, 3, 4)),
@@ -130,20 +128,6 @@ def test_a_model_may_say_it_itself() -> None:
             return {"maximum": {0: 2}}
 
     assert issues_of((3, 99), Declared(5, 2)) == ["axis 0 has size 3; it must be at most 2"]
-
-
-# ---------------------------------------------------------------------------------------------- what it costs
-
-
-def test_costs_are_those_of_the_formulas() -> None:
-    check = BatchShapeValidator().check_performance_implications(
-        (2, 3, 4), ["linear", "attention", "feedforward", "recurrent"]
-    )
-    linear, attention, feedforward, recurrent = check["operations"]
-    assert linear == {"operation": "linear", "flops": 2 * 6 * 16, "bytes": 4 * (2 * 6 * 4 + 16)}
-    assert attention["flops"] == 8 * 6 * 16 + 4 * 2 * 9 * 4
-    assert feedforward["flops"] == 16 * 6 * 16
-    assert recurrent["flops"] == sum(2 * 6 * p.numel() for n, p in nn.LSTM(4, 4).named_parameters() if "weight" in n)
 
 
 def test_flops_agree_with_those_torch_counts() -> None:

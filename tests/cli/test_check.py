@@ -122,9 +122,6 @@ def test_a_ci_system_obeys_no_reason(
     )
 
 
-# ---------------------------------------------------------------------------------------------- with the pipeline
-
-
 def save_net(path: Path, width: int) -> None:
     import torch
     from torch import nn
@@ -162,24 +159,6 @@ def test_exit_codes(recorded: Callable[..., Any], tmp_path: Path) -> None:
     assert recorded("baseline", "net.pt", "-i", "512x64").code == 2  # it exists
     Path("net.pt").write_bytes(b"")
     assert recorded("check", "net.pt").code == 3
-
-
-@pytest.mark.slow
-def test_the_table(recorded: Callable[..., Any], tmp_path: Path) -> None:
-    save_net(tmp_path / "net.pt", 96)
-    lines = recorded("check", "net.pt").out.splitlines()
-    assert any(line.split()[:2] == ["tensor", "peak"] for line in lines)
-    assert any(line.split()[:2] == ["0", "Linear"] for line in lines)
-    assert any(line.startswith("parameters changed: 0 (Linear) +8.1 KiB, 2 (Linear) +512 B") for line in lines)
-
-
-@pytest.mark.slow
-def test_programs_get_the_verdict(recorded: Callable[..., Any], tmp_path: Path) -> None:
-    found = json.loads(recorded("check", "net.pt", "--json").out)
-    assert found["regression"] is False
-    assert [verdict["limit"]["text"] for verdict in found["verdicts"]] == ["peak:0"]
-    save_net(tmp_path / "net.pt", 96)
-    assert json.loads(recorded("check", "net.pt", "--format", "json").out)["regression"] is True
 
 
 @pytest.mark.slow

@@ -61,8 +61,6 @@ def assert_runs_or_is_refused(data: bytes, capsys: pytest.CaptureFixture[str]) -
     assert diagnostics.count("error: ") == (1 if code else 0)
 
 
-# -------------------------------------------------------------------------------------- files that a found one names
-
 FILES = [
     *(("optimize", key) for key in ("input-data", "weights")),
     *(("recommend-batch", key) for key in ("input-data", "weights", "plan", "lengths")),

@@ -124,14 +124,6 @@ def test_each_format_tells_the_same_model(save: Callable[[nn.Module], None], nam
     assert found["tied"] == [["first.weight", "second.weight"]]
 
 
-def test_counts_of_modules_are_of_all_that_is_in_them(memopt: Memopt) -> None:
-    save_pickle(Net())
-    counts = {item["path"]: (item["parameters"], item["size_bytes"]) for item in inspected(memopt)["modules"]}
-    assert counts[""] == (40, 4 * 40 + 40)
-    assert counts["body"] == (24, 4 * 24 + 40)
-    assert (counts["first"], counts["second"]) == ((16, 64), (0, 0))
-
-
 @pytest.mark.parametrize(("save", "shape"), [(save_trace, [2, 3]), (save_exported, [None, 3])])
 def test_example_inputs(save: Callable[[nn.Module], None], shape: list[Any], memopt: Memopt) -> None:
     save(Net())
@@ -211,13 +203,6 @@ def test_a_lifted_model_is_told_like_the_one_that_was_lifted(save: Callable[[nn.
     assert modules["first"] == ("Linear", False)
 
 
-def test_a_checkpoint_with_a_model_in_it(memopt: Memopt) -> None:
-    torch.save({"epoch": 3, "model": Net(), "best": [torch.zeros(2)]}, "model.pt")
-    found = inspected(memopt)
-    assert [item["path"] for item in found["modules"]][:2] == ["model", "model.body"]
-    assert {item["name"]: item["kind"] for item in found["tensors"]}["best.0"] == "tensor"
-
-
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 def test_weights_alone(name: str, memopt: Memopt) -> None:
     state = nn.Linear(3, 4).state_dict()
@@ -263,22 +248,6 @@ def test_the_sizes_are_those_of_the_loaded_model(memopt: Memopt) -> None:
     trainable = {item["name"] for item in found["tensors"] if item["trainable"]}
     assert trainable == {name for name, p in model.named_parameters() if p.requires_grad}
     assert found["tied"] == []
-
-
-@pytest.mark.parametrize(
-    ("content", "code", "says"),
-    [
-        (b"", 3, "is empty"),
-        (b"hello world\n", 3, "not a model saved by torch.save"),
-        (b"PK\x03\x04 and no more", 3, "damaged"),
-        (bytes(range(256)), 3, "not a model saved by torch.save"),
-    ],
-)
-def test_files_that_are_no_models(content: bytes, code: int, says: str, memopt: Memopt) -> None:
-    Path("model.pt").write_bytes(content)
-    done = memopt("inspect", "model.pt")
-    assert (done.code, done.out) == (code, "")
-    assert says in done.err
 
 
 @pytest.mark.parametrize("location", ["missing.pt", "faulty:Fine"])

@@ -52,9 +52,6 @@ def test_a_config_file_made_for_optimize(requests: list[ProfileRequest]) -> None
     assert request.spec is not None
 
 
-# ---------------------------------------------------------------------------------------------- with the pipeline
-
-
 @pytest.fixture
 def net(tmp_path: Path) -> str:
     import torch
@@ -93,24 +90,6 @@ def test_the_report_for_programs(memopt: Callable[..., Any], net: str) -> None:
     assert found["header"]["spec"]["tensors"][0]["shape"] == [512, 64]
     assert found["tensor_peak_bytes"] == max(found["live_bytes"])
     assert len(found["trace"]["ops"]) + 1 == len(found["live_bytes"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("fake", [[], ["--fake"]])
-def test_bad_inputs_end_as_in_optimize(fake: list[str], memopt: Callable[..., Any], net: str) -> None:
-    said = []
-    for command in (["profile", *fake], ["optimize"]):
-        done = memopt(command[0], net, "-i", "2x63", *command[1:], "-q")
-        assert done.code == 3
-        said.append(done.err.split(": the ")[-1].splitlines())
-    assert [line.split(" (Linear) ")[-1] for line in said[0]] == [line.split(" (Linear) ")[-1] for line in said[1]]
-
-
-def test_a_file_that_is_no_model(memopt: Callable[..., Any]) -> None:
-    Path("empty.pt").write_bytes(b"")
-    assert memopt("profile", "empty.pt", "-i", "1x3").code == 3
-    assert memopt("profile", "nowhere.pt", "-i", "1x3").code == 2
 
 
 def test_a_card_arrives(requests: list[ProfileRequest]) -> None:

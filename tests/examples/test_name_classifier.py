@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-import string
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import pad_packed_sequence
 
 from memopt_cli.errors import BatchShapeError, UsageError
-from memopt_cli.search.batch_size.length_strategies import compare_length_strategies
 from tests.examples.loaded import example
 
 NAMES = ["Shyam", "Ram", "O'Neill", "Lee"]
@@ -48,16 +43,6 @@ def test_letters_are_written_in_the_order_of_memory() -> None:
     assert out.getvalue().split("\n") == ["a", "X", "b", "<pad>", "c", "<pad>", ""]
 
 
-@pytest.mark.slow
-@given(st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=12), min_size=1, max_size=6))
-def test_a_name_can_be_read_back(names: list[str]) -> None:
-    for rep in (batched_name_rep(names, 12), pad_packed_sequence(pack_names(names))[0]):
-        for column, name in enumerate(names):
-            out = io.StringIO()
-            print_char(rep[:, column], out)
-            assert "".join(line for line in out.getvalue().splitlines() if line != "<pad>") == name
-
-
 def test_what_is_no_name_is_refused() -> None:
     with pytest.raises(UsageError, match="'Dvořák' has the letter 'ř'"):
         batched_name_rep(["Dvořák"], 9)
@@ -66,12 +51,6 @@ def test_what_is_no_name_is_refused() -> None:
             batched_name_rep(names, size)
     with pytest.raises(UsageError, match="unknown language 'Klingon'"):
         batched_lang_rep(["Greek", "Klingon"])
-
-
-def test_languages_are_numbered() -> None:
-    labels = batched_lang_rep(["Vietnamese", "Arabic"])
-    assert (labels.tolist(), labels.dtype) == ([17, 0], torch.int64)
-    assert batched_lang_rep(["b", "a"], ["a", "b"]).tolist() == [1, 0]
 
 
 def test_drawing_is_with_replacement_and_seeded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,9 +72,6 @@ def test_drawing_is_with_replacement_and_seeded(capsys: pytest.CaptureFixture[st
     for count, names in ((0, NAMES), (1, []), (1, NAMES[:2])):
         with pytest.raises(UsageError, match="cannot draw"):
             batched_dataloader(count, names, langs)
-
-
-# ---------------------------------------------------------------------------------------------- learning
 
 
 def test_batched_equals_unbatched(classifier: Any) -> None:
@@ -151,30 +127,3 @@ def test_accuracy_is_the_share_of_hits_and_the_mode_is_put_back() -> None:
     assert 0.15 < first < 0.35
     assert 0.4 < second < 0.6
     assert net.training
-
-
-@pytest.mark.slow
-def test_the_example_learns_real_names(classifier: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten times as good as guessing one of 18, after two passes over names of which the test names are none."""
-    accuracy = classifier.main(epochs=4)
-    assert accuracy > 0.2
-    assert "2080 names of 18 languages" in capsys.readouterr().out
-
-
-def test_batches_of_a_token_budget_hardly_pad_the_names(classifier: Any) -> None:
-    names, languages = classifier.read_names()
-    assert set(languages) == set(LANGUAGES)
-    assert set("".join(names)) <= set(string.ascii_letters + " '")
-    assert len(set(zip(names, languages, strict=True))) == len(names) > 2000
-    padding, buckets, _, budget = compare_length_strategies(list(map(len, names)), batch_size=64, max_tokens=512)
-    assert budget.waste <= 0.05
-    assert padding.waste >= 5 * budget.waste
-    assert buckets.waste <= padding.waste
-    assert budget.batches <= padding.batches
-
-
-def test_names_to_test_on_are_not_trained_on(classifier: Any) -> None:
-    train_x, train_y, test_x, test_y = classifier.split(*classifier.read_names())
-    assert len(train_x) == len(train_y) == 1664
-    assert len(test_x) == len(test_y) == 416
-    assert not set(zip(train_x, train_y, strict=True)) & set(zip(test_x, test_y, strict=True))

@@ -36,8 +36,6 @@ HEADER = a_header(
 )
 
 
-# ---------------------------------------------------------------------------------------------- contents
-
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 segments = st.builds(
     SegmentPlan,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz.cases import Case, drawn_case, from_text
-from fuzz.models import Block
-from fuzz.peaks import LEFT_OUT, Peaks, outcome
-from memopt_cli.records import SegmentPlan
+from fuzz.cases import drawn_case, from_text
+from fuzz.peaks import outcome
 from tests.rows import quick
 
 
@@ -36,16 +34,3 @@ def test_predicted_counted_and_allocated_peaks_agree(first: int) -> None:
 def test_the_peaks_of_one_case_agree(text: str) -> None:
     found = outcome(from_text(text))
     assert (found.kind, found.reason) == ("same", "")
-
-
-@pytest.mark.parametrize(
-    ("peaks", "agree"), [((100, 100, 100), True), ((90, 100, 100), False), ((100, 100, 90), False), ((9, 9, 99), True)]
-)
-def test_agreement(peaks: tuple[int, int, int], agree: bool) -> None:
-    assert Peaks(*peaks).agree is agree
-
-
-def test_what_is_left_out_says_why() -> None:
-    kind, why = next(iter(LEFT_OUT.items()))
-    found = outcome(Case(blocks=(Block(kind=kind),), segments=(SegmentPlan(path=""),)))
-    assert why in found.reason

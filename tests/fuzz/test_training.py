@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fuzz.cases import Case, build, drawn_case, from_text, to_text
+from fuzz.cases import Case, build, drawn_case, from_text
 from fuzz.models import KINDS, Block
 from fuzz.scenarios import Scenario
 from fuzz.shrinking import shrunk
@@ -17,7 +16,6 @@ from fuzz.training import Outcome, outcome
 from memopt_cli.records import SegmentPlan
 from memopt_cli.runtime.generators import Generators
 from tests.rows import quick
-from tests.zoo.models import GIVEN, Parts
 
 CASES = 150
 ROOT = (SegmentPlan(path=""),)
@@ -41,14 +39,6 @@ def test_every_block_computes_and_is_trained(kind: str) -> None:
     assert model(x).shape == x.shape
     model(x).square().sum().backward()
     assert model.scale.grad is not None
-
-
-@pytest.mark.slow
-def test_cases_are_the_same_again_and_survive_a_command_line() -> None:
-    cases = [drawn_case(0, index) for index in range(30)]
-    assert cases == [drawn_case(0, index) for index in range(30)]
-    assert [from_text(to_text(case)) for case in cases] == cases
-    assert len({*cases}) == 30
 
 
 ONCE_FAILED = {
@@ -95,12 +85,6 @@ def test_what_once_failed(text: str) -> None:
     assert outcome(from_text(text)).kind == "same"
 
 
-def test_what_cannot_run_plainly_either_is_refused() -> None:
-    blocks = (Block(kind="log softmax over time"), Block(kind="written"), Block(kind="gradient"))
-    found = outcome(Case(blocks=blocks, segments=(SegmentPlan(path="blocks.0-2"),), steps=1))
-    assert (found.kind, "writes to its parameter weight in place; take it" in found.reason) == ("refused", True)
-
-
 def _putting_nothing_back(self: Generators, present: Generators | None = None) -> None:
     pass
 
@@ -133,20 +117,6 @@ def test_an_error_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such luck" in found.reason
 
 
-def test_what_the_plain_model_cannot_do_says_nothing_of_the_plan() -> None:
-    scenario = Scenario(between=("change the inputs",), inputs="trained")
-    assert outcome(Case(blocks=(Block(kind="linear"),), segments=ROOT, scenario=scenario)).kind == "plain fails"
-
-
-def test_what_differs_from_run_to_run_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drifting(x: Tensor, _counter: list[int] = [0]) -> Tensor:  # noqa: B006
-        _counter[0] += 1
-        return x * _counter[0]
-
-    monkeypatch.setitem(KINDS, "drifting", replace(KINDS["relu"], make=lambda: _Calling(drifting)))
-    assert outcome(Case(blocks=(Block(kind="drifting"),), packed=True)).kind == "noisy"
-
-
 AMPLIFYING = (
     '{"blocks":[{"kind":"counting"},{"kind":"gru cell","segments":[{"path":"","chunks":3}]},'
     '{"kind":"batch norm without momentum"}],"scenario":{"dtype":"float64","call":"in turn"},"steps":1}',
@@ -165,8 +135,3 @@ def test_what_rounding_alone_changes_is_noise(text: str, monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(Generators, "restore", _putting_nothing_back)
     assert outcome(drawing).kind == "differs"
-
-
-class _Calling(Parts, function=GIVEN):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)  # type: ignore[operator]

@@ -42,9 +42,6 @@ class Created:
         return copyreg.__newobj__, (kind, *arguments), state  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def saved(value: object, **options: Any) -> bytes:
     torch.save(value, buffer := io.BytesIO(), **options)
     return buffer.getvalue()
@@ -77,9 +74,6 @@ def zipped(records: Records, folder: str = "model/", *, compressed: bool = False
 def archive(records: Records, *, compressed: bool = False) -> bytes:
     """A zip archive as PyTorch writes it, of these records."""
     return zipped({**records, "version": b"3\n", "byteorder": b"little"}, compressed=compressed)
-
-
-# ---------------------------------------------------------------------------------------------- weights
 
 
 def with_record_by_weight(data: bytes) -> bytes:

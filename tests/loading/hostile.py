@@ -74,9 +74,6 @@ def corpus(canary: str) -> dict[str, Hostile]:
     return {name: hostile for group in (*groups, _endless(), _exhausting()) for name, hostile in group}
 
 
-# ---------------------------------------------------------------------------------------------- calls
-
-
 def payloads(canary: str) -> dict[str, Any]:
     """Objects whose unpickling runs something."""
     touch = f"open({canary!r}, 'w').close()"
@@ -115,9 +112,6 @@ def _calls(canary: str) -> Iterator[tuple[str, Hostile]]:
             yield f"{name}, plain", Hostile(pickle.dumps(value, 4), REFUSED, "model.pt")
 
 
-# ---------------------------------------------------------------------------------------------- opcodes
-
-
 def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
     """Globals hidden behind the memo, the stack and the older opcodes; each is tried plain and in an archive."""
     command = f"touch {canary}".encode()
@@ -145,9 +139,6 @@ def _opcodes(canary: str) -> Iterator[tuple[str, Hostile]]:
         yield f"{name}, zip", Hostile(archive({"data.pkl": b"\x80\x02" + code}), REFUSED, "was not loaded")
     for name, code in {"a code of copyreg": b"\x82\x01)R.", "a text identity": b"Posix.system\n."}.items():
         yield name, Hostile(archive({"data.pkl": b"\x80\x02" + code}), NO_MODEL, "model.pt")
-
-
-# ---------------------------------------------------------------------------------------------- objects
 
 
 _ARRAY = np.ones(1).__reduce_ex__(5)[0]
@@ -321,9 +312,6 @@ def _of(value: Any, says: str, code: int = REFUSED) -> Hostile:
     return Hostile(saved(value), code, says)
 
 
-# ---------------------------------------------------------------------------------------------- exhaustion
-
-
 def _exhausting() -> Iterator[tuple[str, Hostile]]:
     """Few bytes that stand for much work or memory."""
     pickles = {
@@ -471,9 +459,6 @@ def holding(code: bytes) -> bytes:
     place = b"X\x05\x00\x00\x00PLACE"
     assert records["data.pkl"].count(place) == 1
     return archive({**records, "data.pkl": records["data.pkl"].replace(place, code)})
-
-
-# ---------------------------------------------------------------------------------------------- archives
 
 
 def _archives(canary: str) -> Iterator[tuple[str, Hostile]]:

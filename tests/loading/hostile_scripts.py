@@ -106,9 +106,6 @@ def script_of(make: type[nn.Module]) -> Records:
     return unzipped(scripted(make()))
 
 
-# ---------------------------------------------------------------------------------------------- scripts
-
-
 def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
@@ -216,9 +213,6 @@ def _lines(index: int | None) -> bytes:
     source = source if index is not None else b"(t"
     row = b"(K\x00(" + source + b"K\x00K\x01tK\x00t"
     return b"\x80\x02(" + _text("FORMAT_WITH_STRING_TABLE") + texts + b"(" + row + b"tt."
-
-
-# ---------------------------------------------------------------------------------------------- programs
 
 
 PROGRAM = "models/model.json"

@@ -330,9 +330,6 @@ def compiled(name: str) -> torch.jit.ScriptModule:
         return torch.jit.trace(module, model.arguments(), check_trace=False, strict=False)
 
 
-# ---------------------------------------------------------------------------------------------- steps
-
-
 def run(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({}), seed: int = 5
 ) -> dict[str, Any]:

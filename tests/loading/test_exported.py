@@ -139,9 +139,6 @@ def test_memory_is_that_of_the_model_as_it_was_written(name: str, tmp_path: Path
     assert peak_bytes(load(tmp_path / "model.pt2"), arguments) <= 1.03 * peak_bytes(CORPUS[name].make(), arguments)
 
 
-# ---------------------------------------------------------------------------------------------- inputs and notes
-
-
 class Tokens(Parts, embedding=lambda: nn.Embedding(50, 4)):
     def forward(self, ids: Tensor, mask: Tensor, targets: Tensor | None = None) -> Tensor:
         return self.embedding(ids) * mask[..., None]
@@ -198,9 +195,6 @@ def test_a_backward_that_export_lost_is_said(tmp_path: Path) -> None:
     export(Spiking(), tmp_path / "m.pt2", torch.randn(3, 2), strict=False)
     notes = load_model(ModelSource(location=str(tmp_path / "m.pt2"))).notes
     assert any("lost the backward of Step (" in note for note in notes)
-
-
-# ---------------------------------------------------------------------------------------------- hostile files
 
 
 @pytest.fixture(scope="module")

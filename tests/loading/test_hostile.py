@@ -176,9 +176,6 @@ def test_nothing_is_let_through_by_a_package_that_is_too_wide(tmp_path: Path) ->
     assert "--allow" not in error.value.hint
 
 
-# ---------------------------------------------------------------------------------------------- damaged files
-
-
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A sound file of each format."""
@@ -215,9 +212,6 @@ def test_a_damaged_file_is_described_and_loaded_or_refused(name: str, sound: dic
                 refused.append(err)
     assert refused
     assert not any("\n" in err.message for err in refused)
-
-
-# ---------------------------------------------------------------------------------------------- inputs
 
 
 def arrays(save: Callable[..., None], *values: Any, **named: Any) -> bytes:
@@ -313,8 +307,6 @@ def test_safetensors_are_read_as_the_library_writes_them() -> None:
         assert found[name].shape == tensor.shape
 
 
-# ---------------------------------------------------------------------------------------------- text
-
 HOSTILE_YAML = {
     "a call": "!!python/object/apply:os.system ['touch canary']",
     "an object": "level: !!python/object:pathlib.Path {}",
@@ -383,9 +375,6 @@ def test_code_in_the_place_of_a_missing_library_is_not_offered_as_that(memopt: M
     done = memopt("optimize", "model.pt", "-i", "2x3", "-q")
     assert done.changed == set()
     assert "If the norse in this folder is your own: --code-path .; else pip install norse." in done.err
-
-
-# ---------------------------------------------------------------------------------------------- what a hint costs
 
 
 def test_a_large_file_may_not_take_as_much_work_as_a_small_one_for_each_byte() -> None:

@@ -92,9 +92,6 @@ def test_items_are_bounded() -> None:
     assert items_in([3, 4]) == 12
 
 
-# ---------------------------------------------------------------------------------------------- work that doubles
-
-
 def _operators(count: int) -> list[Op]:
     return [
         Op(kind="operator", detail="aten::add.int", operands=((1,), (1,)), outputs=(f"s{i}",)) for i in range(count)

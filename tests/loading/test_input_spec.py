@@ -38,9 +38,6 @@ def made(spec: InputSpec, seed: int = 0, dtype: torch.dtype | None = None) -> tu
     return make_inputs(spec, seed=seed, device="cpu", dtype=dtype)
 
 
-# ---------------------------------------------------------------------------------------------- finding a spec
-
-
 @pytest.mark.parametrize(
     ("model", "beside"),
     [
@@ -228,9 +225,6 @@ def test_a_wrong_spec_file_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match=r"model\.inputs\.yaml"):
         read_spec_file(path)
-
-
-# ---------------------------------------------------------------------------------------------- making the inputs
 
 
 def test_the_same_seed_makes_the_same_inputs_and_leaves_the_global_rng_alone() -> None:
@@ -452,9 +446,6 @@ def test_a_size_that_no_input_has(tmp_path: Path) -> None:
         find_spec(source, nn.Linear(3, 3), replace(shared, optional_dims=("B",), source="--dim"))
     with pytest.raises(UsageError, match=r"no input has a dimension B; they are 2x3 \(a guess from"):
         find_spec(ModelSource(location="other.pt"), nn.Linear(3, 3), InputSpec(dims={"B": 5}, source="--dim"))
-
-
-# ---------------------------------------------------------------------------------------------- the batch
 
 
 def test_the_batch_is_the_symbol_or_dimension_0() -> None:

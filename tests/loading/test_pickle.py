@@ -262,9 +262,6 @@ def test_a_cache_that_training_fills_is_named(tmp_path: Path, kind: str, setting
         assert '"use_cache": false in config.json' in note
 
 
-# ---------------------------------------------------------------------------------------------- hostile files
-
-
 def test_a_global_called_by_way_of_the_memo_is_seen() -> None:
     code = b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x940" + b"0h\x00h\x01\x93\x940h\x02\x8c\x04true\x85R."
     scan = PickleScan(size=len(code))
@@ -285,8 +282,6 @@ def test_our_scan_agrees_with_pytorchs() -> None:
     scan_pickle(io.BytesIO(unzipped(data)["data.pkl"]), scan)
     assert set(theirs) <= {str(wanted) for wanted in scan.wanted}
 
-
-# ---------------------------------------------------------------------------------------------- trust
 
 PACKAGE = """
     from pathlib import Path
@@ -621,9 +616,6 @@ def test_a_code_path_that_does_not_exist(foreign: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.py") as refusal:
         load(foreign, trust=Trust(code_paths=("nowhere.py",)))
     assert "--code-path" not in str(refusal.value)
-
-
-# ---------------------------------------------------------------------------------------------- bad files
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:

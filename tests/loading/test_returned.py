@@ -101,9 +101,6 @@ def test_of_the_users_own_classes(user_code: str, tmp_path: Path) -> None:
     assert check_returned(str(path), source)
 
 
-# ---------------------------------------------------------------------------------------------- what is no such model
-
-
 def holding(value: Any, name: str = "kept") -> bytes:
     """The model with one more attribute."""
     kept = model()

@@ -147,9 +147,6 @@ def test_what_was_shared_stays_shared(tmp_path: Path) -> None:
     assert torch.equal(again(*given), script(*given))
 
 
-# ---------------------------------------------------------------------------------------------- what is not lifted
-
-
 class Listing(Parts, norm=lambda: nn.BatchNorm1d(3)):
     """``tolist`` has no stored form."""
 
@@ -259,9 +256,6 @@ def test_a_replaced_tensor_is_replaced_in_the_script() -> None:
     assert torch.allclose(leaf(torch.full((1, 2), 5.0)), torch.zeros(1, 2), atol=1e-5)
     leaf.load_state_dict({**leaf.state_dict(), "running_mean": torch.zeros(2)})
     assert leaf(torch.ones(1, 2)).mean() > 0.9
-
-
-# ---------------------------------------------------------------------------------------------- hostile archives
 
 
 class Reading(nn.Module):

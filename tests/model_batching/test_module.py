@@ -68,9 +68,6 @@ def different(model: nn.Module, **options: Any) -> BatchModule:
     return batched
 
 
-# ---------------------------------------------------------------------------------------------- inputs and outputs
-
-
 @routes
 def test_every_data_order_holds_the_same_models(route: RouteName) -> None:
     batched, given = different(small(), route=route), images()
@@ -113,18 +110,6 @@ def test_several_inputs_and_outputs_pass_through(route: RouteName) -> None:
     torch.testing.assert_close(found["sum"][1], wanted["sum"])
     assert torch.equal(found["mask"], a > 0)
     assert batched(a)["mask"] is None  # another structure of arguments
-
-
-@routes
-def test_a_batch_of_another_size_needs_no_new_choice(route: RouteName) -> None:
-    batched = different(convolutional(), route=route)
-    assert batched(images(1, 5, 5)).shape == (G, B, 4)
-    chosen = batched.trials
-    assert batched(images(1, 5, 5)[:, :2]).shape == (G, 2, 4)
-    assert batched.trials == chosen
-
-
-# ---------------------------------------------------------------------------------------------- state
 
 
 def test_state_dictionaries_go_in_and_come_out() -> None:
@@ -170,9 +155,6 @@ def test_a_copy_and_a_pickle_compute_the_same(route: RouteName) -> None:
     expected.sum().backward()
     for other in (copy.deepcopy(batched), pickle.loads(pickle.dumps(batched))):
         assert torch.equal(other(images()), expected)
-
-
-# ---------------------------------------------------------------------------------------------- isolation
 
 
 def convolutional() -> nn.Module:
@@ -240,29 +222,6 @@ def test_an_optimizer_trains_stacked_models_as_it_trains_each(name: str) -> None
     assert largest_gap(batched.state_dicts(), wanted) < 1e-10
 
 
-def test_adafactor_couples_models() -> None:
-    """What the documentation warns of."""
-    batched = different(convolutional().double(), route="fused")
-    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
-    wanted = trained_apart(batched, torch.optim.Adafactor, given, targets)
-    train_together(batched, torch.optim.Adafactor, given, targets)
-    assert largest_gap(batched.state_dicts(), wanted) > 1e-5
-
-
-@pytest.mark.parametrize("name", ["momentum", "AdamW"])
-def test_a_step_moves_models_without_a_new_gradient_as_it_moves_one(name: str) -> None:
-    """Not a leak: momentum and weight decay move a single model whose gradient is zero, too."""
-    batched = different(convolutional().double(), route="fused")
-    optimizer = OPTIMIZERS[name](list(batched.parameters()))
-    given, targets = images(1, 5, 5).double(), torch.randint(0, 4, (G, B))
-    for chosen in (slice(None), 0):
-        optimizer.zero_grad()
-        batch_loss(batched(given), targets, G, F.cross_entropy)[chosen].sum().backward()
-        before = batched.state_dicts()
-        optimizer.step()
-    assert largest_gap(batched.state_dicts()[1:], before[1:]) > 1e-5
-
-
 def test_changed_attributes_are_seen_after_choosing_again() -> None:
     batched, ones = BatchModule(nn.Sequential(nn.Dropout(0.5)), 2, route="loop"), torch.ones(2, 100)
     assert (batched(ones) == 0).any()
@@ -295,9 +254,6 @@ def test_functional_dropout_follows_the_mode() -> None:
     assert not torch.equal(batched(ones)[0], batched(ones)[1])
     assert torch.equal(batched.eval()(ones), ones)
     assert not torch.equal(batched.train()(ones)[0], batched(ones)[1])
-
-
-# ---------------------------------------------------------------------------------------------- choice of a route
 
 
 def test_the_fastest_route_that_computes_the_same_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,9 +571,6 @@ def test_the_trials_tell_why_vmap_cannot_run_a_recurrent_layer() -> None:
     assert "gru" in batched.trials[1].refused
 
 
-# ---------------------------------------------------------------------------------------------- plans
-
-
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -811,9 +764,6 @@ def prepare_small(folder: Path) -> Prepared:
     return prepare(opening(source), progress=Progress(), ask=None)
 
 
-# ---------------------------------------------------------------------------------------------- modules of one's own
-
-
 class Scale(Parts, factor=lambda: nn.Parameter(torch.ones(())), offset=lambda: nn.Buffer(torch.full((5,), 2.0))):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor + self.offset if x.mean() > -1e9 else x  # cannot be traced, nor mapped
@@ -835,13 +785,6 @@ class BatchScale(AbstractBatchModule):
 @pytest.fixture
 def registered() -> None:
     register_batch_module(BatchScale)
-
-
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt_cli.model_batching import extension
-
-    monkeypatch.setattr(extension, "_batch_classes", {})
 
 
 @pytest.mark.usefixtures("registered")
@@ -902,9 +845,6 @@ def test_a_batch_module_with_other_parameters_is_refused() -> None:
         BatchModule(Scale(), G)
     with pytest.raises(UsageError, match="Scale is not an AbstractBatchModule"):
         register_batch_module(Scale)  # type: ignore[type-var]
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def scripted() -> nn.Module:

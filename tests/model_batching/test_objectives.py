@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -115,15 +114,3 @@ def test_clipping_per_model_is_clipping_each_model(norm_type: float) -> None:
     for g, model in enumerate(apart):
         for parameter, alone in zip(stacked, model, strict=True):
             torch.testing.assert_close(parameter.grad[g], alone.grad)
-
-
-def test_clipping_the_global_norm_couples_models() -> None:
-    """Why there is a function of our own."""
-    stacked = nn.Parameter(torch.zeros(2, 3))
-    stacked.grad = torch.tensor([[0.1, 0.0, 0.0], [100.0, 0.0, 0.0]])
-    alone = copy.deepcopy(stacked)
-    alone.grad = stacked.grad.clone()
-    nn.utils.clip_grad_norm_([stacked], 1.0)
-    clip_grad_norm_per_model([alone], 1.0)
-    assert stacked.grad[0, 0] < 0.01
-    assert alone.grad[0, 0] == 0.1

@@ -15,15 +15,12 @@ from memopt_cli.online import (
     Batching,
     HybridTrace,
     OnlineAlgorithm,
-    declare_state,
-    environ,
     init_all_states,
     traced,
     untraced,
 )
 from memopt_cli.online.algorithm import parse_decay_or_rank
 from memopt_cli.online.neurons import LIF, LeakyRateReadout, kaiming_normal_
-from sample_models import spiking_vgg
 from tests.online.networks import (
     BATCH,
     CLASSES,
@@ -51,9 +48,6 @@ EXACT = 1e-12
 
 def es(model: nn.Module, **settings: object) -> ES_D_RTRL:
     return ES_D_RTRL(model, 0.9, **settings)
-
-
-# ------------------------------------------------------------------ D-RTRL is exact on the cut graph (see tests/peers)
 
 
 @pytest.mark.slow
@@ -117,24 +111,12 @@ def test_a_plain_parameter_of_a_cell_sees_one_step_at_a_time() -> None:
     )  # the threshold acts within its step alone
 
 
-def test_a_neuron_that_keeps_its_potential_in_an_attribute_is_a_cell_once_declared() -> None:
-    neuron = spiking_vgg.LIF(0.7)
-    declare_state(neuron, "mem", HIDDEN)
-    net = Recurrent(neuron, lambda c: c.mem).double()
-    inputs, labels = sequence()
-    found = learn(manual(D_RTRL, net, inputs[0]), inputs, labels)
-    assert relative(found, cut_graph_gradients(net, inputs, labels)) <= EXACT
-
-
 def test_losses_may_be_summed_before_one_backward() -> None:
     net = lif_net().double()
     inputs, labels = sequence()
     algorithm = manual(D_RTRL, net, inputs[0])
     torch.stack([F.cross_entropy(algorithm(x), labels) for x in inputs]).sum().backward()
     assert relative(gradients(net), cut_graph_gradients(net, inputs, labels)) <= EXACT
-
-
-# ------------------------------------------------------------------ ES-D-RTRL
 
 
 def es_by_hand(
@@ -176,16 +158,6 @@ def test_es_d_rtrl_is_its_equations(correction: str, divisor: Callable[[int], fl
     inputs, labels = sequence()
     found = learn(manual(lambda m, **k: es(m, correction=correction, **k), net, inputs[0]), inputs, labels)
     assert relative(found, es_by_hand(net, inputs, labels, 0.9, divisor)) <= EXACT
-
-
-@pytest.mark.parametrize(("correction", "ratio"), [("reference", 1 / 9), ("none", 0.1)])
-def test_the_first_gradient_differs_from_d_rtrls_by_a_factor(correction: str, ratio: float) -> None:
-    net = lif_net().double()
-    inputs, labels = sequence()
-    exact = learn(manual(D_RTRL, net, inputs[0]), inputs[:1], labels)
-    found = learn(manual(lambda m, **k: es(m, correction=correction, **k), net, inputs[0]), inputs[:1], labels)
-    for name in ("syn.weight", "syn.bias"):
-        torch.testing.assert_close(found[name], ratio * exact[name], rtol=EXACT, atol=0)
 
 
 @pytest.mark.slow
@@ -246,9 +218,6 @@ def test_what_is_no_decay_and_no_rank(given: object) -> None:
         ES_D_RTRL(lif_net(), given)
 
 
-# ------------------------------------------------------------------ batching
-
-
 @pytest.mark.parametrize(("make", "dtype", "tolerance"), [(es, torch.float64, EXACT), (D_RTRL, torch.float32, 1e-5)])
 def test_manual_and_automatic_batching_agree(
     make: Callable[..., OnlineAlgorithm], dtype: torch.dtype, tolerance: float
@@ -257,13 +226,6 @@ def test_manual_and_automatic_batching_agree(
     inputs = inputs.to(dtype)
     expected = learn(manual(make, net, inputs[0]), inputs, labels)
     assert relative(learn(automatic(make, net, inputs[0]), inputs, labels), expected) <= tolerance
-
-
-def test_convolutions_are_batched_automatically() -> None:
-    net = ConvNet(LIF((4, 3, 3))).double()
-    inputs, labels = sequence(2, 5, 5)
-    expected = learn(manual(es, net, inputs[0]), inputs, labels)
-    assert relative(learn(automatic(es, net, inputs[0]), inputs, labels), expected) <= EXACT
 
 
 def test_windows_are_batched_automatically() -> None:
@@ -284,18 +246,6 @@ def test_one_sample_without_a_batch_axis() -> None:
     algorithm = D_RTRL(net)
     algorithm.compile_graph(inputs[0, 0])
     assert relative(learn(algorithm, inputs[:, 0], labels[0]), expected) <= EXACT
-
-
-def test_the_mode_can_be_set_globally() -> None:
-    environ.set(mode=Batching())
-    try:
-        assert D_RTRL(lif_net()).mode == Batching()
-    finally:
-        environ.set(mode=None)
-    assert D_RTRL(lif_net()).mode is None
-
-
-# ------------------------------------------------------------------ sequences, memory, inputs
 
 
 def test_a_new_sequence_starts_anew() -> None:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online import D_RTRL, ES_D_RTRL, Batching, init_all_states, traced, untraced
+from memopt_cli.online import D_RTRL, Batching, init_all_states, traced, untraced
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.neurons import LIF, LeakyRateReadout
+from memopt_cli.online.neurons import LIF
 from memopt_cli.online.structure import Structure
 from tests.online.networks import BATCH, CLASSES, HIDDEN, INPUTS, Adaptive, Layered, Recurrent, lif_net
 
@@ -83,29 +83,3 @@ def test_what_mixes_neurons_is_refused() -> None:
         structure(pooled, torch.rand(BATCH, 1, 6))
     untraced(pooled[0])
     assert reached(structure(pooled, torch.rand(BATCH, 1, 6))) == {}
-
-
-def test_a_weight_used_twice_has_a_trace_for_each_use() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.first, self.second = traced(nn.Linear(HIDDEN, HIDDEN)), LIF(HIDDEN), LIF(HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.w(self.first(self.w(x))))
-
-    net = Shared()
-    init_all_states(net, BATCH)
-    algorithm = ES_D_RTRL(net, 19, mode=Batching())
-    x = 3 * torch.rand(BATCH, HIDDEN)
-    algorithm.compile_graph(x)
-    assert len(algorithm.traces) == 2
-    algorithm(x).sum().backward()
-    assert net.w.weight.grad.norm() > 0
-
-
-def test_a_readout_of_plain_weights_is_no_cell_of_theirs() -> None:
-    net = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), LIF(HIDDEN), LeakyRateReadout(HIDDEN, CLASSES))
-    found = structure(net)
-    assert reached(found) == {"0": [("1", ("v",))]}
-    assert found.untraced_reasons == {}

@@ -133,9 +133,6 @@ def test_es_d_rtrl_filters_a_synapse_and_its_neuron_together() -> None:
     assert relative({"w": found}, {"w": expected}) <= EXACT
 
 
-# ------------------------------------------------------------------ what traces cannot follow
-
-
 class Normalized(Network, syn=Synapse, between=GIVEN, neu=lambda: LIF(HIDDEN)):
     """Between synapse and neuron stands what mixes neurons."""
 
@@ -214,9 +211,6 @@ def test_a_factored_trace_refuses_what_only_a_full_one_can_tell_apart() -> None:
     with pytest.raises(MemoptError, match="the output of w is read by a cell that has parameters") as raised:
         es(net, inputs[0])
     assert "Use D_RTRL" in str(raised.value.hint)
-
-
-# ------------------------------------------------------------------ what would be wrong without a word
 
 
 class Cell(nn.Module):

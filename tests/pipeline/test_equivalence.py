@@ -105,9 +105,6 @@ def verified(
     return compare_prepared(one, other, steps)
 
 
-# ---------------------------------------------------------------------------------------------- the same
-
-
 def dropping() -> nn.Module:
     return Block(nn.Dropout(0.4))
 
@@ -198,9 +195,6 @@ def test_where_float64_tells_nothing_half_of_the_digits_decide() -> None:
     found = verified(lambda: Stubborn(1), lambda: Stubborn(3))
     assert found.alike == "as far as memopt can tell"
     assert any("no float64 here" in note for note in found.notes)
-
-
-# ---------------------------------------------------------------------------------------------- what differs
 
 
 class Noisy(Parts, layer=lambda: nn.Linear(6, 6), noise=nn.RReLU):
@@ -561,9 +555,6 @@ def test_a_step_that_fails_says_in_which_one_and_why() -> None:
     assert (late.differs_in_step, late.failed, late.cause) == (2, "RuntimeError: enough", None)
 
 
-# ---------------------------------------------------------------------------------------------- what is easily missed
-
-
 class Varied(Parts, first=lambda: nn.Linear(6, 6), second=lambda: nn.Linear(6, 6), variant=GIVEN):
     """Two layers; what a subclass does with them depends on ``variant``, which is 1 in the candidate."""
 
@@ -727,9 +718,6 @@ def test_updates_in_float16_are_taken() -> None:
     assert any(start.get(tensor.name, tensor.bits) != tensor.bits for tensor in followed.steps[0].effects)
 
 
-# ---------------------------------------------------------------------------------------------- what is no difference
-
-
 class Masked(Varied):
     def forward(self, x: Tensor) -> Tensor:
         return self.plain(x).masked_fill(torch.eye(len(x), 6, dtype=torch.bool), float("-inf"))
@@ -884,9 +872,6 @@ def test_a_graph_that_only_the_candidate_keeps_from_step_to_step() -> None:
     assert both.alike == "to the bit"
 
 
-# ---------------------------------------------------------------------------------------------- hooks
-
-
 def hooked(*names: str, around: Callable[..., Any] = plainly) -> nn.Module:
     net = Net(Block(nn.Tanh()), around=around)
     for name in names:
@@ -907,9 +892,6 @@ def test_hooks_that_are_not_called_or_in_another_order() -> None:
     assert again.notes == (
         "The hook record of blocks.0.wide is called 2 times a step instead of 1, in recomputations too.",
     )
-
-
-# ---------------------------------------------------------------------------------------------- what cannot be compared
 
 
 @pytest.mark.slow
@@ -967,9 +949,6 @@ def test_names_of_wrappers_are_left_out(name: str) -> None:
 
     assert verified(make, lambda: Wrapped(name, make())).alike == "to the bit"
     assert verified(lambda: Wrapped(name, make()), make).alike == "to the bit"
-
-
-# ---------------------------------------------------------------------------------------------- from Python
 
 
 @pytest.mark.process
@@ -1070,9 +1049,6 @@ def test_hooks_that_a_copy_would_lose_are_refused() -> None:
 def test_what_cannot_be_compared_is_said(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         memopt_cli.verify(*arguments, **options)
-
-
-# ---------------------------------------------------------------------------------------------- reports
 
 
 @pytest.fixture(scope="module")

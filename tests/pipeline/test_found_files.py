@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.files.contents import read_measured
 from memopt_cli.inputs.spec_text import check_spec
 from memopt_cli.records import InputSpec, Plan, TensorSpec, to_data
 from memopt_cli.records.plan_file import plan_yaml
@@ -151,15 +150,6 @@ def test_inputs_are_described_once(pair: tuple[str, str], memopt: Memopt) -> Non
         InputSpec(**{name: values[name] for name in pair}, source="")
 
 
-def test_a_baseline_that_describes_the_inputs_twice_is_none(memopt: Memopt, in_process: None) -> None:
-    torch.save(nn.Linear(3, 3), "model.pt")
-    data = record(memopt)
-    data["spec"]["script"] = "x.py:f"
-    Path("b.json").write_text(json.dumps(data))
-    with pytest.raises(Exception, match=r"the file\.spec: the inputs are described twice"):
-        read_measured("b.json")
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -180,8 +170,6 @@ def test_no_step_needs_less_than_nothing(change: Callable[[Any], None], memopt: 
     assert "b.json is not a baseline: its " in done.err
     assert "it cannot be negative" in done.err
 
-
-# ---------------------------------------------------------------------------------------------- what is no tensor
 
 NO_TENSORS: dict[str, dict[str, Any]] = {
     "a negative size": {"shape": [4, -8]},

@@ -107,9 +107,6 @@ def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
     return jobs
 
 
-# ---------------------------------------------------------------------------------------------- what is right
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [ORIGINAL, EXACT], ids=["original", "segments"])
 def test_an_exact_plan_leaves_the_same_bits_at_full_size(plan: Plan, verified_at: list[VerifyJob]) -> None:
@@ -309,9 +306,6 @@ def test_a_step_of_rounded_parameters_leaves_them_as_they_were(model: type[nn.Mo
     assert before.fingerprint == after.fingerprint
     moved = compare_fingerprints(before.fingerprint, rounded, batch=64, dims={}, exact=False)[0]
     assert 0 < moved.worst_difference < moved.tolerance
-
-
-# ---------------------------------------------------------------------------------------------- what is wrong
 
 
 def generators_that_stay(patch: pytest.MonkeyPatch) -> None:

@@ -260,9 +260,6 @@ def test_the_summary_page_is_appended_to(tmp_path: Path) -> None:
     assert page.read_text() == shown(MarkdownReport(), a_comparison("peak:0")) + refused
 
 
-# ---------------------------------------------------------------------------------------------- by length
-
-
 def at(length: str, *limits: str, peak: int) -> Comparison:
     made = a_comparison(*limits, peak=peak)
     return replace(made, at=length, verdicts=tuple(replace(verdict, at=length) for verdict in made.verdicts))
@@ -304,8 +301,6 @@ def test_without_a_regression_every_length_is_told() -> None:
         "no regression: at S=16 tensor peak 12.0 MiB, as before; allocated peak +2.0 MiB, +10.0 %",
     ]
 
-
-# ---------------------------------------------------------------------------------------------- JUnit
 
 NUMBER, TEXT, TIME = r"\d+(\.\d+)?", r"(?s).+", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 SCHEMA: dict[str, tuple[dict[str, str], str]] = {

@@ -150,9 +150,6 @@ def a_result() -> OptimizeResult:
     return OptimizeResult(header=HEADER, summary=summary, files=(), steps=steps)
 
 
-# ---------------------------------------------------------------------------------------------- the figures
-
-
 def test_the_timeline_counts_every_category_at_every_instant() -> None:
     found = timeline(a_trace())
     assert found.instants == (-1, 0, 1, 2, 3)
@@ -285,9 +282,6 @@ def test_what_a_budget_chose_is_shown_beside_the_frontier() -> None:
     assert points_of(summary)[-1].peak_bytes == summary.levels[-1].outcome.allocated_peak_bytes  # type: ignore[union-attr]
     summary.frontier = [original, replace(original, plan=summary.plan)]  # type: ignore[arg-type]
     assert [(p.label, p.applied) for p in points_of(summary)] == [("pick 1", False), ("pick 2", True)]
-
-
-# ---------------------------------------------------------------------------------------------- the page
 
 
 class Strict(HTMLParser):
@@ -508,8 +502,6 @@ def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         require_plotly()
     assert caught.value.hint == "pip install 'memopt[html]'"
 
-
-# ---------------------------------------------------------------------------------------------- in a browser
 
 WATCH = """<head><script>
 const said = [];

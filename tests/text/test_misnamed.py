@@ -24,17 +24,8 @@ def zipped(*names: str) -> bytes:
     [
         ("model.onnx", b"", "ONNX"),
         ("graph.bin", b"\x08\x08\x12\x07pytorch\x1a", "ONNX"),
-        ("saved_model.pb", b"\x08\x01\x12\xd8\x9a\x01\x0a\xf0", "TensorFlow"),
-        ("model.h5", b"\x89HDF\r\n\x1a\n", "HDF5 (Keras)"),
-        ("model.tflite", b"\x1c\0\0\0TFL3", "TensorFlow Lite"),
-        ("llama.gguf", b"GGUF\x03", "GGUF"),
-        ("w.npy", b"\x93NUMPY", "array of NumPy"),
-        ("model.tar", b"\0" * 257 + b"ustar", "tar -xf model.tar"),
         ("page.pt", b"\n<!DOCTYPE html>\n<html>", "a web page: the download failed"),
         ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
-        ("model.keras", zipped("config.json", "model.weights.h5"), "Keras"),
-        ("w.npz", zipped("a.npy", "b.npy"), "numpy.load('w.npz')"),
-        ("all.zip", zipped("runs/whole.pt", "notes.txt"), "contains runs/whole.pt Unpack it first: unzip all.zip"),
         ("photos.zip", zipped("a.png"), "without a model It contains a.png."),
     ],
 )

@@ -74,9 +74,6 @@ def test_resizes_are_seen_while_it_lasts() -> None:
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-# ---------------------------------------------------------------------------------------------- one rank of four
-
-
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     start_fake_group(1, 4)

@@ -189,8 +189,6 @@ def test_a_peak_is_raised_by_what_is_above_it() -> None:
     assert peak.raised(6, 6) == PhasePeak(phase="forward", tensor_peak_bytes=6, allocated_peak_bytes=7)
 
 
-# ---------------------------------------------------------------------------------------------- in backward
-
 IN_BACKWARD = Plan(in_backward=True)
 
 

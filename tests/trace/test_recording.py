@@ -21,8 +21,6 @@ from memopt_cli.measure import replies
 from memopt_cli.measure.jobs import RecordJob
 from memopt_cli.records import (
     InputSpec,
-    ModuleCall,
-    OpTrace,
     Plan,
     SegmentPlan,
     StepSettings,
@@ -121,20 +119,11 @@ def ops_of(trace: StepTrace, phase: str) -> list[tuple[str, str]]:
     return [(op.name.removeprefix("aten::"), op.module) for op in trace.ops if op.phase == phase and op.makes]
 
 
-# ---------------------------------------------------------------------------------------------- sample models
-
-
 @pytest.mark.slow
 def test_tensors_without_data_leave_the_same_record(sample: tuple[StepTrace, StepTrace]) -> None:
     fake, real = sample
     # Of a recurrent layer's workspace, what no chunk shrinks is known of dry runs alone.
     assert replace(fake, storages=tuple(replace(s, fixed_bytes=()) for s in fake.storages)) == real
-
-
-@pytest.mark.slow
-def test_births_and_deaths_give_the_tensor_peak(sample: tuple[StepTrace, StepTrace]) -> None:
-    trace, _ = sample
-    assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
 
 
 def test_storages_are_where_operators_put_them(sample: tuple[StepTrace, StepTrace]) -> None:
@@ -210,9 +199,6 @@ def test_the_kernels_workspace_is_in_the_allocated_peak() -> None:
     assert trace.allocated_peak_bytes == counted.allocated_peak_bytes > trace.tensor_peak_bytes
     taking = {op.name for op in trace.ops if op.workspace_bytes}
     assert taking == {"aten::native_batch_norm_backward", "aten::convolution"}
-
-
-# ---------------------------------------------------------------------------------------------- by hand
 
 
 class Chain(Parts, weight=lambda: nn.Parameter(torch.ones(1000))):
@@ -309,15 +295,6 @@ def test_the_loss_is_forward_and_of_no_module() -> None:
     assert output.saved_by == (root.end,)
 
 
-def test_the_update_is_a_phase() -> None:
-    step = step_of(nn.Linear(3, 4), torch.randn(2, 3), optimizer="sgd")
-    trace = FakeStep(step).record(2)
-    update = [op for op in trace.ops if op.phase == "update"]
-    written = {trace.storages[index].kind for op in update for index in op.mutates}
-    assert written == {"parameters", "optimizer"}
-    assert trace.ops[-len(update) :] == tuple(update)
-
-
 def test_parameters_and_buffers_belong_to_their_owners() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4)))
     trace = record(step_of(model, torch.randn(2, 3)), 2, contents=False)
@@ -371,9 +348,6 @@ def test_flops_of_products_convolutions_attention_and_recurrence() -> None:
     lstm = FakeStep(step_of(nn.LSTM(6, 5), torch.randn(8, 3, 6))).record(3)
     assert flops(lstm, "forward") == 2 * 8 * 3 * 4 * 5 * (6 + 5)
     assert flops(lstm, "backward") == 2 * flops(lstm, "forward")
-
-
-# ---------------------------------------------------------------------------------------------- contents and times
 
 
 class Spikes(Parts, first=lambda: nn.Linear(40, 40), second=lambda: nn.Linear(40, 40)):
@@ -438,9 +412,6 @@ def test_times_come_to_their_operators() -> None:
     assert "other operators" in unknown
 
 
-# ---------------------------------------------------------------------------------------------- under a plan
-
-
 def test_a_step_under_a_plan_is_recorded_too() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Sigmoid()) for _ in range(3)))
     step = step_of(model, torch.randn(50, 30))
@@ -453,9 +424,6 @@ def test_a_step_under_a_plan_is_recorded_too() -> None:
     assert [op.module for op in again] == ["1.1", "0.1"]
     assert [c.path for c in trace.calls] == [c.path for c in before.calls]
     assert not any(trace.ops[i].module.startswith(("0.", "1.")) for s in trace.storages for i in s.saved_by)
-
-
-# ---------------------------------------------------------------------------------------------- without parameters
 
 
 def test_a_model_without_data_is_placed_with_its_ties() -> None:
@@ -472,16 +440,6 @@ def test_a_model_without_data_is_placed_with_its_ties() -> None:
     assert model[2].num_batches_tracked.dtype is torch.int64
     trace = FakeStep(step_of(model, x), mode).record(2)
     assert trace.tensor_peak_bytes > 8 << 40  # 8 TiB of weights
-
-
-def test_records_survive_the_wire() -> None:
-    import json
-
-    from memopt_cli.records import from_data, to_data
-
-    trace = record(step_of(Chain(), torch.ones(1000)), 1, contents=True)
-    assert from_data(StepTrace, json.loads(json.dumps(to_data(trace)))) == trace
-    assert (type(trace.ops[0]), type(trace.storages[0]), type(trace.calls[0])) == (OpTrace, StorageTrace, ModuleCall)
 
 
 class Sliced(Parts, cell=lambda: nn.Linear(32, 32)):
@@ -535,47 +493,6 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     assert peak(fake, plan, None) == peak(None, raw, None)
     assert peak(fake, plan, codecs_of(trace, trace)) == pytest.approx(really, rel=0.05)
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(really, rel=0.05)
-
-
-class Fires(nn.Module):
-    """A spike where the sum over a few steps is positive, and those sums."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        v, spikes = torch.zeros_like(x), []
-        for _ in range(3):
-            v = v + x.tanh()
-            spikes.append((v > 0.5).float() + 0 * v)
-        return torch.stack(spikes, 1), v
-
-
-class TwiceFiring(nn.Module):
-    """What fires is saved by products outside of the modules that run in chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fires = nn.ModuleList((Fires(), Fires()))
-        self.scale = nn.Parameter(torch.ones(32, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, v = self.fires[0](x * self.scale)
-        second, w = self.fires[1]((first * self.scale).sum(1) - 2)
-        return (second * self.scale).sum() + (v * self.scale).sum() + (w * self.scale).sum()
-
-
-def test_a_dry_run_knows_how_what_chunks_give_packs() -> None:
-    torch.manual_seed(0)
-    step = step_of(TwiceFiring(), torch.randn(16, 32, 64))
-    trace = record(step, 16, contents=True)
-    segments = tuple(SegmentPlan(path=f"fires.{n}", chunks=4, seq_outputs=2) for n in range(2))
-    fake = FakeStep(step)
-    for plan in (Plan(segments=segments), Plan(packed=True), Plan(packed=True, segments=segments)):
-        apply_plan(step.model, plan)
-        really = count(step).tensor_peak_bytes
-        remove_plan(step.model)
-        apply_plan(fake.step.model, plan)
-        assert fake.count(codecs=codecs_of(trace, trace)).tensor_peak_bytes == really
-        remove_plan(fake.step.model)
-    assert codecs_of(trace, trace).outputs == {("fires.0", 0): "bit", ("fires.1", 0): "bit"}
 
 
 class SharesOutputs(nn.Module):

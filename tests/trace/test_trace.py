@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import runpy
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -315,25 +314,10 @@ def test_resident_bytes_count_each_storage_once() -> None:
     assert count(step_of(frozen, (x, x))).resident_bytes == (200 + 100 + 6 + 30) * FLOAT
 
 
-def test_segments_lower_the_count() -> None:
-    model = nn.Sequential(*(nn.Sequential(*(nn.Sigmoid() for _ in range(10))) for _ in range(5)), nn.Linear(10, 1))
-    step = step_of(model, (torch.randn(100, 10, requires_grad=True),))
-    before = count(step).breakdown.activations_bytes
-    apply_plan(model, Plan(segments=tuple(segment(str(i)) for i in range(5))))
-    after = count(step)
-    assert before >= 50 * 4000
-    assert after.breakdown.activations_bytes + after.breakdown.temporaries_bytes < 20 * 4000
-    remove_plan(model)
-    assert count(step).breakdown.activations_bytes == before
-
-
 def test_what_is_recomputed_belongs_to_the_modules_that_compute_it() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(*(nn.Sigmoid() for _ in range(10))))
     step = step_of(apply_plan(model, Plan(segments=(segment("1"),))), (torch.randn(100, 10),))
     assert {share.path for share in count(step).holders} >= {f"1.{i}" for i in range(8)}
-
-
-# ---------------------------------------------------------------------------------------------- what it leaves
 
 
 def test_the_caller_keeps_what_it_had() -> None:
@@ -400,9 +384,6 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
         assert replace(dry, operators=found[codec].operators) == found[codec]
         remove_plan(model)
     assert found["null"].tensor_peak_bytes - found["bit"].tensor_peak_bytes > 1.5 * x.numel() * FLOAT
-
-
-# ---------------------------------------------------------------------------------------------- the record
 
 
 class Spiking(nn.Module):
@@ -500,9 +481,3 @@ def test_a_dry_run_of_a_recurrent_layer_takes_no_memory() -> None:
         huge = torch.empty(1000, 10**8, 6)
     counted = FakeStep(step_of(nn.LSTM(6, 16), (huge,)), mode).count()
     assert counted.tensor_peak_bytes > 10 * 1000 * 10**8 * 16 * FLOAT  # terabytes
-
-
-def test_copies_count_alike() -> None:
-    model, args = transformer()
-    apply_plan(model, Plan(segments=(segment("1"), segment("2"))))
-    assert count(step_of(copy.deepcopy(model), args)) == count(step_of(model, args))

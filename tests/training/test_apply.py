@@ -153,9 +153,6 @@ def test_it_is_public() -> None:
     assert memopt_cli.remove_plan is remove_plan
 
 
-# ---------------------------------------------------------------------------------------------- compared first
-
-
 class Ending(Parts, linear=lambda: nn.Linear(4, 4)):
     """Ends in an error where it is recomputed."""
 
@@ -215,9 +212,6 @@ def test_a_plan_may_be_given_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "net.plan.yaml").write_bytes(plan_yaml(header, plan("0"), 3))
     model = memopt_cli.apply_plan(net(), tmp_path / "net.plan.yaml")
     assert memopt_cli.plan_of(model).segments == plan("0").segments
-
-
-# ---------------------------------------------------------------------------------------------- in backward
 
 
 def test_a_plan_brings_the_optimizer_into_backward_and_out_again() -> None:

@@ -93,9 +93,6 @@ def flags(net: nn.Module) -> tuple[Any, ...]:
     return net.use_checkpoint, blocks[0].with_cp, blocks[1].with_cp
 
 
-# ---------------------------------------------------------------------------------------------- found
-
-
 @pytest.mark.parametrize(
     ("name", "value", "is_one"),
     [
@@ -158,9 +155,6 @@ def test_what_is_watched_is_recorded_as_it_was() -> None:
     assert fake.checkpoints == real.checkpoints == ("0",)
     assert fake.trace.tensor_peak_bytes == real.trace.tensor_peak_bytes
     assert not planned.checkpoints
-
-
-# ---------------------------------------------------------------------------------------------- on and off
 
 
 def test_a_plan_turns_it_off_as_long_as_it_is_there() -> None:
@@ -243,9 +237,6 @@ def test_what_a_file_says_was_on_is_no_other_attribute(said: Any) -> None:
     assert not net.training
     assert type(net[0]) is nn.Linear
     assert vars(net[0]) == before
-
-
-# ---------------------------------------------------------------------------------------------- commands
 
 
 @pytest.fixture

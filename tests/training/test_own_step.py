@@ -198,9 +198,6 @@ def test_a_scaler_of_ones_own_finds_its_scale_first() -> None:
     assert all(t.isfinite().all() for name, t in effects(step).items() if name.startswith("gradient"))
 
 
-# ---------------------------------------------------------------------------------------------- bad input
-
-
 def test_optimizers_that_never_step_are_named() -> None:
     step = own_step("always_skipped", rows=4)
     with pytest.raises(StepError, match="none of the step's optimizers has stepped in 33 steps"):
@@ -299,9 +296,6 @@ def test_the_inputs_of_a_step_are_not_guessed(memopt: Callable[..., Done]) -> No
     done = memopt("profile", f"{STEPS}:two_rounds")
     assert done.code == 2
     assert "memopt knows nothing about the inputs" in done.err
-
-
-# ---------------------------------------------------------------------------------------------- from end to end
 
 
 def trained(step: memopt_cli.Step, batches: list[Tensor]) -> list[float]:

@@ -118,8 +118,6 @@ def test_chunks_train_alike_in_float64(digits: tuple[Tensor, Tensor]) -> None:
     assert train(optimized, in_double) == pytest.approx(train(original, in_double), rel=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------- the sample models
-
 SMALL = {"T": 3, "B": 2, "S": 16}
 
 

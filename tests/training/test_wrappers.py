@@ -137,9 +137,6 @@ def test_a_sharded_model_is_to_be_optimized_before() -> None:
     assert same([g.full_tensor() for g in gradients(memopt_cli.apply_plan(model, PLAN))], plain)  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------------- in files
-
-
 @pytest.mark.parametrize("name", CODE)
 def test_the_model_within_is_taken_from_a_file(name: str, tmp_path: Path) -> None:
     model, file = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), str(tmp_path / "wrapped.pt")
@@ -192,9 +189,6 @@ def test_a_plan_is_found_for_a_saved_wrapper(memopt: Callable[..., Any], flags: 
     written = memopt_cli.load("wrapped.memopt.pt")
     assert not isinstance(written, nn.DataParallel)
     assert memopt_cli.plan_of(written).segments
-
-
-# ---------------------------------------------------------------------------------------------- compiled parts
 
 
 def compiled_in_place(model: nn.Sequential, backend: Callable[..., Any]) -> None:

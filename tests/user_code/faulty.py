@@ -152,17 +152,6 @@ class Starves(_After):
         return y + torch.empty(3 << 31)[0]
 
 
-class SlowToSave(_After):
-    """Fine, but for a minute of pickling."""
-
-    def fault(self, y: Tensor) -> Tensor:
-        return y
-
-    def __getstate__(self) -> dict[str, Any]:
-        time.sleep(60)
-        return vars(self)
-
-
 class CannotBeSaved(nn.Module):
     """Fine, but for a function of its own among its attributes; input ``8x32``, and segments pay with ``256x32``."""
 

@@ -292,9 +292,6 @@ def test_the_caller_keeps_what_it_had() -> None:
     assert module.inner.weight.grad is None
 
 
-# ---------------------------------------------------------------------------------------------- catching a call
-
-
 class Calling(Parts, a=lambda: nn.BatchNorm1d(6), b=Two, idle=lambda: nn.Linear(6, 6)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)

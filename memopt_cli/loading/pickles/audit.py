@@ -88,8 +88,6 @@ class Audit:
             else:
                 self.refused.append((use.name, recipe))
 
-    # ------------------------------------------------------------------------------------------ questions of kinds
-
     def role_of(self, value: Any) -> Role:
         """Return the role of the object that ``value`` stands for."""
         recipe = self._recipe(value)
@@ -111,8 +109,6 @@ class Audit:
 
     def _recipe(self, value: Any) -> Recipe | None:
         return self.recipes.get(value) if isinstance(value, Global | Built) else None
-
-    # ------------------------------------------------------------------------------------------ as a whole
 
     def objections(self) -> Iterator[tuple[Global, str]]:
         """Yield the name of each object that must not be made, and the reason; call it if no name was refused."""

@@ -75,8 +75,6 @@ class Maker:
         self.steps.append(Step("make", node))
         return node
 
-    # ------------------------------------------------------------------------------------------ calls
-
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
         """Create an empty object of the class ``kind``."""
         built = Built("created", called_name(self._scan, kind), arguments, keywords)
@@ -120,8 +118,6 @@ class Maker:
             self._scan.spend(_WORK_PER_CHARACTER * built.size)
         if built.callee in _COPIED:
             self._scan.take_copies(built.arguments)
-
-    # ------------------------------------------------------------------------------------------ filling
 
     def extend(self, node: Built, items: list[Any]) -> None:
         self._check_open(node)

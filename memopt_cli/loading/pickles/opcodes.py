@@ -68,9 +68,6 @@ Action = Callable[[Machine, Any], object]
 file, and is ``None`` if the opcode has none."""
 
 
-# ---------------------------------------------------------------------------------------------- names and calls
-
-
 def _global(machine: Machine, argument: str) -> None:
     machine.stack.push(wanted_name(machine.scan, *argument.split(" ", 1)))
 
@@ -121,9 +118,6 @@ def _persistent_text(machine: Machine, identity: Any) -> None:
     machine.stack.push(machine.maker.make(Built("stored", PERSISTENT, identity)))
 
 
-# ---------------------------------------------------------------------------------------------- containers
-
-
 def _make_counted_tuple(count: int) -> Action:
     return lambda machine, _: machine.stack.push(machine.maker.make_tuple(machine.stack.pop_last(count)))
 
@@ -163,9 +157,6 @@ def _filling(take: Callable[[Stack], list[Any]], fill: Callable[[Maker, Built, l
 def _build(machine: Machine, _: Any) -> None:
     state = machine.stack.pop()
     machine.maker.fill(machine.stack.filled(), state)
-
-
-# ---------------------------------------------------------------------------------------------- stack and memo
 
 
 def _stop(machine: Machine, _: Any) -> None:

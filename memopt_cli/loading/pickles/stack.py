@@ -54,8 +54,6 @@ class Stack:
         if len(self._values) > _LARGEST_STACK:
             raise ValueError(EXHAUSTING)
 
-    # ------------------------------------------------------------------------------------------ marks
-
     def mark(self) -> None:
         if len(self._outer) > _DEEPEST_MARK:
             raise ValueError(EXHAUSTING)
@@ -73,8 +71,6 @@ class Stack:
             self._values.pop()
         else:
             self.pop_mark()
-
-    # ------------------------------------------------------------------------------------------ memo
 
     def put(self, index: int) -> None:
         if index > self._scan.work + _LARGEST_STACK:  # C's unpickler has a table that is as long as the largest index

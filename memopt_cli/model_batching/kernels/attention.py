@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt_cli.model_batching.kernels.linear import Kernels, linear
-from memopt_cli.runtime.private_torch import cross_attention, feed_forward, self_attention
+from memopt_cli.runtime.private_torch import feed_forward, self_attention
 
 
 def scaled_dot_product_attention(
@@ -125,29 +125,6 @@ def encoder(
     return src if module.norm is None else module.norm(src)
 
 
-def decoder_layer(
-    layer: Any,
-    tgt: Any,
-    memory: Any,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    tgt_is_causal: bool = False,
-    memory_is_causal: bool = False,
-) -> Any:
-    """Compute ``nn.TransformerDecoderLayer.forward``."""
-    self_args = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-    cross_args = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
-    if layer.norm_first:
-        tgt = tgt + self_attention(layer, layer.norm1(tgt), *self_args)
-        tgt = tgt + cross_attention(layer, layer.norm2(tgt), *cross_args)
-        return tgt + feed_forward(layer, layer.norm3(tgt))
-    tgt = layer.norm1(tgt + self_attention(layer, tgt, *self_args))
-    tgt = layer.norm2(tgt + cross_attention(layer, tgt, *cross_args))
-    return layer.norm3(tgt + feed_forward(layer, tgt))
-
-
 def decoder(
     module: Any,
     tgt: Any,
@@ -184,11 +161,11 @@ def transformer(
     return module.decoder(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
 
-TRACEABLE: dict[type[nn.Module], Callable[..., Any]] = {
+TRACEABLE: dict[type[nn.Module], Callable[..., Any] | None] = {
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,
-    nn.TransformerDecoderLayer: decoder_layer,
+    nn.TransformerDecoderLayer: None,
     nn.TransformerDecoder: decoder,
     nn.Transformer: transformer,
 }
-"""Type of a module -> the function that is traced in place of its own forward."""
+"""Type of a module -> the function that is traced in place of its own forward.  ``None``: its own forward is traced."""

@@ -90,9 +90,6 @@ def _key(skeleton: Any) -> Any:
     return key
 
 
-# ---------------------------------------------------------------------------------------------- tracing
-
-
 class _Entry(nn.Module):
     """A module that calls the model on a list of the tensors in its arguments: the root of the trace."""
 
@@ -184,9 +181,6 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
         }
         for path, module in model.named_modules()
     }
-
-
-# ---------------------------------------------------------------------------------------------- fusing
 
 
 class _GraphFusion:

@@ -139,8 +139,6 @@ class _FastestSearch:
             micro_batches=self.prepared.subject.settings.micro_batches,
         )
 
-    # ------------------------------------------------------------------------------------------ the search
-
     def search(self) -> None:
         """Run the original at its best batches, then the plans that may train faster."""
         with contextlib.suppress(TimeIsUp):
@@ -253,8 +251,6 @@ class _FastestSearch:
             return probes.predict
         return functools.partial(pricing.peak_bytes, plan)
 
-    # ------------------------------------------------------------------------------------------ the answer
-
     def answer(self) -> FastestTraining:
         """Return the best pair whose plan passes verification.  Raises :class:`NothingFitsError` if no run fits."""
         pairs = self.runs.all()
@@ -335,9 +331,6 @@ class _FastestSearch:
             else f"took {format_bytes(run.allocated_peak_bytes)}"
         )
         return NothingFitsError(f"{text} with any plan that was found; the smallest {smallest}", hint=hint)
-
-
-# ---------------------------------------------------------------------------------------------- to the disk
 
 
 def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:

@@ -76,8 +76,6 @@ class Pricing:
             ]
         return runs
 
-    # ------------------------------------------------------------------------------------------ at one batch
-
     def _planner(self, batch: int) -> Planner:
         if batch not in self._planners:
             original = self._count(ORIGINAL, batch)

@@ -38,9 +38,6 @@ Paths = Mapping[str, str]
 """Path of a module before -> its path now, for those that have another one."""
 
 
-# ---------------------------------------------------------------------------------------------- like with like
-
-
 def comparable_terms(baseline: Baseline) -> dict[str, str]:
     """Return the conditions, by name, that must be equal for a difference to be caused by the model.
 
@@ -78,9 +75,6 @@ def surroundings(baseline: Baseline) -> dict[str, str]:
         "threads": str(conditions.threads),
     }
     return versions | machine
-
-
-# ---------------------------------------------------------------------------------------------- the comparison
 
 
 def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> Comparison:
@@ -215,9 +209,6 @@ def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths)
     if before is None or after is None:
         return False
     return replace(before, module=moves.get(before.module, before.module)) != after
-
-
-# ---------------------------------------------------------------------------------------------- renames
 
 
 def find_renames(

@@ -126,9 +126,6 @@ def compare_files(before: str, after: str) -> Comparison:
     return compare(read_measured(before), read_measured(after))
 
 
-# ---------------------------------------------------------------------------------------------- the same step again
-
-
 def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
     """Refuse a baseline that would run code or read files outside of its folder, unless the user names them again.
 
@@ -235,9 +232,6 @@ def _record_anew(request: CheckRequest) -> str:
     output = f"-o {quoted_path(request.baseline_path)} --force"
     location = quoted_path(request.source.location)
     return f"Record one of the step that is checked here: `memopt baseline {location} … {output}`"
-
-
-# ---------------------------------------------------------------------------------------------- measuring
 
 
 def _plan(path: str | None, prepared: Prepared) -> Plan:

@@ -133,9 +133,6 @@ def _rank(gap: TensorGap) -> tuple[int, float, str]:
     return kind, -gap.apart, gap.name
 
 
-# ---------------------------------------------------------------------------------------------- the same names
-
-
 def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[FollowedSteps, FollowedSteps]:
     """Return both trainings without the prefixes that wrappers add to names.
 
@@ -190,9 +187,6 @@ def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
             f"the two start with different values of {differing_name}",
             hint="Save both from one model, or seed at the top of the functions that make them.",
         )
-
-
-# ---------------------------------------------------------------------------------------------- numbers and generators
 
 
 def unsteady_names(first_run: FollowedSteps, second_run: FollowedSteps) -> frozenset[str]:

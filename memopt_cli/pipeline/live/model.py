@@ -290,9 +290,6 @@ def _copy_leaf(leaf: Any, device: str) -> Any:
     return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
-# ---------------------------------------------------------------------------------------------- to a subprocess
-
-
 def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     """Save the model; return why a subprocess cannot load it, empty if it can, and the script that defines its classes.
 
@@ -308,9 +305,6 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
             return f"a subprocess cannot import {name} ({obstacle})", ()
     needs_script = any(name.startswith("__main__.") for name in names)
     return "", (str(main_script()),) if needs_script else ()
-
-
-# ---------------------------------------------------------------------------------------------- results
 
 
 def taken_off_note(carried: Plan) -> list[str]:

@@ -288,8 +288,6 @@ class _ByLength:
         elif shorter.plan != longer.plan and shorter.may_be_faster(longer):
             yield shorter
 
-    # ------------------------------------------------------------------------------------------ without a plan
-
     def _range_without_plan(self, longest: _Range, budget_bytes: int) -> Iterator[_Range]:
         """Yield the range in which the original fits without a plan, if there is one.
 
@@ -363,8 +361,6 @@ class _ByLength:
         job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
         answer = self.at(length).ask(job)
         return answer.measurement if isinstance(answer, Measured) else None
-
-    # ------------------------------------------------------------------------------------------ the report
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""

@@ -126,8 +126,6 @@ class CompiledSearch(ABC):
         for plan in self._candidates():
             self._rows.append(self._try_plan(plan, reference))
 
-    # ------------------------------------------------------------------------------------------ the aim
-
     @property
     @abstractmethod
     def _yardstick(self) -> Plan:
@@ -207,8 +205,6 @@ class CompiledSearch(ABC):
         """Return the model with a compiler cache of its own, empty, so that no candidate reuses another's code."""
         return self.measurements.prepared.with_compiler_cache(self._folders)
 
-    # ------------------------------------------------------------------------------------------ candidates
-
     def _candidates(self) -> Iterator[Plan]:
         """Yield up to :data:`_MAX_COMPILED` plans; the caller measures each before it takes the next."""
         yield Plan(compile=CompilePlan(backend=self.backend))
@@ -276,8 +272,6 @@ class CompiledSearch(ABC):
         """Return the measurement of ``plan``; ``None`` if it does not run."""
         outcome = next((row.outcome for row in self._rows if row.plan == plan), None)
         return outcome if isinstance(outcome, Measurement) else self.measurements.known(plan)
-
-    # ------------------------------------------------------------------------------------------ measured, verified
 
     def _try_plan(self, plan: Plan, reference: Prepared) -> CompiledRow:
         """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""

@@ -115,8 +115,6 @@ class ResultWriter:
     def _summary(self) -> MemOptSummary:
         return summarize(self.findings, spent_s=time.monotonic() - self.started, advice=self.advice)
 
-    # ------------------------------------------------------------------------------------------ to the disk
-
     def _write_plan(self) -> None:
         """Write the plan and the summary; if the plan is empty, write the summary alone and leave an earlier plan."""
         self.prepared.progress.stage("writing the plan")
@@ -194,8 +192,6 @@ class ResultWriter:
         hints = [f"The verified plan is in {self.paths.plan}."] if self.paths.plan in self.files else []
         error.hint = "\n".join(filter(None, [error.hint, *hints]))
         return error
-
-    # ------------------------------------------------------------------------------------------ recorded steps
 
     def _recorded_steps(self) -> RecordedSteps:
         """Return a record of the original's step and one of the step under the plan that is applied."""

@@ -142,8 +142,6 @@ class Reducer:
             raise AttributeError(name)
         raise _not_predicted(name.strip("_"))
 
-    # ------------------------------------------------------------------------------------------ called by the wrapper
-
     def prepare_for_forward(self) -> None:
         """Do nothing, as no forward needs preparation."""
 
@@ -171,8 +169,6 @@ class Reducer:
             self._unused = {n for n, parameter in enumerate(self._parameters) if id(parameter) not in reached}
         for bucket in self._buckets:
             bucket.missing = bucket.parts.keys() - self._unused
-
-    # ------------------------------------------------------------------------------------------ buckets
 
     def _make_buckets(self, order: Sequence[int], limits: list[int]) -> None:
         """Make buckets for the parameters in ``order``; ``limits`` are the bytes of the first bucket and of others."""

@@ -153,9 +153,6 @@ def _is_spread(model: nn.Module) -> bool:
     return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------- FSDP2 and DDP
-
-
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard every repeated block of ``model``, then the rest, by FSDP2 (HSDP on a mesh of two axes)."""
     for block in repeated_blocks(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +44,6 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.accumulation import accumulate
 from memopt_cli.search.batch_size.samplers import TokenBudgetSampler
 from memopt_cli.training.apply import apply_plan
-from tests.rows import quick
 from tests.zoo.models import Parts, Reading, deep_net
 from tests.zoo.records import plan_file
 
@@ -158,16 +156,6 @@ class TestInProcess:
     """One process for all: what is searched, not how it is run."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("memory", "optimizer"),
-        quick(itertools.product([MIB, 3 * MIB], ["none", "adamw"]), [(MIB, "none"), (3 * MIB, "adamw")]),
-    )
-    def test_other_limits(self, memory: int, optimizer: str, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net(4))
-        batch = recommended(location, "16x64", memory=memory, settings=StepSettings(optimizer=optimizer)).batch
-        assert_largest(batch, location, "16x64", memory, optimizer=optimizer)
-
-    @pytest.mark.slow
     def test_kernels_that_dry_runs_do_not_see(self, lstm: str) -> None:
         assert_largest(recommended(lstm, "4x9x16", memory=2 * MIB).batch, lstm, "4x9x16", 2 * MIB)
 
@@ -204,12 +192,6 @@ class TestInProcess:
         rates = {probe.batch: probe.batch / probe.step_s for probe in advice.probes}
         assert found.batch == advice.fastest_batch == max(rates, key=lambda batch: rates[batch])
         assert advice.recommended_batch // 2 in rates
-
-    @pytest.mark.slow
-    def test_multiples(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", deep_net(4))
-        largest = recommended(location, "16x64", memory=MIB).batch
-        assert recommended(location, "16x64", memory=MIB, multiple_of=8).batch == largest // 8 * 8
 
     @pytest.mark.slow
     def test_before_and_after_a_plan(self, tmp_path: Path) -> None:
@@ -291,16 +273,6 @@ class TestInProcess:
         notes = [note for note in found.notes if "AdamW" in note]
         assert len(notes) == len(said)
         assert all(size in note for size, note in zip(said, notes, strict=True))
-
-    @pytest.mark.slow
-    def test_without_batch_norm_or_accumulation_there_is_no_such_note(self, tmp_path: Path) -> None:
-        plain = saved(tmp_path / "plain.pt", deep_net(4))
-        normed = saved(tmp_path / "normed.pt", conv_net())
-        for found in (
-            recommended(plain, "16x64", memory=MIB, global_batch=5000),
-            recommended(normed, "4x1x16x16", memory=5 * MIB, global_batch=2),
-        ):
-            assert not any("normalization" in note for note in found.notes)
 
     @pytest.mark.slow
     def test_every_way_to_batch_sequences_fits(self, lstm: str, tmp_path: Path) -> None:

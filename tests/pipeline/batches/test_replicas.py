@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from memopt_cli.errors import MemoptError, NothingFitsError, StepError, UsageError
+from memopt_cli.errors import NothingFitsError, StepError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob, ReplicasJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.model_batching import selection
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.records import (
@@ -42,13 +41,6 @@ MIB = 1 << 20
 
 def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3)))
-
-
-class Selecting(nn.Module):
-    """As many outputs as it finds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > torch.rand(x.shape)]
 
 
 def saved(path: Path, model: nn.Module) -> str:
@@ -121,17 +113,6 @@ class TestInProcess:
         assert found.probes == len(row.replicas.probes) + len(row.outcome.probes) - 1
 
     @pytest.mark.slow
-    def test_copies_are_run_at_a_multiple(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", net())
-        (row,) = recommended(request(location, 2, spec("12x32"), memory=2 * MIB, multiple_of=8)).rows
-        assert row.replicas is not None
-        assert isinstance(row.outcome, BatchAdvice)
-        assert {run.batch for run in row.replicas.probes} == {8}
-        assert all(run.batch % 8 == 0 for run in row.outcome.probes)
-        (row,) = recommended(request(location, 1, spec("3x32"), memory=2 * MIB, multiple_of=8)).rows
-        assert row.replicas.probes[0].batch == 8
-
-    @pytest.mark.slow
     def test_an_interruption_keeps_the_copies_that_were_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -154,14 +135,6 @@ class TestInProcess:
         interrupted_at = 1
         with pytest.raises(KeyboardInterrupt):
             recommended(request(location, 8, memory=2 * MIB))
-
-    @pytest.mark.slow
-    def test_a_copy_takes_what_one_model_takes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The fastest is used, which is another one at times, of another peak.
-        monkeypatch.setattr(selection, "candidates", lambda _: ["fused"])
-        location = saved(tmp_path / "net.pt", net())
-        one, four, eight = (peak_of(location, 16, n) for n in (1, 4, 8))
-        assert eight - four == pytest.approx(4 * one, rel=0.1)
 
     @pytest.mark.slow
     def test_more_copies_fit_under_a_plan(self, tmp_path: Path) -> None:
@@ -204,16 +177,6 @@ class TestInProcess:
         location = saved(tmp_path / "net.pt", net())
         with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(`--memory 1KiB`\)"):
             recommended(request(location, 4, memory=1024))
-
-    def test_a_model_that_cannot_be_batched_is_refused_by_name(self, tmp_path: Path) -> None:
-        sparse = saved(tmp_path / "sparse.pt", nn.EmbeddingBag(9, 4, sparse=True))
-        with pytest.raises(UsageError, match=r"module '\(root\)' \(EmbeddingBag\) cannot be batched: sparse gradients"):
-            recommended(request(sparse, 4))
-
-    def test_outputs_that_cannot_be_stacked_are_refused(self, tmp_path: Path) -> None:
-        location = saved(tmp_path / "net.pt", nn.Sequential(nn.Linear(32, 4), Selecting()))
-        with pytest.raises(MemoptError, match=r"2 copies with batch 16: .*outputs of different shapes"):
-            recommended(request(location, 4))
 
     def test_a_range_that_begins_with_copies_that_cannot_run(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", nn.Linear(31, 4))

@@ -74,9 +74,6 @@ def a_baseline(*modules: ModuleBytes, peak: int = 1000, settings: StepSettings =
     )
 
 
-# ---------------------------------------------------------------------------------------------- verdicts
-
-
 @pytest.mark.parametrize(
     ("limit", "before", "after", "exceeded"),
     [
@@ -158,9 +155,6 @@ def test_a_plan_by_length_is_compared_where_it_is_measured() -> None:
     assert found.plan == PlanChange(dropped=("a",))  # the inputs are of 8
 
 
-# ---------------------------------------------------------------------------------------------- like with like
-
-
 def test_terms_tell_sizes_and_not_symbols() -> None:
     old = a_baseline()
     same = InputSpec(tensors=(TensorSpec(shape=(8, 3)),), source="elsewhere")
@@ -208,9 +202,6 @@ def test_versions_and_machines_are_told() -> None:
         ("threads", "4", "8"),
     ]
     assert [(d.name, d.before, d.after) for d in found.unlike] == [("backend", "mkldnn", "none")]
-
-
-# ---------------------------------------------------------------------------------------------- why
 
 
 def test_modules_by_growth() -> None:
@@ -284,9 +275,6 @@ def test_without_a_record_nothing_is_said_of_modules() -> None:
     found = compare(summary, old)
     assert (found.modules, found.new_saved, found.peak_moved) == ((), (), False)
     assert found.changes[0].before == 900
-
-
-# ---------------------------------------------------------------------------------------------- renames
 
 
 def blocks(stem: str, count: int = 3) -> list[ModuleBytes]:

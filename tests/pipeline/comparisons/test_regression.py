@@ -35,7 +35,6 @@ from memopt_cli.records import (
     Plan,
     PlanChange,
     PlanRange,
-    Rename,
     SegmentPlan,
     StepSettings,
     Trust,
@@ -49,7 +48,6 @@ from memopt_cli.training.apply import apply_plan
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-KIB = 1024
 BATCH = 512
 PLAN = Plan(segments=(SegmentPlan(path="features.0"), SegmentPlan(path="features.1")))
 
@@ -228,42 +226,6 @@ def test_a_plan_from_a_file_counts_as_one_that_is_carried(history: History, tmp_
     assert found.changes[0].after == recorded.memory.tensor_peak_bytes
 
 
-@pytest.mark.slow
-def test_a_buffer_is_added(history: History, recorded: Baseline) -> None:
-    history.commit("buffer")
-    found = history.check("peak:0", "buffers:0", "parameters:0", "activations:0")
-    assert [verdict.limit.metric for verdict in found.exceeded] == ["peak", "buffers"]
-    assert change_of(found, "peak") == change_of(found, "buffers") == 4000
-    (change,) = found.modules
-    assert (change.path, change.growth_bytes) == ("features.1", {"buffers": 4000})
-    assert "buffers changed: features.1 (Sequential) +3.9 KiB" in reasons(found)
-    assert not found.peak_moved
-
-
-@pytest.mark.slow
-def test_modules_are_only_renamed(history: History, recorded: Baseline) -> None:
-    history.commit("renamed")
-    found = history.check("peak:0", "allocated:0", "activations:0")
-    assert [v for v in found.exceeded if v.limit.metric != "allocated"] == []
-    assert found.renames == (Rename(before="features", after="backbone", modules=13),)
-    assert (found.modules, found.new_saved, found.peak_moved) == ((), (), False)
-
-
-# ---------------------------------------------------------------------------------------------- like with like
-
-
-@pytest.mark.slow
-def test_another_torch_is_told_and_compared(history: History, recorded: Baseline) -> None:
-    history.rewrite(torch="2.6.0")
-    found = history.check()
-    assert not found.exceeded
-    assert [(d.name, d.before) for d in found.surroundings] == [("torch", "2.6.0")]
-    history.commit("widened")
-    said = list(reasons(history.check()))
-    assert any(line.startswith("measured elsewhere than before: torch 2.6.0 → ") for line in said)
-    assert any("record a baseline of the old model" in line for line in said)
-
-
 def never(*_: object, **__: object) -> None:
     raise AssertionError("it is measured")
 
@@ -372,9 +334,6 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
     answered(MeasureJob, never)
     with pytest.raises(BaselineError, match="there is no baseline at" if content is None else "is not a baseline: "):
         history.check()
-
-
-# ---------------------------------------------------------------------------------------------- two files
 
 
 @pytest.mark.slow

@@ -219,9 +219,6 @@ def test_a_missing_plan(model_file: str) -> None:
         profiled(model_file, plan_path="nowhere.yaml")
 
 
-# ---------------------------------------------------------------------------------------------- without data
-
-
 @pytest.mark.slow
 def test_an_estimate_needs_no_memory(model_file: str) -> None:
     found = profiled(model_file, f"{HUGE}x256", fake=True)

@@ -164,9 +164,6 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
     assert all(row.outcome.allocated_peak_bytes <= (summary.budget_bytes or 0) for row in summary.ranges)
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

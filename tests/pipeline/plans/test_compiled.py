@@ -50,9 +50,6 @@ BACKEND = "aot_eager_decomp_partition"
 """Divides graphs as inductor does, and needs no C++ compiler."""
 
 
-# ---------------------------------------------------------------------------------------------- what is tried
-
-
 Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
 
 
@@ -179,9 +176,6 @@ def test_what_does_not_compile_is_not_tried_again(failure: StepFailed | TimedOut
     assert tried(lambda plan: failure, right) == ["0"]
 
 
-# ---------------------------------------------------------------------------------------------- the lowest peak
-
-
 def by_time(each: float, budget: float = 0.0) -> Callable[[Plan], Outcome]:
     """Steps of a second, longer by ``each`` for each segment, and by ``budget`` within a memory budget; 900 bytes."""
 
@@ -246,16 +240,10 @@ def test_a_limit_counts_as_timed_in_turns() -> None:
     assert found == "3"
 
 
-# ---------------------------------------------------------------------------------------------- to choose from
-
-
 def test_for_a_frontier_segments_are_spread_from_the_smallest_to_the_fastest() -> None:
     search = a_search(SpreadCompiled, 10.0)
     answer(search, by_time(0.05, 0.2))
     assert in_order(search) == ["0", "7", "0 in 0.5", "5", "2", "7 in 0.5"]
-
-
-# ---------------------------------------------------------------------------------------------- timed in turns
 
 
 def fastest(again: Callable[[Plan], float] | None, *, first_s: float, eager_s: float = 1.0) -> str:
@@ -279,9 +267,6 @@ def test_the_median_of_turns_decides() -> None:
 
     assert fastest(again, first_s=1.05) == "0"
     assert taken == ["eager 5", "0"] * 3
-
-
-# ---------------------------------------------------------------------------------------------- with a compiler
 
 
 def requested(folder: Path, share: float, *, p: float = 0.0, backend: str = BACKEND) -> OptimizeRequest:

@@ -91,9 +91,6 @@ def small_net() -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
 
-# ---------------------------------------------------------------------------------------------- one real run
-
-
 @dataclass(frozen=True)
 class Run:
     """What the real run did."""
@@ -307,8 +304,6 @@ def test_an_optimized_model_needs_only_torch_and_the_runtime(run: Run) -> None:
     assert (done.stdout, done.stderr) == ("\n", "")
 
 
-# ---------------------------------------------------------------------------------------------- one that does not fit
-
 TRAIN = """
 import torch
 from torch import nn
@@ -419,9 +414,6 @@ def address_space_without_tensors() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPeak"))
 
 
-# ---------------------------------------------------------------------------------------------- nothing changes
-
-
 def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real subprocesses; the caller may have set anything, and finds it as it was."""
     path = tmp_path / "net.pt"
@@ -469,9 +461,6 @@ def surroundings() -> dict[str, Any]:
         "allowed globals": set(torch.serialization.get_safe_globals()),
         "files open": sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else [],
     }
-
-
-# ---------------------------------------------------------------------------------------------- variants
 
 
 @pytest.fixture
@@ -629,17 +618,6 @@ def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_batch_is_estimated_ends_no_search(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(small_net(), "net.pt")
-    monkeypatch.setattr(BatchSearch, "foresee", press)
-    done = optimize("net.pt", *SPEC, *"--level 1 --max-slowdown none --json --recommend-batch".split())
-    summary = summary_of(done, code=130)
-    assert summary.verification.passed
-    assert not any("the search was interrupted" in note for note in summary.notes)
-    assert segments(memopt_cli.load("net.memopt.pt"))
-
-
-@pytest.mark.slow
 def test_ctrl_c_again_once_the_batch_is_given_up_stops(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(small_net(), "net.pt")
     ends, pressed = Sessions.__exit__, list[BatchSearch]()
@@ -749,17 +727,6 @@ def test_levels(level: int, optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
-def test_json_is_one_document_with_the_files(optimize: Memopt) -> None:
-    torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", *SPEC, *"--level 1 --max-slowdown none --json -q -o out.pt".split())
-    assert done.err == ""
-    data = json.loads(done.out)
-    assert data["files"] == ["out.pt", "out.summary.json", "out.plan.yaml", "out.batch.yaml"]
-    assert set(data["files"]) == done.changed
-    assert data["summary"]["levels"][0]["outcome"]["kind"] == "Measurement"
-
-
-@pytest.mark.slow
 def test_dry_run_reports_and_writes_nothing(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
     Path("net.memopt.pt").write_text("not in the way of a dry run")
@@ -837,51 +804,12 @@ def test_a_program_is_optimized_and_trains_without_its_source(
         assert losses(optimized) == as_trained(losses(UserNet()))
 
 
-@pytest.mark.slow
-def test_inputs_beside_the_model(optimize: Memopt) -> None:
-    torch.save(small_net(), "net.pt")
-    Path("net.inputs.yaml").write_text("inputs: [{shape: Bx64}]\ndims: {B: 12}\n")
-    done = optimize("net.pt", "--level", "0", "--no-recommend-batch", "-v")
-    assert done.code == 0, done.err
-    assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.err
-    assert "Inputs: Bx64, B=12 (net.inputs.yaml)." in done.out
-    assert "at batch 12" in done.out
-
-
-@pytest.mark.slow
-def test_a_guess_is_called_a_guess(optimize: Memopt) -> None:
-    torch.save(small_net(), "net.pt")
-    done = optimize("net.pt", "--level", "0")
-    assert done.code == 0, done.err
-    assert "Inputs: 2x64 (a guess from 0 (Linear)); dimension 0 is taken as the batch." in done.err
-    assert done.out.splitlines()[0].endswith("; the inputs are a guess: 2x64 (-i gives yours)")
-
-
 def test_a_guess_that_does_not_fit_is_called_a_guess(optimize: Memopt) -> None:
     torch.save(nn.Sequential(nn.Linear(8, 4), nn.Linear(5, 4)), "net.pt")
     done = optimize("net.pt", "-q")
     assert (done.code, done.changed) == (3, set())
     assert "hint: The inputs were a guess from 0 (Linear). Give inputs" in done.err
     assert "a guess" not in optimize("net.pt", "-q", "-i", "2x8").err
-
-
-def test_nothing_to_guess_from(optimize: Memopt) -> None:
-    torch.save(nn.Sequential(nn.ReLU()), "net.pt")
-    done = optimize("net.pt")
-    assert (done.code, done.changed) == (2, set())
-    assert "memopt optimize net.pt -i " in done.err
-
-
-@pytest.mark.slow
-def test_the_config_file_trusts_and_sets(optimize: Memopt, user_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(user_code)
-    import faulty
-
-    torch.save(faulty.Fine(), "net.pt")
-    Path("memopt.yaml").write_text("trust: [faulty]\nlevel: 0\ninput: Bx3\ndims: {B: 6}\nquiet: true\n")
-    done = optimize("net.pt", "--dim", "B=7", "--config", "memopt.yaml", "-v")
-    assert (done.code, done.err) == (0, "")
-    assert "B=7 (memopt.yaml)" in done.out
 
 
 @pytest.mark.slow
@@ -1095,9 +1023,6 @@ def test_hidden_state_of_earlier_steps_is_not_saved(optimize: Memopt, user_code:
     assert done.code == 0, done.err
     saved = torch.load("faulty.memopt.pt", weights_only=False)
     assert saved.last.grad_fn is None
-
-
-# ---------------------------------------------------------------------------------------------- which level is applied
 
 
 def row(level: int, peak: int | None) -> LevelRow:

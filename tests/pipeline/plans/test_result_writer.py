@@ -186,9 +186,6 @@ def test_what_fails_in_the_advice_costs_the_advice_alone(
     assert done.err.endswith(f"error: no more\nhint: Less.\n{where}")
 
 
-# ---------------------------------------------------------------------------------------------- what comes back
-
-
 class Attack:
     """Runs a program as soon as it is unpickled."""
 

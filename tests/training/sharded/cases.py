@@ -125,9 +125,6 @@ REPLICATED = (
 )
 
 
-# ---------------------------------------------------------------------------------------------- in real processes
-
-
 def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[Counted]]:
     """Name -> what each rank counted; all cases are of as many ranks."""
     (ranks,) = {case.ranks for case in cases}

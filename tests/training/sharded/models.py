@@ -114,9 +114,6 @@ def of_data() -> nn.Module:
     return Choosing()
 
 
-# ---------------------------------------------------------------------------------------------- how they are spread
-
-
 def _blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
     return model.blocks if isinstance(model, Transformer) else model[3]  # type: ignore[index, return-value]
 

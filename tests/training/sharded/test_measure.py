@@ -137,9 +137,6 @@ def test_a_rank_that_dies_or_hangs_ends_all(folder: Path, way: str, timeout: str
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"train.py", "train.plan.yaml"}
 
 
-# ---------------------------------------------------------------------------------------------- before PyTorch
-
-
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As ``torchrun`` starts the first of two."""
@@ -197,9 +194,6 @@ def test_a_launcher_that_makes_no_sense(
     launch.setattr(app, "speaks", lambda *_: True)
     assert main(["measure", "net:build", "--parallel", "fsdp"]) == 2
     assert name in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------- who says it
 
 
 @pytest.mark.parametrize(

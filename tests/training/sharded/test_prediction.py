@@ -268,9 +268,6 @@ def test_a_process_with_a_group_of_its_own_predicts_nothing() -> None:
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------- the built-in ways
-
-
 def test_repeated_blocks() -> None:
     net = models.transformer()
     assert repeated_blocks(net) == list(net.blocks)  # type: ignore[call-overload]

@@ -94,9 +94,6 @@ def _in_function_module(module: str) -> bool:
     return any(within(module, package) for package in _FUNCTION_MODULES)
 
 
-# ---------------------------------------------------------------------------------------------- attributes
-
-
 _KEPT_METHODS: Final = {
     "snntorch": ("_base_sub", "_base_zero", "_base_int", "_surrogate_bypass"),
     "norse": ("initial_state",),

@@ -110,9 +110,6 @@ class Kind(Protocol):
         """Return the recipe for ``use``, or the reason to refuse it; this may import the name."""
 
 
-# ---------------------------------------------------------------------------------------------- shared by kinds
-
-
 def resolve(wanted: Global) -> Any | Denied | Missing:
     """Import the module of ``wanted``, and return the object of that name in it: ``Outer.Inner`` is a nested class."""
     try:

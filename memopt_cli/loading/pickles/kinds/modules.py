@@ -282,9 +282,6 @@ def _check_hook(node: Built, graph: Graph) -> str:
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
 
 
-# ---------------------------------------------------------------------------------------------- modules
-
-
 def module_recipe(cls: type[nn.Module]) -> Recipe:
     """Return the recipe for a module of the class ``cls``, which is created empty and given audited attributes."""
     return Recipe(make=_maker(cls), role="module", kind=cls, fill=fill, check=check_module)
@@ -422,8 +419,6 @@ REGISTERS: Final[Mapping[str, Check]] = {
 }
 """Attribute that PyTorch, a library or memopt gives every module -> its check."""
 
-
-# ---------------------------------------------------------------------------------------------- made
 
 _PARTS: Final = {"_parameters": Tensor, "_buffers": Tensor, "_modules": nn.Module}
 

@@ -127,9 +127,6 @@ def _type_of(value: Any) -> type:
     return type(value)
 
 
-# ---------------------------------------------------------------------------------------------- partial
-
-
 def _fill_partial(target: Any, state: Any) -> None:
     function, arguments, keywords, _ = state
     target.__setstate__((function, arguments, keywords, None))
@@ -155,9 +152,6 @@ def _check_partial(node: Built, graph: Graph) -> str:
 def _role_of_partial(node: Built, graph: Graph) -> Role:
     operands = node.argument_items()
     return "trusted" if operands and graph.role_of(operands[0]) == "trusted" else "callable"
-
-
-# ---------------------------------------------------------------------------------------------- attributes
 
 
 def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]:

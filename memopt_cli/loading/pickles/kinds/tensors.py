@@ -79,9 +79,6 @@ class Stored:
         raise Broken("it refers to data outside of the pickle that is not a storage")
 
 
-# ---------------------------------------------------------------------------------------------- dense
-
-
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
         raise Broken(f"a tensor has the shape, strides or offset {quoted(value)}")
@@ -148,9 +145,6 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
     return tensor.requires_grad_(bool(requires_grad))
 
 
-# ---------------------------------------------------------------------------------------------- sparse and quantized
-
-
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
         raise Broken("a sparse tensor is built from unexpected arguments")
@@ -205,9 +199,6 @@ def _make_quantized_by_channel(
     return quantized_by_channel(sizes, scales=scales, zero_points=zeros, axis=axis, dtype=dtype)
 
 
-# ---------------------------------------------------------------------------------------------- parameters
-
-
 def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter:
     _without_hooks(hooks)
     if not isinstance(data, Tensor):
@@ -240,9 +231,6 @@ def _uninitialized(kind: Any) -> Callable[..., Tensor]:
         return kind(bool(requires_grad))
 
     return make
-
-
-# ---------------------------------------------------------------------------------------------- subclasses
 
 
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
