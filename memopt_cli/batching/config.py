@@ -14,10 +14,21 @@ _ANSWER_KEYS = {"recommended", *(f.name for f in fields(FileHeader))}
 
 
 def read_batch_shaping(path: str | Path) -> BatchShaping:
-    """Read the ``batch_shaping:`` section of ``path``, a YAML file, such as the ``*.batch.yaml`` that memopt writes.
+    """Read the ``batch_shaping:`` section of a YAML file, such as the ``*.batch.yaml`` that memopt writes.
 
-    Options that the file leaves out have their defaults.  Raises :class:`UsageError` if the file cannot be read, lacks
-    the section, or has an unknown key or a value of the wrong type or range.
+    Parameters
+    ----------
+    path:
+        The file.
+
+    Returns
+    -------
+    The configuration, with defaults for the options that the file leaves out.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, lacks the section, or has an unknown key or a value of the wrong type or range.
     """
     hint = "Write batch_shaping: and options below it."
     data = read_mapping(Path(path), hint)

@@ -23,8 +23,19 @@ State = tuple[Any, ...]
 def flatten_sequences(x: Tensor) -> Tensor:
     """Return ``x``, ``(batch, time, seq, dim)``, as ``(time, batch * seq, dim)``: a row for each sequence position.
 
-    Layers that step through time take this shape.  Raises :class:`BatchShapeError` if ``x`` does not have four
-    dimensions.
+    Parameters
+    ----------
+    x:
+        Tensor ``(batch, time, seq, dim)``.
+
+    Returns
+    -------
+    Tensor ``(time, batch * seq, dim)``, for layers that step through time.
+
+    Raises
+    ------
+    BatchShapeError
+        If ``x`` does not have four dimensions.
     """
     batch, time, seq, dim = _canonical_sizes(x)
     return x.permute(1, 0, 2, 3).reshape(time, batch * seq, dim)
@@ -33,8 +44,21 @@ def flatten_sequences(x: Tensor) -> Tensor:
 def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
     """Undo :func:`flatten_sequences`: return ``x``, ``(time, batch * seq, dim)``, as ``(batch, time, seq, dim)``.
 
-    A layer may have changed ``dim``.  Raises :class:`BatchShapeError` if the number of rows is not a multiple of
-    ``batch``.
+    Parameters
+    ----------
+    x:
+        Tensor ``(time, batch * seq, dim)``; a layer may have changed ``dim``.
+    batch:
+        Number of samples in ``x``.
+
+    Returns
+    -------
+    Tensor ``(batch, time, seq, dim)``.
+
+    Raises
+    ------
+    BatchShapeError
+        If the number of rows is not a multiple of ``batch``.
     """
     if x.dim() != 3 or batch < 1 or x.shape[1] % batch:
         raise BatchShapeError(

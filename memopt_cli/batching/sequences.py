@@ -62,6 +62,9 @@ class PaddingReport:
         return 1 - self.tokens / self.positions if self.positions else 0.0
 
 
+# ---------------------------------------------------------------------------------------------- there and back
+
+
 def sort_by_length(sequences: Sequence[Tensor]) -> SortedSequences:
     """Sort ``sequences``, the longest first; :func:`unsort` undoes it."""
     order = length_order([len(sequence) for sequence in _check(sequences)])
@@ -135,28 +138,66 @@ def mask_of(lengths: Tensor, steps: int) -> Tensor:
     return torch.arange(steps, device=lengths.device) < lengths[:, None]
 
 
-def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Collate ``samples`` into :class:`PaddedSequences`, which have a mask, for a ``DataLoader``.
+# ---------------------------------------------------------------------------------------------- for a DataLoader
 
-    Samples are sequences ``(length, …)``, or pairs of a sequence and its label; pairs give a tuple of the sequences and
-    the collated labels ``(N, …)``.  Raises :class:`BatchShapeError` if a sequence is empty, if its sizes after the
-    first differ between sequences, or if only some samples have labels.
+
+def collate_padded(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
+    """Collate ``samples`` into sequences padded with zeros, for a ``DataLoader``.
+
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
+
+    Returns
+    -------
+    :class:`PaddedSequences`, which have a mask.  For pairs: a tuple of them and the collated labels ``(N, …)``.
+
+    Raises
+    ------
+    BatchShapeError
+        If a sequence is empty, if its sizes after the first differ between sequences, or if only some samples have
+        labels.
     """
     return _collate(samples, pad)
 
 
 def collate_packed(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Collate ``samples`` into a ``PackedSequence``, for PyTorch's recurrent layers and a ``DataLoader``.
+    """Collate ``samples`` into a packed sequence, for PyTorch's recurrent layers and a ``DataLoader``.
 
-    Labels, in the order of the samples, and errors are those of :func:`collate_padded`.
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
+
+    Returns
+    -------
+    A ``PackedSequence``.  For pairs: a tuple of it and the collated labels ``(N, …)``, in the order of the samples.
+
+    Raises
+    ------
+    BatchShapeError
+        As :func:`collate_padded`.
     """
     return _collate(samples, pack)
 
 
 def collate_nested(samples: Sequence[Sample] | Sequence[Tensor]) -> Any:
-    """Collate ``samples`` into a nested (jagged) tensor ``(N, *, …)``, for attention and a ``DataLoader``.
+    """Collate ``samples`` into a nested (jagged) tensor, for attention and linear layers and a ``DataLoader``.
 
-    Labels and errors are those of :func:`collate_padded`.
+    Parameters
+    ----------
+    samples:
+        Sequences ``(length, …)``, or pairs of a sequence and its label.
+
+    Returns
+    -------
+    A nested tensor ``(N, *, …)``.  For pairs: a tuple of it and the collated labels ``(N, …)``.
+
+    Raises
+    ------
+    BatchShapeError
+        As :func:`collate_padded`.
     """
     return _collate(samples, nest)
 

@@ -57,10 +57,22 @@ def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
-    """Read a plan and its header, which says where the plan comes from, from ``path``, a ``*.plan.yaml`` file.
+    """Read a plan and its header from a ``*.plan.yaml`` file.
 
-    Raises ``UsageError`` if the file cannot be read, is no plan, has an unknown or missing key or a value of the
-    wrong type, or was written by a later memopt.
+    Parameters
+    ----------
+    path:
+        The file.
+
+    Returns
+    -------
+    The header, which says where the plan comes from, and the plan.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        written by a later memopt.
     """
     data = _plan_data(path)
     of_plan = [f.name for f in fields(Plan)]

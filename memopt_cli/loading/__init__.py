@@ -84,11 +84,26 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     Reading runs no code of the file.  The model is not confined, as it is in memopt's own subprocesses: when you run
     it, PyTorch's policy applies, that running an untrusted model is like running untrusted code.
 
-    ``key`` names the entry that is meant, in a file that holds several, as keys joined by dots.  ``trust`` names
-    packages whose classes may be built in addition to PyTorch and well-known model libraries, such as
-    ``Trust(packages=("mymodels",))``.  The model is in the mode in which it was saved; one of ``save_pretrained`` is in
-    training mode.  If it was saved with a plan that compiles it, it is compiled when it is called.  Raises
-    ``UsageError``, ``FileFormatError`` or ``UnsafeFileError``, as ``load_model`` does.
+    Parameters
+    ----------
+    path:
+        The file or folder.
+    key:
+        The entry that is meant, in a file that holds several, as keys joined by dots.
+    trust:
+        Packages and names whose classes may be built in addition to PyTorch and well-known model libraries, such as
+        ``Trust(packages=("mymodels",))``.
+
+    Returns
+    -------
+    nn.Module
+        The model, in the mode in which it was saved; one of ``save_pretrained`` is in training mode.  If it was saved
+        with a plan that compiles it, it is compiled when it is called.
+
+    Raises
+    ------
+    UsageError, FileFormatError, UnsafeFileError
+        As ``load_model`` does.
     """
     try:
         if Path(path).is_dir():

@@ -20,8 +20,23 @@ def test_model_batching(
 ) -> None:
     """Assert that ``batch`` copies of ``model`` with random weights compute what each computes by itself, in eval mode.
 
-    Gradients and buffers need no test: no route is used without comparing them.  For the other arguments and the error
-    see :func:`test_batched_model`; ``model`` stays as it was.
+    Gradients and buffers need no test: no route is used without comparing them.
+
+    Parameters
+    ----------
+    model:
+        Model to batch; it stays as it was.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    batch:
+        Number of copies.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; the message names the output and the model that differ most.
     """
     test_batched_model(BatchModule(model, batch), model, input_shapes, rtol, atol)
 
@@ -37,10 +52,23 @@ def test_batched_model(
 ) -> None:
     """Assert that ``batched_model``, which batches ``model``, computes what each of its models computes by itself.
 
-    ``input_shapes``: a shape (images, …) for each argument of forward, which is drawn from a normal distribution.
-    ``rtol``, ``atol``: tolerances of ``torch.allclose``.  With ``randomize``, the models first get random weights; with
-    ``restore_state``, they get their own back at the end.  The message of the ``AssertionError`` names the output and
-    the model that differ most.
+    Parameters
+    ----------
+    batched_model, model:
+        The batched model, and the model that it batches.
+    input_shapes:
+        A shape (images, …) for each argument of forward, which is drawn from a normal distribution.
+    rtol, atol:
+        Tolerances of ``torch.allclose``.
+    randomize:
+        Give the models random weights first.  ``False``: compare them with their own weights.
+    restore_state:
+        Give the models their own weights back at the end.
+
+    Raises
+    ------
+    AssertionError
+        If an output differs; the message names the output and the model that differ most.
     """
     if not input_shapes or not all(isinstance(shape, Sequence) for shape in input_shapes):
         raise UsageError(f"input_shapes={input_shapes!r}", hint="Give a list of shapes, one for each argument.")

@@ -13,8 +13,19 @@ def clip_grad_norm_per_model(parameters: Iterable[nn.Parameter], max_norm: float
     """Scale the gradients of each model in place to a norm of at most ``max_norm``; return the norms before scaling.
 
     ``torch.nn.utils.clip_grad_norm_`` on stacked parameters would take one norm over all models, and so couple them.
-    ``parameters`` are stacked, (models, …); the norms, of order ``norm_type``, are (models,), as that function gives
-    for each model by itself.
+
+    Parameters
+    ----------
+    parameters:
+        Stacked parameters, (models, …).
+    max_norm:
+        Largest norm of the gradients of one model.
+    norm_type:
+        Order of the norm.
+
+    Returns
+    -------
+    The norms before scaling, (models,), as ``torch.nn.utils.clip_grad_norm_`` gives for each model by itself.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -78,7 +78,19 @@ _batch_classes: dict[type[nn.Module], type[AbstractBatchModule]] = {}
 def register_batch_module(batch_class: type[B]) -> type[B]:
     """Use ``batch_class`` for modules of its ``base_class`` in every model batched from now on; also a decorator.
 
-    Raises :class:`UsageError` if it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
+    Parameters
+    ----------
+    batch_class:
+        Subclass of :class:`AbstractBatchModule` with a ``base_class``.
+
+    Returns
+    -------
+    ``batch_class``.
+
+    Raises
+    ------
+    UsageError
+        If it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
     """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(

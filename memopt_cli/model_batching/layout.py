@@ -50,10 +50,25 @@ def in_order(tensor: Tensor, order: DataOrder) -> Tensor:
 
 
 def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None = None) -> Tensor:
-    """Return ``tensor``, in ``data_order``, as (image·model, …), the model fastest, as batch modules take it.
+    """Return ``tensor`` as (image·model, …), the model fastest, as batch modules take it.
 
-    ``batch`` is the number of models.  ``None``: it is read from the shape, which the order ``(g b)`` does not allow.
-    Raises :class:`UsageError` if the number is needed and not given, or does not fit the shape.
+    Parameters
+    ----------
+    tensor:
+        Tensor with models and images in ``data_order``.
+    data_order:
+        Order of models (g) and images (b) in it.
+    batch:
+        Number of models.  ``None``: it is read from the shape, which the order ``(g b)`` does not allow.
+
+    Returns
+    -------
+    Tensor (image·model, …).
+
+    Raises
+    ------
+    UsageError
+        If the number of models is needed and not given, or does not fit the shape.
     """
     check_order(data_order)
     if data_order == "(b g)":
@@ -70,18 +85,48 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
 
 
 def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Tensor:
-    """Undo :func:`merge_batch`: return ``tensor``, (image·model, …) of ``batch`` models, as a view in ``data_order``.
+    """Undo :func:`merge_batch`: return ``tensor``, (image·model, …), in ``data_order``.
 
-    Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``.
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …), the model fastest.
+    batch:
+        Number of models.
+    data_order:
+        Order of models (g) and images (b) in the result.
+
+    Returns
+    -------
+    A view of ``tensor`` in ``data_order``.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
     """
     check_order(data_order)
     return in_order(models_first(tensor, batch, "(b g)"), data_order)
 
 
 def inner_batch_size(tensor: Tensor, batch: int) -> int:
-    """Return the number of images of each of ``batch`` models in ``tensor``, (image·model, …).
+    """Return the number of images of each of ``batch`` models in ``tensor``.
 
-    Raises :class:`UsageError` if dimension 0 is no multiple of ``batch``.
+    Parameters
+    ----------
+    tensor:
+        Tensor (image·model, …).
+    batch:
+        Number of models.
+
+    Returns
+    -------
+    Number of images.
+
+    Raises
+    ------
+    UsageError
+        If dimension 0 is no multiple of ``batch``.
     """
     return models_first(tensor, batch, "(b g)").shape[1]
 

@@ -25,13 +25,32 @@ def batch_loss(
     data_order: DataOrder = "g b",
     **options: Any,
 ) -> Tensor:
-    """Return the loss of each of ``batch`` models, (models,); ``batch_loss(…).sum().backward()`` trains all of them.
+    """Return the loss of each of ``batch`` models; ``batch_loss(…).sum().backward()`` trains all of them.
 
-    ``inputs`` and ``targets``, the models' outputs and their targets, are in ``data_order``.  ``loss_func`` is a
-    function of ``torch.nn.functional`` or a loss module, and ``options`` are arguments of it that all models share:
-    class weights, ``ignore_index`` …  Each loss is as ``loss_func`` gives it for the model by itself, reduced over its
-    images by ``reduction``; ``"none"`` gives the losses of all images, in ``data_order``.  Raises :class:`UsageError`
-    if the reduction is unknown, or the tensors do not hold ``batch`` models.
+    Parameters
+    ----------
+    inputs, targets:
+        Outputs of the models and their targets, in ``data_order``.
+    batch:
+        Number of models.
+    loss_func:
+        Function of ``torch.nn.functional``, or a loss module.
+    reduction:
+        Reduction over the images of each model: ``"mean"``, ``"sum"`` or ``"none"``.
+    data_order:
+        Order of models (g) and images (b); see :data:`DataOrder`.
+    options:
+        Arguments of ``loss_func`` that all models share: class weights, ``ignore_index`` …
+
+    Returns
+    -------
+    Losses (models,), each as ``loss_func`` gives for the model by itself.  With ``"none"``: losses of all images, in
+    ``data_order``.
+
+    Raises
+    ------
+    UsageError
+        If the reduction is unknown, or the tensors do not hold ``batch`` models.
     """
     if reduction not in ("none", "mean", "sum"):
         raise UsageError(f"unknown reduction '{reduction}'", hint="Known: 'none', 'mean', 'sum'.")
@@ -54,9 +73,29 @@ def batch_topk(
 ) -> Tensor:
     """Return top-k accuracies, (len(k), models): shares of images with their target among the ``k`` highest scores.
 
-    ``inputs`` are scores (models, images, classes) and ``targets`` classes (models, images), or both in ``data_order``.
-    ``count`` returns numbers of images instead of shares.  Raises :class:`UsageError` if some ``k`` is not between 1
-    and the number of classes, or the tensors do not hold ``batch`` models.
+    Parameters
+    ----------
+    inputs:
+        Scores (models, images, classes), or in ``data_order``.
+    targets:
+        Classes (models, images), or in ``data_order``.
+    batch:
+        Number of models.
+    k:
+        Values of k, each from 1 to the number of classes.
+    count:
+        Return numbers of images instead of fractions.
+    data_order:
+        Order of models (g) and images (b); see :data:`DataOrder`.
+
+    Returns
+    -------
+    Tensor (len(k), models).
+
+    Raises
+    ------
+    UsageError
+        If some ``k`` is out of range, or the tensors do not hold ``batch`` models.
     """
     scores, classes = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
     if not k or min(k) < 1 or max(k) > scores.shape[-1]:

@@ -35,10 +35,24 @@ BATCHING_HINT = "Batch the model by hand: init_all_states(model, batch_size), an
 def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callable[[], object]], Callable[[], None]]:
     """Decorate a function that initializes states for one sample, so that it makes ``axis_size`` lanes of each.
 
-    Lanes are samples, on a leading axis of every state; random initial values differ from lane to lane.  :class:`Vmap`
-    finds the states by ``state_tag``.  The function, without arguments, runs twice, once to record which states it
-    makes and once for all lanes; it must do the same both times.  Raises :class:`UsageError` if ``axis_size`` is no
-    whole number of at least 1.
+    Random initial values differ from lane to lane.
+
+    Parameters
+    ----------
+    axis_size:
+        Lanes, one per sample: the size of a leading axis that every state gets.
+    state_tag:
+        Tag of these states, by which :class:`Vmap` finds them.
+
+    Returns
+    -------
+    A decorator of functions without arguments.  The function runs twice, once to record which states it makes and once
+    for all lanes; it must do the same both times.
+
+    Raises
+    ------
+    UsageError
+        If ``axis_size`` is no whole number of at least 1.
     """
     if not is_size(axis_size, 1):
         raise UsageError(f"axis_size={axis_size!r}", hint="Give the batch size, at least 1.")

@@ -193,9 +193,22 @@ def operation_of(module: nn.Module) -> Operation:
 def traced(module: M, kind: TraceKind = "adaptive") -> M:
     """Tag every weight of ``module`` that can carry an eligibility trace, and return ``module``.
 
-    ``module`` is a linear or convolutional layer or an :class:`ElementWise` parameter, or holds some.  ``kind`` is the
-    kind of trace in :class:`HybridTrace`: ``full``, ``approx`` (factored), or ``adaptive`` for the smaller; other
-    algorithms do not read it.  Raises :class:`UsageError` if no weight in ``module`` can carry a trace.
+    Parameters
+    ----------
+    module:
+        Linear or convolutional layer or :class:`ElementWise` parameter, or a module that holds some.
+    kind:
+        Kind of trace in :class:`HybridTrace`: ``full``, ``approx`` (factored), or ``adaptive`` for the smaller.  Other
+        algorithms do not read it.
+
+    Returns
+    -------
+    ``module``, so that a layer can be tagged where it is made.
+
+    Raises
+    ------
+    UsageError
+        If no weight in ``module`` can carry a trace.
     """
     if kind not in ("full", "approx", "adaptive"):
         raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
@@ -211,7 +224,17 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
 
 
 def untraced(module: M) -> M:
-    """Take the tag off every weight of ``module``, which then learns from each step only, and return ``module``."""
+    """Take the tag off every weight of ``module``, and return ``module``.
+
+    Parameters
+    ----------
+    module:
+        Module whose weights get only the gradient of each time step.
+
+    Returns
+    -------
+    ``module``.
+    """
     for layer in _traceable_layers(module):
         setattr(layer, _TAG, None)
     return module

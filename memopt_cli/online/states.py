@@ -134,9 +134,23 @@ def declare_state(
 ) -> None:
     """Declare that ``module.name`` is a state of ``shape`` per sample, and initialize it for one sample.
 
-    The value is a buffer that is not saved; ``module`` reads and assigns it like any attribute.  ``initializer`` is
-    called as ``initializer(shape, dtype=..., device=...)``.  ``None``: zeros.  Raises :class:`UsageError` if ``shape``
-    is not a shape, or ``module`` cannot have a buffer of that name.
+    The value is a buffer that is not saved.  ``module`` reads and assigns it like any attribute.
+
+    Parameters
+    ----------
+    module:
+        Module that carries the state from one time step to the next.
+    name:
+        Name of the attribute.
+    shape:
+        Size or sizes of the state of one sample.
+    initializer:
+        Function called as ``initializer(shape, dtype=..., device=...)``.  ``None``: zeros.
+
+    Raises
+    ------
+    UsageError
+        If ``shape`` is not a shape, or ``module`` cannot have a buffer of that name.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if not all(is_size(size, 0) for size in sizes):
@@ -173,10 +187,19 @@ def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
-    """Reset every declared state of ``model``, and of its submodules, to its initial value.
+    """Reset every declared state of ``model`` to its initial value.
 
-    ``batch_size`` is the first axis of each state.  ``None``: one sample, without that axis.  Raises
-    :class:`UsageError` if it is no whole number of at least 1.
+    Parameters
+    ----------
+    model:
+        Module that declares states, itself or in its submodules.
+    batch_size:
+        Number of samples in a batch, the first axis of each state.  ``None``: one sample, without that axis.
+
+    Raises
+    ------
+    UsageError
+        If ``batch_size`` is no whole number of at least 1.
     """
     if batch_size is not None and not is_size(batch_size, 1):
         raise UsageError(

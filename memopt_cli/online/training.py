@@ -20,9 +20,27 @@ Loss = Callable[[Any, Any], Tensor]
 def accumulate_online(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
     """Run ``model``, an online algorithm, over a sequence, and add the gradients of the summed loss to ``.grad``.
 
-    Memory does not grow with the number of steps.  ``model`` may also be a ``Vmap`` of an algorithm; its states were
-    reset. ``inputs`` has one tensor per time step, and may be a generator.  Every step has the same ``target``.
-    Returns the mean loss of a step.  Raises :class:`MemoptError` if there are no steps.
+    Memory does not grow with the number of steps.
+
+    Parameters
+    ----------
+    model:
+        Online algorithm, or a ``Vmap`` of one, whose states were reset.
+    inputs:
+        One tensor per time step; from a generator, they need not be in memory all at once.
+    target:
+        Target of every step.
+    loss:
+        Function of a step's output and ``target`` that returns a scalar.
+
+    Returns
+    -------
+    The mean loss of a step.
+
+    Raises
+    ------
+    MemoptError
+        If there are no steps.
     """
     total, steps = torch.zeros(()), 0
     for x in inputs:
@@ -41,8 +59,27 @@ def _learn_step(model: nn.Module, x: Tensor, target: object, loss: Loss) -> Tens
 def accumulate_through_time(model: nn.Module, inputs: Iterable[Tensor], target: object, loss: Loss) -> Tensor:
     """Run ``model`` over a sequence, and add the gradients of the summed loss by back-propagation through time.
 
-    Memory grows with every step.  ``model`` is one time step, whose states were reset; the rest is as in
-    :func:`accumulate_online`.
+    Memory grows with every step.
+
+    Parameters
+    ----------
+    model:
+        Model of one time step, whose states were reset.
+    inputs:
+        One tensor per time step.
+    target:
+        Target of every step.
+    loss:
+        Function of a step's output and ``target`` that returns a scalar.
+
+    Returns
+    -------
+    The mean loss of a step.
+
+    Raises
+    ------
+    MemoptError
+        If there are no steps.
     """
     losses = [loss(model(x), target) for x in inputs]
     total = torch.stack(losses).sum() if losses else torch.zeros(())

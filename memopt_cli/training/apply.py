@@ -51,17 +51,32 @@ _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != 
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
-    """Install every segment of ``plan`` on ``model``, in place: all of them, or none if one fails.  Returns ``model``.
+    """Install every segment of ``plan`` on ``model``, in place: all of them, or none if one fails.
 
-    The paths of the plan name modules of the model, or of the one that a wrapper such as ``nn.DataParallel`` wraps.  A
-    plan with ``compile`` has the model compiled as well, as ``model.compile(...)`` does, when it is next called.  A
-    plan with ``in_backward`` runs ``optimizer`` in backward; other plans do not need it.  While the model has a plan,
-    its own checkpointing is switched off, if an attribute controls that: see
-    ``memopt_cli.training.own_checkpoints``.
+    A plan with ``compile`` has the model compiled as well, as ``model.compile(...)`` does, when it is next called.
+    While the model has a plan, its own checkpointing is switched off, if an attribute controls that: see
+    :mod:`memopt_cli.training.own_checkpoints`.
 
-    Raises ``PlanError`` if a module is missing or cannot be a segment, the optimizer cannot run in backward, or
-    the model cannot be compiled, and ``UsageError`` if PyTorch has no backend of the name in the plan.  The model
-    is then as it was before.
+    Parameters
+    ----------
+    model:
+        The model.  If it is a wrapper such as ``nn.DataParallel``, the plan goes on the wrapped model.
+    plan:
+        The plan; its paths name the model's modules.
+    optimizer:
+        The optimizer, which a plan with ``in_backward`` runs in backward; other plans do not need it.
+
+    Returns
+    -------
+    The same ``model``.
+
+    Raises
+    ------
+    PlanError
+        If a module is missing or cannot be a segment, the optimizer cannot run in backward, or the model cannot be
+        compiled.  The model is then as it was before.
+    UsageError
+        If PyTorch has no backend of the name in the plan.  The model is as it was before.
     """
     if plan.in_backward and optimizer is None:
         raise PlanError(
@@ -139,7 +154,17 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Return the plan that is installed on ``model``, or on the model that it wraps; an empty one if there is none."""
+    """Return the plan that is installed on ``model``.
+
+    Parameters
+    ----------
+    model:
+        The model, with a plan or without.  If it is a wrapper, the wrapped model is examined.
+
+    Returns
+    -------
+    The plan that ``apply_plan`` installed; an empty one if there is none.
+    """
     model = unwrapped(model)
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
@@ -178,7 +203,14 @@ def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
 def remove_plan(model: nn.Module) -> nn.Module:
     """Remove the plan of ``model``, in place: segments, runs of layers, the optimizer in backward, and compilation.
 
-    Returns ``model``.
+    Parameters
+    ----------
+    model:
+        The model, with a plan or without.
+
+    Returns
+    -------
+    The same ``model``.
     """
     remove_segments(model)
     remove_runs(unwrapped(model))
