@@ -24,6 +24,10 @@ from memopt_cli.search.plan.search_spaces import WORTH_LOWERING
 
 _MISPREDICTED_RATIO = 1.05
 """Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
+_DOUBTFUL_SHARE = 1.3
+"""Share of the allowed extra time that a plan may be predicted to take where no other plan was found.
+
+Predictions err by up to a quarter either way, and only a measurement tells whether the plan keeps the limit."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
@@ -139,10 +143,10 @@ class Climb:
             self._search_begins(f"level {level} of {options.level}: searching")
             started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
-            priced = search(level, 1 + PREDICTED_SHARE * (self._limit - 1))
-            # Nothing within the margin: allow the limit itself.  An infinite limit has no margin to give up.
-            if priced.plan.is_empty and math.isfinite(self._limit):
-                priced = search(level, self._limit)
+            for share in (PREDICTED_SHARE, 1.0, _DOUBTFUL_SHARE):
+                priced = search(level, 1 + share * (self._limit - 1))
+                if not priced.plan.is_empty or math.isinf(self._limit):
+                    break
             row = self.search.row(level, priced, len(planner.dry_runs) - dry_runs_before, started)
             if row.plan == plan_below:
                 row = replace(row, repeats=level - 1)
