@@ -257,7 +257,8 @@ def frontier(summary: MemOptSummary) -> Table:
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
-    for number, point in enumerate(summary.frontier, 1):
+    words = told_apart([point.plan for point in summary.frontier])
+    for number, (point, plan) in enumerate(zip(summary.frontier, words, strict=True), 1):
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
@@ -268,7 +269,6 @@ def frontier(summary: MemOptSummary) -> Table:
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] * shows_elsewhere
-        plan = "the original" if point.plan.is_empty else in_words(point.plan)
         table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     if own is not None:
         cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
@@ -312,6 +312,38 @@ def ranges(summary: MemOptSummary) -> Table:
     for row in range_rows(summary):
         table.add_row(*row)
     return table
+
+
+def told_apart(plans: Sequence[Plan]) -> list[str]:
+    """Return ``plans`` in words; where several have the same words, add the first segments that only some of them have.
+
+    ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
+    """
+    words = ["the original" if plan.is_empty else in_words(plan) for plan in plans]
+    for same in {text for text in words if words.count(text) > 1}:
+        alike = [number for number, text in enumerate(words) if text == same]
+        shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
+        own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
+        # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
+        for length in range(1, max(map(len, own)) + 1):
+            said = [", ".join(segments[:length]) for segments in own]
+            if len(set(said)) == len(said):
+                break
+        else:
+            said = [", ".join(segments) for segments in own]
+        for number, text in zip(alike, said, strict=True):
+            words[number] = ": ".join(filter(None, [same, text]))
+    return words
+
+
+def _in_place(segment: SegmentPlan) -> str:
+    """Return the path of ``segment`` and what it does: ``conv_fc.0-3 in 20 chunks``, ``layers.1 recomputed``."""
+    does = f"in {segment.chunks} chunks" if segment.chunks > 1 else "recomputed"
+    does += f" along dimension {segment.axis}" if segment.chunks > 1 and segment.axis else ""
+    kept = f"keeping {counted(len(segment.keep), 'output')}" if segment.keep else ""
+    packed = f"packed by {segment.compressor}" if segment.compressor != "null" else ""
+    place = f"sent to {segment.place}" if segment.place != "device" else ""
+    return " ".join(filter(None, [segment.path or "(model)", does, packed, kept, place]))
 
 
 def in_words(plan: Plan) -> str:

@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import in_words
+from memopt_cli.report.optimization import in_words, told_apart
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -480,6 +480,35 @@ def test_a_frontier_has_compiled_steps_and_why_others_are_not_shown(summary: Mem
     lines = shown(TextReport(), result(summary, files=())).splitlines()
     assert "not shown: compiled by inductor, memory budget 0.5: wrong gradients" in lines
     assert [line.split()[:3] for line in lines if "compiled by inductor" in line][:1] == [["1", "400.0", "MiB"]]
+
+
+def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ() -> None:
+    def chunked(path: str, chunks: int) -> SegmentPlan:
+        return SegmentPlan(path=path, chunks=chunks)
+
+    first, second = chunked("conv_fc.0-3", 20), chunked("conv_fc.0-3", 4)
+    assert told_apart([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
+        "the original",
+        "1 in chunks: conv_fc.0-3 in 20 chunks",
+        "1 in chunks: conv_fc.0-3 in 4 chunks",
+        "saved packed",
+    ]
+    other, last = chunked("head", 2), chunked("tail", 2)
+    pairs = [(first, other), (first, last), (second, other)]
+    assert told_apart([Plan(segments=pair) for pair in pairs]) == [
+        "2 in chunks: conv_fc.0-3 in 20 chunks, head in 2 chunks",
+        "2 in chunks: conv_fc.0-3 in 20 chunks, tail in 2 chunks",
+        "2 in chunks: conv_fc.0-3 in 4 chunks, head in 2 chunks",
+    ]
+
+
+def test_the_frontier_shows_where_plans_with_the_same_words_differ(summary: MemOptSummary) -> None:
+    plans = [Plan(segments=(SegmentPlan(path="a.0", chunks=chunks),)) for chunks in (2, 8)]
+    summary.frontier = [ParetoPoint(plan=plan, outcome=measured(90, 1.0)) for plan in plans]
+    summary.verification = None
+    out = shown(TextReport(), result(summary))
+    assert "1 in chunks: a.0 in 2 chunks" in out
+    assert "1 in chunks: a.0 in 8 chunks" in out
 
 
 def test_a_frontier_numbers_every_plan_from_the_original_on(summary: MemOptSummary) -> None:
