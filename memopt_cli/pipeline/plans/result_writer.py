@@ -58,7 +58,7 @@ class ResultWriter:
         Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds what was done before.
         """
         ended_by = self._ended_by()
-        paths = [*self.paths.all(), frontier_path(self.request.source)]
+        paths = [*self.paths.all(), frontier_path(self.request)]
         return OptimizeResult(
             header=file_header(self.prepared),
             summary=self._summary(),

@@ -29,7 +29,6 @@ from memopt_cli.pipeline.terms import (
 )
 from memopt_cli.records import (
     Measurement,
-    ModelSource,
     OptimizeRequest,
     Plan,
     SearchOptions,
@@ -46,9 +45,16 @@ _MAX_HASH_DIGITS = 12
 """Number of digits of a hash that a message shows."""
 
 
-def frontier_path(source: ModelSource) -> Path:
-    """Return the path of the plans that were shown for the model of ``source``, wherever its other files go."""
-    return output_paths(source.location, None).frontier
+def frontier_path(request: OptimizeRequest) -> Path:
+    """Return the path of the plans that were shown: beside the output that ``request`` names, else beside the model.
+
+    A plan that is picked may go to another output than the plans that were shown, so with ``--pick`` a file beside the
+    output counts only if it is there.
+    """
+    beside_output = output_paths(request.source.location, request.output).frontier
+    if request.goal.frontier or os.path.lexists(beside_output):
+        return beside_output
+    return output_paths(request.source.location, None).frontier
 
 
 def check_frontier_target(request: OptimizeRequest) -> None:
@@ -56,7 +62,7 @@ def check_frontier_target(request: OptimizeRequest) -> None:
 
     The plans that were shown last are replaced without ``--force``: they can be searched again.
     """
-    path = frontier_path(request.source)
+    path = frontier_path(request)
     if request.force or not os.path.lexists(path):
         return
     try:
@@ -75,7 +81,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     if number is None or request.goal.frontier:
         return request
     try:
-        frontier = read_frontier(frontier_path(request.source))
+        frontier = read_frontier(frontier_path(request))
     except FileNotFoundError:
         return request
     check_pick(number, len(frontier.points))
@@ -98,7 +104,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     )
     return replace(
         request,
-        spec=request.spec or typed_inputs(frontier.header, frontier_path(request.source)),
+        spec=request.spec or typed_inputs(frontier.header, frontier_path(request)),
         settings=fill_in(settings, shown_settings),
         search=replace(request.search, options=options, requested_level=options.level, notes=notes),
         shown=frontier,
@@ -171,7 +177,7 @@ def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
     changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))
     if changes:
         raise UsageError(
-            f"the plans in {frontier_path(request.source)} were shown for another step: "
+            f"the plans in {frontier_path(request)} were shown for another step: "
             + "; ".join(f"{d.name} {d.before} → {d.after}" for d in changes),
             hint=_SHOW_AGAIN_HINT,
         )
@@ -188,7 +194,7 @@ def check_original(request: OptimizeRequest, original: object) -> None:
     if len(set(peaks)) > 1:
         shown_peak, current_peak = (format_bytes(peak) for peak in peaks[-2:])
         raise UsageError(
-            f"the plans in {frontier_path(request.source)} were shown for a step with a tensor peak of {shown_peak}; "
+            f"the plans in {frontier_path(request)} were shown for a step with a tensor peak of {shown_peak}; "
             f"the step now has a tensor peak of {current_peak}",
             hint=_SHOW_AGAIN_HINT,
         )
@@ -217,7 +223,7 @@ def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings
 
     A read-only disk, say, is no reason to fail: without the file, ``--pick`` only has to search again.
     """
-    path = frontier_path(request.source)
+    path = frontier_path(request)
     text = frontier_json(replace(_empty_frontier(request, prepared), points=tuple(findings.frontier)))
     try:
         check_frontier_target(request)
@@ -225,6 +231,8 @@ def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings
     except (UsageError, WriteError) as err:
         findings.notes.append(f"The plans are not kept, so `--pick` will search again: {err.message}.")
         return []
+    if path != output_paths(request.source.location, None).frontier:
+        findings.notes.append(f"`--pick` finds these plans with `{quoted_flag('-o', str(request.output))}`.")
     return [path]
 
 

@@ -54,6 +54,18 @@ def test_a_plan_that_was_shown_is_applied_without_a_search(optimize: Memopt, mon
     assert "pick" not in done.out  # the table has been seen
 
 
+def test_the_frontier_is_kept_beside_a_named_output(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = optimize(*SPEC, "--level", "1", "--frontier", "-o", "x.pt")
+    assert done.changed == {"x.frontier.json"}
+    assert "--pick finds these plans with -o x.pt." in done.out
+    assert done.out.endswith("nothing is applied; choose a plan with --budget, or with --pick N\n")
+    monkeypatch.setattr(optimization, "start_search", lambda *_: pytest.fail("it searched"))
+    done = optimize(*SPEC, "--pick", "2", "-o", "x.pt")
+    assert done.code == 0, done.err
+    assert "x.pt" in done.changed
+    assert SHOWN not in done.changed
+
+
 def test_without_a_frontier_a_pick_searches_and_keeps_what_it_found(optimize: Memopt) -> None:
     done = optimize(*SPEC, "--level", "1", "--pick", "2")
     assert done.code == 0, done.err
