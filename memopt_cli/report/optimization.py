@@ -7,6 +7,7 @@ The short report has a headline, a row for each different plan, remarks, and the
 from __future__ import annotations
 
 import os.path
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -418,6 +419,19 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     said = summary.decisive, _smaller_too_slow(summary)
     yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in said))
     yield from summary.details
+
+
+def replacing(line: str, files: Sequence[str]) -> str:
+    """Return ``line`` with `--force` in the options it advises, if a search with them would find ``files`` in its way.
+
+    The file of a frontier is not in the way: it is replaced without `--force`.
+    """
+    is_in_the_way = any(path.endswith(".summary.json") for path in files)
+    return _SEARCH_AGAIN.sub(r"`\1 --force`", line) if is_in_the_way else line
+
+
+_SEARCH_AGAIN = re.compile(r"`(--(?:max-slowdown|search-time) (?:none|[\d.]+))`")
+"""An option with its value, as it is typed to search again."""
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:

@@ -275,6 +275,27 @@ def test_a_smaller_plan_that_only_the_limit_rules_out_is_named_with_the_flag_tha
 
 
 @pytest.mark.parametrize(
+    ("files", "typed"),
+    [
+        (("net.memopt.summary.json", "net.memopt.batch.yaml"), "--max-slowdown 1.7 --force"),
+        (("net.memopt.frontier.json",), "--max-slowdown 1.7"),
+        ((), "--max-slowdown 1.7"),
+    ],
+)
+def test_a_remedy_replaces_the_files_that_were_written(
+    files: tuple[str, ...], typed: str, summary: MemOptSummary
+) -> None:
+    summary.plan, summary.smaller = Plan(), Outlook(peak_bytes=int(61.5 * MIB), slowdown=1.6)
+    summary.options = {"max_slowdown": 1.33}
+    first = shown(TextReport(), result(summary, files=files)).splitlines()[0]
+    assert first.endswith(f"is predicted: {typed} allows it.")
+    summary.notes = ["It was ended (`--search-time 60` searches longer)."]
+    assert f"--search-time 60{' --force' * ('force' in typed)} searches" in shown(
+        TextReport(), result(summary, files=files)
+    )
+
+
+@pytest.mark.parametrize(
     ("is_limited", "said"),
     [
         (True, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
