@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from rich.table import Table
 
@@ -191,9 +191,11 @@ def _module_table(profile: StepProfile) -> Table:
     time = "time" if profile.estimate is None else "estimated\ntime"
     headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((time,) if timed else ()))
     table = plain_table(*headings, names=["module"], words=[""])
+    depths = {"": 0}  # of the rows above, whose names below are left out
     for use in _opened(profile.modules):
-        name = use.path.rpartition(".")[2] or "(model)"
-        indent = "  " * (use.path.count(".") + 1) if use.path else ""
+        above = nearest(use.path, depths)
+        depth = depths[use.path] = depths[above] + 1 if use.path else 0
+        name, indent = below(use.path, above) or "(model)", "  " * depth
         cells = (
             format_bytes(use.held_bytes),
             _share(use.held_bytes, profile.peak.allocated_bytes),
@@ -211,26 +213,32 @@ def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
     paths = {use.path for use in modules}
     for use in modules:
         if use.path:
-            children.setdefault(_parent(use.path, paths), []).append(use)
+            children.setdefault(nearest(use.path, paths), []).append(use)
     shown: set[str] = {use.path for use in modules if not use.path}
     waiting = [use for use in modules if not use.path]
     while waiting:
         widest = max(waiting, key=lambda use: (use.held_bytes, use.saved_bytes))
         waiting.remove(widest)
-        below = children.get(widest.path, [])
-        if len(shown) + len(below) <= _MODULES:
-            shown |= {use.path for use in below}
-            waiting += below
+        inner = children.get(widest.path, [])
+        if len(shown) + len(inner) <= _MODULES:
+            shown |= {use.path for use in inner}
+            waiting += inner
     order = {path: rank for rank, path in enumerate(_depth_first("", children))}
     return sorted((use for use in modules if use.path in shown), key=lambda use: order[use.path])
 
 
-def _parent(path: str, paths: set[str]) -> str:
+def nearest(path: str, paths: Collection[str]) -> str:
+    """Return the nearest module above ``path`` that is among ``paths``, or the root: a container is never called."""
     while path:
         path = path.rpartition(".")[0]
         if path in paths:
             break
     return path
+
+
+def below(path: str, above: str) -> str:
+    """Return ``path`` as it reads under the module ``above``: ``downs.0`` under the root, where ``downs`` is no row."""
+    return path.removeprefix(f"{above}.") if above else path
 
 
 def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[str]:

@@ -220,6 +220,12 @@ def test_what_each_module_keeps() -> None:
     assert trace["values"][0] == 24 * MIB
 
 
+def test_a_module_below_a_container_that_was_not_called_is_named_by_its_path() -> None:
+    modules = tuple(map(a_module, ("", "downs.0", "downs.0.conv", "ups.0")))
+    root = kept_by_module(replace(a_trace(), modules=modules))
+    assert [module.name for module in root.walk()] == ["(model)", "downs.0", "conv", "ups.0"]
+
+
 def test_small_modules_are_drawn_as_one() -> None:
     small = tuple(storage(1, "activations", f"many.{i}", 0, None) for i in range(1000))
     modules = (a_module(""), a_module("many"), *(a_module(f"many.{i}") for i in range(1000)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import json
 from dataclasses import replace
 
@@ -141,6 +142,14 @@ def test_the_module_tree() -> None:
     assert not any(line.endswith("time") for line in lines)
     timed = replace(a_profile(), modules=(use("", 70, seconds=1.5),))
     assert any(line.startswith("(model)") and line.endswith("1.50 s") for line in shown(timed))
+
+
+def test_a_module_below_a_container_that_has_no_row_is_shown_with_its_path() -> None:
+    uses = use("", 70), use("downs.0", 50), use("downs.0.conv", 40), use("ups.0", 10), use("ups.1.up.0", 5)
+    lines = shown(replace(a_profile(), modules=uses))
+    start = next(i for i, line in enumerate(lines) if line.startswith("(model)"))
+    rows = [re.split(r"  +Block|(?<=\S)  +", line)[0] for line in lines[start : start + 5]]
+    assert rows == ["(model)", "  downs.0", "    conv", "  ups.0", "  ups.1.up.0"]
 
 
 def test_a_large_tree_is_opened_where_most_is_held() -> None:

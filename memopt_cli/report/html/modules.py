@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
+from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
 _SMALLEST = 0.0005
@@ -22,6 +23,8 @@ class KeptByModule:
 
     path: str
     class_name: str
+    name: str = "(model)"
+    """Path below the module that this one hangs below, or ``(model)`` for the root."""
     nbytes: int = 0
     """Bytes that it keeps, with those of the modules below it."""
     seconds: float = 0.0
@@ -29,11 +32,6 @@ class KeptByModule:
     operators: Counter[str] = field(default_factory=Counter)
     """Operator -> bytes that it made in this module itself, not below."""
     children: list[KeptByModule] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Last part of the path, or ``(model)`` for the root."""
-        return self.path.rpartition(".")[2] or "(model)"
 
     def walk(self) -> Iterator[KeptByModule]:
         """Yield this module and all below it, parents first."""
@@ -48,7 +46,9 @@ def kept_by_module(trace: StepTrace) -> KeptByModule:
     root = tree.setdefault("", KeptByModule(path="", class_name=""))
     for path, module in tree.items():
         if path:
-            tree[_nearest(path.rpartition(".")[0], tree)].children.append(module)
+            above = nearest(path, tree)
+            module.name = below(path, above)
+            tree[above].children.append(module)
     for nbytes, operator, path in _left_by_forward(trace):
         tree[_nearest(path, tree)].operators[operator] += nbytes
     for op in trace.ops:
@@ -114,10 +114,10 @@ class _Sectors:
             made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
             distinct = PALETTE[i % len(PALETTE)] if colour == NEUTRAL else colour
             self.add(own, name.removeprefix("aten::"), nbytes, made, distinct)
-        below = [child for child in module.children if child.nbytes >= least]
-        for child in below:
+        large = [child for child in module.children if child.nbytes >= least]
+        for child in large:
             self.fill(child, own, colours, colour)
-        rest = module.nbytes - sum(nbytes for _, nbytes in operators) - sum(child.nbytes for child in below)
+        rest = module.nbytes - sum(nbytes for _, nbytes in operators) - sum(child.nbytes for child in large)
         if rest:
             self.add(own, "smaller", rest, "what is too small to be drawn", colour)
 
