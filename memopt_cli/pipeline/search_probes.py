@@ -20,13 +20,20 @@ Answer = TypeVar("Answer")
 _MIN_SHARE_LEFT = 0.2
 """Share of the time limit that a search has left, at least, after a plan turns out too slow."""
 
+_LONGER_S = 60
+"""Seconds of which a longer search is advised to take a multiple, at least twice its default time."""
+
 
 class SearchProbes:
     """A cache of answers to jobs, with the time limit of the search."""
 
-    def __init__(self, session: Callable[[], Session], *, limit_s: float | None) -> None:
+    def __init__(
+        self, session: Callable[[], Session], *, limit_s: float | None, is_default_limit: bool = False
+    ) -> None:
+        """Ask the ``session`` for at most ``limit_s`` seconds; ``is_default_limit``: the user has not set them."""
         self._session = session
         self._limit_s = limit_s
+        self._is_default_limit = is_default_limit
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self.over = ""
         """Reason why some jobs were not tried; empty if all were."""
@@ -48,8 +55,16 @@ class SearchProbes:
         """Return whether the search is over, by its time limit or because it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
-            self.over = f"the search was ended after {self._limit_s:.3g} s (`--search-time`)"
+            self.over = f"the search was ended after {self._limit_s:.3g} s {self._limit_in_words}"
         return is_late or self._ended
+
+    @property
+    def _limit_in_words(self) -> str:
+        """Name of the flag that set the time limit or, of a default limit, the flag that sets a longer one."""
+        if not self._is_default_limit or self._limit_s is None:
+            return "(`--search-time`)"
+        longer_s = _LONGER_S * max(1, math.ceil(2 * self._limit_s / _LONGER_S))
+        return f"by its default time (`--search-time {longer_s}` searches longer)"
 
     def end(self, reason: str) -> None:
         """End the search for ``reason``: from now on only answers from the cache are given."""

@@ -31,6 +31,15 @@ def test_a_search_that_asks_nothing_more_was_not_ended_by_the_time() -> None:
     assert search.over == refused.reason == "the search was ended after 0 s (`--search-time`)"
 
 
+@pytest.mark.parametrize(("limit_s", "longer_s"), [(0.0, 60), (14.5, 60), (30.5, 120)])
+def test_a_search_that_its_default_time_ended_names_a_longer_time(limit_s: float, longer_s: int) -> None:
+    search = SearchProbes(Nobody, limit_s=limit_s, is_default_limit=True)  # type: ignore[arg-type]
+    search._ends = 0.0
+    assert search.is_late()
+    longer = f"by its default time (`--search-time {longer_s}` searches longer)"
+    assert search.over == f"the search was ended after {limit_s:g} s {longer}"
+
+
 def test_a_search_that_looks_at_the_clock_and_stops_says_so() -> None:
     search = probes(0.0)
     assert search.is_late()

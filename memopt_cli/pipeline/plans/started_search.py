@@ -95,7 +95,8 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
         )
     place = sessions.prepared.subject.place
     findings.notes += room_notes(options, traced.trace, place)
-    probes = SearchProbes(sessions, limit_s=_limit_s(request, findings, outcome))
+    limit_s = _limit_s(request, findings, outcome)
+    probes = SearchProbes(sessions, limit_s=limit_s, is_default_limit=request.search_limit_s is None)
     progress, allow_inexact = sessions.prepared.progress, options.allow_inexact
     probes_of_planner = planner_probes(probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact)
     original = replace(original, search_s=original.search_s + time.monotonic() - started)

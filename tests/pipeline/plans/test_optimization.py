@@ -607,6 +607,17 @@ def test_the_end_of_the_search_is_a_note_only_where_more_time_may_help(
     assert said == f"{over} {'may find' if may_improve else 'would hardly find'} a better plan."
 
 
+def test_the_default_time_of_a_search_is_blamed_on_no_flag(optimize: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_search, "_SEARCH_S", 0)
+    monkeypatch.setattr(started_search, "_SEARCH_STEPS", 0)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", "1", "--no-recommend-batch", "--json")
+    assert done.code == 0, done.err
+    said = "The search was ended after 0 s by its default time (--search-time 60 searches longer): a longer search"
+    summary = summary_of(done)
+    assert any(text.startswith(said) for text in (*summary.notes, *summary.details))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("goal", "code"), [(("--budget", "70%"), 6), (("--pick", "2"), 2)])
 def test_what_a_search_without_time_cannot_meet(goal: tuple[str, ...], code: int, optimize: Memopt) -> None:
