@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import Annotated, Final, TextIO, cast
+from typing import Annotated, Any, Final, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -22,9 +22,10 @@ from typer.main import get_command
 
 from memopt_cli.cli.apply import apply
 from memopt_cli.cli.baseline import baseline
-from memopt_cli.cli.check import check
+from memopt_cli.cli.check import SHOWN, check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
+from memopt_cli.cli.formats import report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
@@ -55,6 +56,37 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the system errors that say that no more can be written: disk, quota, largest file."""
 
 
+class CheckCommand(GroupedCommand):
+    """Command that reports its failures, wrong arguments included, in the format that ``--format`` names."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Return the context for ``args``.  Raises what is wrong with them, once it is reported."""
+        given = list(args)  # parsing empties args
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except (TyperException, MemoptError) as err:
+            extra |= {"resilient_parsing": True, "ignore_unknown_options": True, "allow_extra_args": True}
+            context = super().make_context(info_name, list(given), parent, **extra)
+            typed, _, _ = self.make_parser(context).parse_args(given)
+            self._report(err, context, str(typed.get("model") or ""))
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.  Raises what it raises, once it is reported."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:
+            raise
+        except (Exception, KeyboardInterrupt) as err:
+            if SHOWN not in ctx.meta:
+                self._report(err, ctx, ctx.params["model"])
+            raise
+
+    def _report(self, err: BaseException, context: Any, model: str) -> None:
+        form = "json" if context.params.get("json") else context.params.get("format") or "table"
+        report_in(form).refused(_as_memopt_error(err), model or "the model", sys.stdout)
+
+
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)
 app.command("inspect", cls=GroupedCommand)(inspect)
 app.command("profile", cls=GroupedCommand)(profile)
@@ -65,7 +97,7 @@ app.command("apply", cls=GroupedCommand)(apply)
 app.command("explain", cls=GroupedCommand)(explain)
 app.command("verify", cls=GroupedCommand)(verify)
 app.command("baseline", cls=GroupedCommand)(baseline)
-app.command("check", cls=GroupedCommand)(check)
+app.command("check", cls=CheckCommand)(check)
 app.command("compare", cls=GroupedCommand)(compare)
 app.command("selftest", cls=GroupedCommand)(selftest)
 

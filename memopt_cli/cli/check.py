@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
-from memopt_cli.errors import MemoptError
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
 
 _REGRESSION = 1
 """Exit code if a metric exceeds its limit."""
+SHOWN: Final = "memopt.shown"
+"""Key in ``context.meta`` that is set when the report is shown, so that a failure has none of its own."""
 
 
 @with_options
@@ -56,16 +58,12 @@ def check(
         layout=spread.layout(),
         timeout_s=timeout,
     )
-    report = report_in("json" if shown.json else format, verdict_only=shown.quiet)
-    try:
-        context.with_resource(processes.kept(early=True))
-        from memopt_cli import pipeline  # not before the arguments are known to be right
+    context.with_resource(processes.kept(early=True))
+    from memopt_cli import pipeline  # not before the arguments are known to be right
 
-        with shown.progress() as (progress, ask):
-            found = pipeline.check(request, progress=progress, ask=ask)
-    except MemoptError as err:
-        report.refused(err, model, sys.stdout)
-        raise
-    report.show(found, sys.stdout)
+    with shown.progress() as (progress, ask):
+        found = pipeline.check(request, progress=progress, ask=ask)
+    context.meta[SHOWN] = True
+    report_in("json" if shown.json else format, verdict_only=shown.quiet).show(found, sys.stdout)
     if found.exceeded:
         raise typer.Exit(_REGRESSION)

@@ -106,6 +106,55 @@ def test_what_could_not_be_checked_is_red_in_every_format(
 
 
 @pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("nett.py:build", "--format", "FORM"), "there is no file 'nett.py'"),
+        (("--format", "FORM", "nett.py:build", "--fail-on", "paek:1%"), "there is no file 'nett.py'"),
+        (("model.pt", "--fail-on", "paek:1%", "--format", "FORM"), "'paek' is not a known metric"),
+        (("model.pt", "--fial-on", "peak:1%", "--format", "FORM"), "--fial-on"),
+        (("model.pt", "--timeout", "soon", "--format", "FORM"), "soon"),
+        (("--format", "FORM"), "MODEL"),
+    ],
+)
+def test_wrong_arguments_are_red_in_every_format(
+    form: str, arguments: tuple[str, ...], reason: str, requests: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *(form if each == "FORM" else each for each in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert reason in err
+    assert bool(out) is (form != "table")
+    model = next((each for each in arguments if each in ("model.pt", "nett.py:build")), "the model")
+    match form:
+        case "json":
+            assert reason in json.loads(out)["error"]
+        case "github":
+            title = model.replace(":", "%3A")
+            assert out.startswith(f"::error title=memopt%3A {title} was not checked::")
+            assert reason in out
+        case "junit":
+            suite = ET.fromstring(out.encode()).find("testsuite")
+            assert suite is not None
+            assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+            case = suite.find("testcase")
+            assert case is not None
+            assert case.get("classname") == f"memopt.{model}"
+        case "md":
+            assert out.replace("`", "").startswith(f"### memopt: {model} was not checked")
+
+
+def test_an_error_that_nobody_foresaw_is_reported_once(
+    requests: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: Any, *, progress: Any, ask: Any) -> None:
+        raise TypeError("odd")
+
+    monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], "check", fail)
+    assert main(["check", "model.pt", "--format", "json"]) == 3
+    assert json.loads(capsys.readouterr().out)["error"] == "unexpected TypeError: odd"
+
+
+@pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
 def test_a_ci_system_obeys_no_reason(
     form: str, requests: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
