@@ -83,8 +83,9 @@ class CheckCommand(GroupedCommand):
             raise
 
     def _report(self, err: BaseException, context: Any, model: str) -> None:
-        form = "json" if context.params.get("json") else context.params.get("format") or "table"
-        report_in(form).refused(_as_memopt_error(err), model or "the model", sys.stdout)
+        found = context.params
+        report = report_in("json") if found.get("json") else report_in(found.get("format") or "table")
+        report.refused(_as_memopt_error(err), model or "the model", sys.stdout)
 
 
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)

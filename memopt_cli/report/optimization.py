@@ -427,11 +427,11 @@ def replacing(line: str, files: Sequence[str]) -> str:
     The file of a frontier is not in the way: it is replaced without `--force`.
     """
     is_in_the_way = any(path.endswith(".summary.json") for path in files)
-    return _SEARCH_AGAIN.sub(r"`\1 --force`", line) if is_in_the_way else line
+    return _SEARCH_AGAIN.sub(r"\g<0> --force", line) if is_in_the_way else line
 
 
-_SEARCH_AGAIN = re.compile(r"`(--(?:max-slowdown|search-time) (?:none|[\d.]+))`")
-"""An option with its value, as it is typed to search again."""
+_SEARCH_AGAIN = re.compile(r"(?<=\x60)--(?:max-slowdown|search-time) (?:none|[\d.]+)(?=\x60)")
+"""Pattern of an option with its value between backticks, as it is typed to search again."""
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:
