@@ -422,15 +422,15 @@ def details(summary: MemOptSummary) -> Iterator[str]:
 
 
 def replacing(line: str, files: Sequence[str]) -> str:
-    """Return ``line`` with `--force` in the options it advises, if a search with them would find ``files`` in its way.
+    """Return ``line`` with `--force` after the options it advises, if a search with them would find ``files`` in its way.
 
     The file of a frontier is not in the way: it is replaced without `--force`.
     """
     is_in_the_way = any(path.endswith(".summary.json") for path in files)
-    return _SEARCH_AGAIN.sub(r"\g<0> --force", line) if is_in_the_way else line
+    return _SEARCH_AGAIN.sub(r"\g<0> `--force`", line) if is_in_the_way else line
 
 
-_SEARCH_AGAIN = re.compile(r"(?<=\x60)--(?:max-slowdown|search-time) (?:none|[\d.]+)(?=\x60)")
+_SEARCH_AGAIN = re.compile(r"\x60--(?:max-slowdown|search-time) (?:none|[\d.]+)\x60")
 """Pattern of an option with its value between backticks, as it is typed to search again."""
 
 
