@@ -422,9 +422,9 @@ def details(summary: MemOptSummary) -> Iterator[str]:
 
 
 def replacing(line: str, files: Sequence[str]) -> str:
-    """Return ``line`` with `--force` after the options it advises, if a search with them would find ``files`` in its way.
+    """Return ``line`` with `--force` after the options that it advises, if ``files`` would stop a search with them.
 
-    The file of a frontier is not in the way: it is replaced without `--force`.
+    The file of a frontier stops none: it is replaced without `--force`.
     """
     is_in_the_way = any(path.endswith(".summary.json") for path in files)
     return _SEARCH_AGAIN.sub(r"\g<0> `--force`", line) if is_in_the_way else line
@@ -628,6 +628,9 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         if not advice.is_limited_by_memory:
             return "batch: memory does not limit it, as dry runs predict"
         peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+        if advice.is_measured:
+            larger = "dry runs predict that no larger one does"
+            return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
         return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
     text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
