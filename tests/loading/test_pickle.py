@@ -596,6 +596,51 @@ def test_what_a_session_only_imports_is_not_its_class(trained: Path, monkeypatch
         load(trained / "model.pt", trust=Trust(globals=("__main__.Net",)))
 
 
+SESSION = """
+    import sys, torch, memopt_cli
+    from torch import nn
+
+    class Net(nn.Sequential):
+        pass
+
+    def helper():
+        pass
+
+    mine, mine_too = Net, helper
+    torch.save(Net(nn.Linear(2, 2)), sys.argv[1])
+    torch.save(Net(nn.Linear(2, 2)), f"{sys.argv[1]}.legacy", _use_new_zipfile_serialization=False)
+
+    def told(name=sys.argv[1], **trust):
+        try:
+            return str(type(memopt_cli.load(name, trust=memopt_cli.Trust(**trust))) is mine)
+        except memopt_cli.MemoptError as error:
+            return f"{error.message} | {error.hint}"
+
+    print(told())
+    for name in (sys.argv[1], f"{sys.argv[1]}.legacy"):
+        for pickle in (False, True):
+            print(told(name, code_paths=("train.py",), pickle=pickle))
+    print(told(globals=("__main__.Net",), code_paths=("train.py",)))
+    del Net
+    print(told(code_paths=("train.py",)), Net is not mine)
+    print(told(code_paths=("train.py",)), helper is mine_too)
+"""
+
+
+def test_a_class_of_this_session_is_never_replaced(trained: Path, tmp_path: Path) -> None:
+    script = (trained / "train.py").read_text()
+    (tmp_path / "train.py").write_text(f"def helper(): ...\n{script}")
+    done = run(tmp_path, "-c", textwrap.dedent(SESSION), "mine.pt")
+    assert done.returncode == 0, done.stderr
+    hinted, *refused, named, first, second = done.stdout.splitlines()
+    assert hinted.endswith("load(path, trust=Trust(globals=('__main__.Net',)))")
+    assert len(refused) == 4
+    for told in refused:
+        assert told.startswith("this session has one Net, and train.py defines another | For this session's own, name ")
+    assert named == "True"
+    assert (first, second) == ("False True", "False True")
+
+
 @pytest.mark.parametrize("name", [*USED, "odd.pt"])
 def test_classes_of_the_training_script_are_found_and_saved_again(name: str, used: dict[str, list[str]]) -> None:
     assert used[f"again-{name}"] == ["__main__", "Net", "True"]

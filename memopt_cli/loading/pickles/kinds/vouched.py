@@ -27,7 +27,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.kinds.modules import check_module, fill
 from memopt_cli.loading.pickles.nodes import Global
-from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.user_code import UserCode, is_session
 from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
@@ -67,8 +67,8 @@ class Vouched:
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``, or the reason why the user's flags are not enough."""
-        own = self.code.defines(use.name.module)
         is_here = str(use.name) in self.trust.globals and _defined_here(use.name)
+        own = self.code.defines(use.name.module) and not is_here
         if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name)
         target = self.code.find(use.name) if own else resolve(use.name)
@@ -101,14 +101,13 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: a script of this folder, or this session.
+    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or a script of this folder.
 
     The search reads sources; it runs no script.
     """
-    sources = _sources_with(wanted, "*.py")
-    if len(sources) != 1 and _defined_here(wanted):
+    if _defined_here(wanted):
         return Denied("was defined in a session, as it is in this one", Trust(globals=(str(wanted),)))
-    sources = sources or _sources_with(wanted, "*.ipynb")
+    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
     source = sources[0] if len(sources) == 1 else Path(UNKNOWN_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
     if script == UNKNOWN_SCRIPT:
@@ -120,9 +119,9 @@ def needs_script(wanted: Global) -> Denied:
 
 
 def _defined_here(wanted: Global) -> bool:
-    """Return whether ``wanted``, a name of ``__main__``, is a class of the running script, unless that is memopt."""
+    """Return whether ``wanted``, a name of ``__main__``, is a class of the user's session or running script."""
     target: Any = sys.modules["__main__"]
-    if within(getattr(target.__spec__, "name", ""), "memopt_cli"):
+    if not is_session(target):
         return False
     for part in wanted.name.split("."):
         target = vars(target).get(part)
