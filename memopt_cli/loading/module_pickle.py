@@ -145,7 +145,9 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
         hint = (
-            "Name the script with `--code-path`." if missing else "Save the model again with torch.save(model, path)."
+            "Name the script: `--code-path YOUR_SCRIPT.py`."
+            if missing
+            else "Save the model again with torch.save(model, path)."
         )
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
