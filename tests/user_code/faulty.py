@@ -119,9 +119,10 @@ class ClosesItsPipe(_After):
 
 
 class Hungry(_After):
-    """Wants 3 GiB, and touches little of it."""
+    """Wants 3 GiB, which no dry run foresees, and touches little of it."""
 
     def fault(self, y: Tensor) -> Tensor:
+        y.sum().item()
         return y + torch.empty(3 << 28)[0]
 
 
@@ -148,6 +149,7 @@ class Starves(_After):
     """Wants 24 GiB where there are 16, of which PyTorch's libraries for GPUs take some."""
 
     def fault(self, y: Tensor) -> Tensor:
+        y.sum().item()  # no dry run foresees it
         resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
         return y + torch.empty(3 << 31)[0]
 

@@ -13,6 +13,7 @@ from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.records import Plan, RankLayout
+from memopt_cli.runtime.private_torch import is_compiled
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.training.step import Step, is_out_of_memory
@@ -78,9 +79,11 @@ def needed_bytes(
 ) -> int:
     """Count the bytes of the machine's memory that a step under ``plan`` needs, packed by ``codecs_for`` the plan.
 
-    0: a step on a GPU, where it fails and nothing else does; one that compiles; or a model that needs data.
+    0: a step on a GPU, where it fails and nothing else does; one with compiled parts, since the compiler cannot run
+    without data; or a model that needs data.
     """
-    if bench.settings.device != "cpu" or plan.compile is not None:
+    compiles = plan.compile is not None or any(map(is_compiled, bench.model.modules()))
+    if bench.settings.device != "cpu" or compiles:
         return 0
     try:
         codecs = codecs_for(bench, plan)

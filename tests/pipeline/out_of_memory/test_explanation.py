@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.answers import bench
+from memopt_cli.measure.answers import without_data
 from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, RecordJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import explain
@@ -273,7 +273,7 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     recorded: StepTrace, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = recorded.resident_bytes // 2
-    for module in (bench, explanation):
+    for module in (without_data, explanation):
         monkeypatch.setattr(module, "runnable_bytes", lambda device: free)
     request = ExplainRequest(source=source, spec=SPEC, memory=needed_bytes(recorded) - LESS, flags=FLAGS)
     found = explain(request, progress=Progress())
