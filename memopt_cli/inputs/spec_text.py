@@ -16,6 +16,7 @@ from memopt_cli.errors import UsageError, shortened
 from memopt_cli.records import (
     BUILT_IN,
     METRICS,
+    PADDED,
     STRATEGIES,
     DimRange,
     InputSpec,
@@ -272,8 +273,8 @@ def parse_values(text: str, dtype: str) -> str:
         _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
     elif rate and float(rate[1]) > 1:
         raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
-    elif not rate and text not in ("normal", "uniform", "zeros", "ones"):
-        known = "spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, LOW..HIGH (as 0..32000)"
+    elif not rate and text not in ("normal", "uniform", "zeros", "ones", PADDED):
+        known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, LOW..HIGH (as 0..32000)"
         raise UsageError(f"{shortened(text)} are not known values", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
@@ -281,9 +282,11 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` if ``tensor`` has more dimensions or bytes than a tensor can have."""
+    """Raise :class:`UsageError` for a ``tensor`` with nothing to pad, or more dimensions or bytes than one can have."""
     if len(tensor.shape) > _MAX_SIZES:
         raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_DIMENSIONS_HINT)
+    if tensor.values == PADDED and not tensor.shape:
+        raise UsageError(f"input {format_tensor(tensor)!r} has no dimension to pad", hint="Give it a length: BxS.")
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
     if items * _ITEM_BYTES >= 2**63:
         raise UsageError(

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeGuard
 
 from torch import nn
 
-from memopt_cli.records import GUESS, InputSpec, TensorSpec
+from memopt_cli.records import GUESS, PADDED, InputSpec, TensorSpec
 
 _BATCH: Final = 2  # batch norms need more than one sample
 _LONGEST: Final = 1024
@@ -43,7 +43,17 @@ def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
         first = TensorSpec(name=name, shape=("B", channels, side, side))
     else:
         return ()
-    return (first, *_labels(module, config))
+    return (first, *_mask(module, name), *_labels(module, config))
+
+
+def _mask(module: nn.Module, name: str) -> tuple[TensorSpec, ...]:
+    """Return the mask of padding that every collator of tokens passes; none if ``module`` takes none.
+
+    It has zeros, with which a step may take more memory: attention makes a mask of its own then.
+    """
+    if name != "input_ids" or "attention_mask" not in inspect.signature(module.forward).parameters:
+        return ()
+    return (TensorSpec(name="attention_mask", shape=("B", "S"), dtype="int64", values=PADDED),)
 
 
 def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:

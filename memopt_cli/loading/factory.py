@@ -152,7 +152,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     own = model.state_dict().keys()
     fitting = [where for where, tensors in state_dicts.items() if _prefix(own, list(tensors)) is not None]
     if not state_dicts:
-        refuse_other(root, file.path)
+        refuse_other(root, whole, file.path)
         raise FileFormatError(
             f"{file.path} holds no state dict", hint="Save one with torch.save(model.state_dict(), path)."
         )

@@ -37,7 +37,7 @@ from memopt_cli.loading.interface import require_same
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.records import GUESS, InputSpec, ModelSource, TensorSpec, refuse_unknown
+from memopt_cli.records import GUESS, PADDED, InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.runtime.private_torch import with_data
 from memopt_cli.text.documents import printable, quoted_flag, quoted_path, read_bytes, read_yaml
 from memopt_cli.training.step import dtype_in
@@ -260,6 +260,8 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if spec.values in ("zeros", "ones"):
         return torch.full(shape, int(spec.values == "ones"), dtype=dtype)
+    if spec.values == PADDED:
+        return _padded_mask(shape).to(dtype)
     if spec.values == "normal":
         return torch.randn(shape, generator=generator, dtype=dtype)
     if spec.values == "uniform":
@@ -270,6 +272,19 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
     if dtype.is_floating_point or dtype.is_complex:
         return int(low) + (int(high) - int(low)) * torch.rand(shape, generator=generator, dtype=dtype)
     return torch.randint(int(low), int(high), shape, generator=generator).to(dtype)
+
+
+def _padded_mask(shape: tuple[int, ...]) -> Tensor:
+    """Make a mask of ``shape``: row ``i`` of its last dimension ends with ``i`` zeros, at most with half its length.
+
+    So row 0 has the full length, as a batch is padded to its longest sequence.  A single row ends with one zero: some
+    models make a mask of their own only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
+    """
+    *outer, length = shape
+    rows = math.prod(outer)
+    zeros = torch.arange(rows) + int(rows == 1)
+    lengths = length - zeros % (length // 2 + 1)
+    return (torch.arange(length) < lengths.unsqueeze(1)).reshape(shape)
 
 
 def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:

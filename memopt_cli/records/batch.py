@@ -61,13 +61,15 @@ class BatchAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The largest batch that fits by the memory model alone; no batch was run."""
+    """The largest batch that fits by the memory model; none was run for it, but perhaps the described one before."""
 
     batch: int
     predicted_peak_bytes: int
     budget_bytes: int
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
+    is_measured: bool = False
+    """Whether a step at this batch was run, and fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

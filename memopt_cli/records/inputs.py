@@ -12,6 +12,9 @@ GUESS = "a guess from "
 TYPED = "--input"
 """Source of inputs that the command line describes."""
 
+PADDED = "padded"
+"""Values of a mask of a batch of sequences of several lengths: ones, and zeros where a row is padded."""
+
 RECORDED = "the baseline"
 """Source of inputs that a baseline describes."""
 REMEMBERED = "as typed last, from "
@@ -29,7 +32,7 @@ class TensorSpec:
     dtype: str = "float32"
     """Name of a torch dtype without the prefix."""
     values: str = "normal"
-    """``normal``, ``uniform``, ``zeros``, ``ones``, ``spikes:RATE`` or ``LOW..HIGH`` (high exclusive)."""
+    """``normal``, ``uniform``, ``zeros``, ``ones``, ``padded``, ``spikes:RATE`` or ``LOW..HIGH`` (high exclusive)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

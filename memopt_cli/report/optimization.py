@@ -582,6 +582,9 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         if not advice.is_limited_by_memory:
             return "batch: memory does not limit it, as dry runs predict"
         peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+        if advice.is_measured:
+            larger = "dry runs predict that no larger one does"
+            return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
         return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
     text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"

@@ -39,6 +39,7 @@ from memopt_cli.records import InputSpec, Limit, TensorSpec
         ("4@float16", TensorSpec(shape=(4,), dtype="float16", values="normal")),
         ("4@int8=-128..128", TensorSpec(shape=(4,), dtype="int8", values="-128..128")),
         ("4=-1..1", TensorSpec(shape=(4,), values="-1..1")),
+        ("2x3@int64=padded", TensorSpec(shape=(2, 3), dtype="int64", values="padded")),
     ],
 )
 def test_accepted(text: str, spec: TensorSpec) -> None:
@@ -85,7 +86,7 @@ def specs(draw: st.DrawFn) -> TensorSpec:
     dtype = draw(st.sampled_from(DTYPES))
     names = st.none() | st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
     sizes = st.integers(1, 10**17) | st.from_regex(r"[A-Z][A-Za-z0-9_]{0,4}", fullmatch=True)
-    values = ["zeros", "ones", "0..2", "0..1", "spikes:0.25", "spikes:1"]
+    values = ["zeros", "ones", "padded", "0..2", "0..1", "spikes:0.25", "spikes:1"]
     if dtype.startswith(("float", "bfloat", "complex")):
         values += ["normal", "uniform", "-7..12"]
     return TensorSpec(

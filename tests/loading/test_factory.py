@@ -192,6 +192,23 @@ def test_files_that_hold_neither_a_model_nor_weights(folder: Path, what: str, as
     assert "--weights" not in error.value.hint
 
 
+@pytest.mark.parametrize("weights", ["weights", "model"])
+@pytest.mark.parametrize("as_weights", [False, True])
+def test_the_key_of_an_optimizer_names_the_entry_that_holds_the_weights(
+    folder: Path, weights: str, as_weights: bool
+) -> None:
+    model = nn.Linear(2, 3)
+    saved = model.state_dict() if weights == "weights" else model
+    checkpoint = {weights: saved, "optimizer": torch.optim.AdamW(model.parameters()).state_dict(), "epoch": 3}
+    torch.save(checkpoint, folder / "last.pt")
+    source = ModelSource(location="last.pt", key="optimizer")
+    if as_weights:
+        source = ModelSource(location="user_factory:make", weights="last.pt", key="optimizer")
+    with pytest.raises(FileFormatError, match=f"of last.pt .* the model's weights are in '{weights}'") as error:
+        load_model(source)
+    assert error.value.hint == f"Give `--key {weights}`, or leave `--key` out."
+
+
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:
     torch.save({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, folder / "weights.pt")
     with pytest.raises(FileFormatError, match="2 state dicts, and none fits: 'a', 'b'"):

@@ -106,6 +106,19 @@ class Configured(nn.Module):
         return self.embedding(input_ids)
 
 
+class Masked(Configured):
+    """A model of tokens that takes a mask of padding."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        return self.embedding(input_ids)
+
+
+class MaskedForCausalLM(Masked):
+    pass
+
+
 def tiny(kind: str, main_input: str, **config: object) -> nn.Module:
     """A module whose class is named after its ``kind``."""
     return type(f"Tiny{kind}", (Configured,), {})(main_input, **config)  # type: ignore[no-any-return]
@@ -132,6 +145,16 @@ def tiny(kind: str, main_input: str, **config: object) -> nn.Module:
         (
             tiny("ForSequenceClassification", "pixel_values", image_size=32, num_labels=7),
             "pixel_values:Bx3x32x32 labels:B@int64=0..7",
+            {"B": 2},
+        ),
+        (
+            MaskedForCausalLM("input_ids", vocab_size=9, n_positions=64),
+            "input_ids:BxS@int64=0..9 attention_mask:BxS@int64=padded labels:BxS@int64=0..9",
+            {"B": 2, "S": 64},
+        ),
+        (
+            Masked("pixel_values", image_size=32),
+            "pixel_values:Bx3x32x32",
             {"B": 2},
         ),
         (tiny("Model", "input_ids", vocab_size=9), "input_ids:BxS@int64=0..9", {"B": 2, "S": 1024}),
@@ -254,13 +277,38 @@ def test_integer_values(text: str, expected: set[int]) -> None:
     assert set(made(spec(f"200{text}"))[0][0].int().tolist()) == expected
 
 
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "zeros"),
+    [
+        ("4x6", [0, 1, 2, 3]),
+        ("6x4", [0, 1, 2, 0, 1, 2]),
+        ("1x5", [1]),
+        ("5", [1]),
+        ("2x2x4", [0, 1, 2, 0]),
+        ("3x1", [0] * 3),
+    ],
+)
+def test_a_padded_mask_has_a_row_of_ones_and_rows_that_end_with_zeros(shape: str, zeros: list[int], dtype: str) -> None:
+    mask = made(spec(f"{shape}@{dtype}=padded"))[0][0]
+    assert mask.dtype == getattr(torch, dtype)
+    rows = mask.reshape(len(zeros), -1).int().tolist()
+    assert rows == [[1] * (len(row) - end) + [0] * end for row, end in zip(rows, zeros, strict=True)]
+    assert mask.shape == tuple(map(int, shape.split("x")))
+
+
+def test_a_scalar_cannot_be_padded() -> None:
+    with pytest.raises(UsageError, match="has no dimension to pad"):
+        find_spec(ModelSource(location="m.pt"), nn.ReLU(), spec("[]@int64=padded"))
+
+
 def test_only_floating_tensors_are_cast() -> None:
     args, _ = made(spec("2", "2@int64"), dtype=torch.float64)
     assert [t.dtype for t in args] == [torch.float64, torch.int64]
 
 
 def test_a_dry_run_is_given_the_numbers_that_a_step_is_given() -> None:
-    inputs = spec("4x8", "x:4x8@int64=0..100", "mask:4x8@bool=0..2", "y:1000000000x4@int64=0..9")
+    inputs = spec("4x8", "x:4x8@int64=0..100", "mask:4x8@bool=padded", "y:1000000000x4@int64=0..9")
     small = replace(inputs, tensors=inputs.tensors[:3])
     _, real = made(small)
     with fake_mode():

@@ -275,18 +275,27 @@ def test_a_smaller_plan_that_only_the_limit_rules_out_is_named_with_the_flag_tha
 
 
 @pytest.mark.parametrize(
-    ("is_limited", "said"),
+    ("is_limited", "is_measured", "said"),
     [
-        (True, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
-        (False, "batch: memory does not limit it, as dry runs predict"),
+        (True, False, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
+        (
+            True,
+            True,
+            "batch: 37 is the largest that fits (measured), 7.9 GiB of 8.0 GiB; "
+            "dry runs predict that no larger one does",
+        ),
+        (False, False, "batch: memory does not limit it, as dry runs predict"),
     ],
 )
-def test_a_batch_of_dry_runs_is_called_predicted(is_limited: bool, said: str, summary: MemOptSummary) -> None:
+def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
+    is_limited: bool, is_measured: bool, said: str, summary: MemOptSummary
+) -> None:
     summary.advice = BatchEstimate(
         batch=37,
         predicted_peak_bytes=int(7.9 * 2**30),
         budget_bytes=8 * 2**30,
         is_limited_by_memory=is_limited,
+        is_measured=is_measured,
     )
     assert said in shown(TextReport(), result(summary)).splitlines()
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(summary)))) == summary

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli import Step
-from memopt_cli.records import StepSettings
+from memopt_cli.inputs.spec_text import parse_tensor
+from memopt_cli.loading.input_spec import make_inputs
+from memopt_cli.records import InputSpec, StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
@@ -270,12 +272,44 @@ SIZES = {
 """Of models of transformers."""
 
 
+def padded_mask(shape: str) -> Tensor:
+    """The mask that an input with ``padded`` values is given in a dry run."""
+    described = InputSpec(tensors=(parse_tensor(f"{shape}@int64=padded"),), source="here")
+    with fake_mode():
+        (mask,), _ = make_inputs(described, seed=0, device="cpu", dtype=None)
+    assert isinstance(mask, Tensor)
+    return mask
+
+
+class Skipping(nn.Module):
+    """As attention of transformers does, makes a large mask of its own only if there is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if attention_mask.all():
+            return y
+        return y + attention_mask.float().unsqueeze(-1).expand(-1, -1, 400).cumsum(-1)[..., :4]
+
+
+@pytest.mark.parametrize("shape", ["3x16", "1x16"])
+def test_a_dry_run_reads_that_a_padded_mask_has_zeros(shape: str) -> None:
+    rows, length = map(int, shape.split("x"))
+    mask, x = padded_mask(shape), torch.randn(rows, length, 4)
+    padded, ones = (step_of_model(Skipping(), (x,), attention_mask=m) for m in (mask, torch.ones_like(mask)))
+    assert FakeStep(padded).count().tensor_peak_bytes == count(padded).tensor_peak_bytes
+    assert FakeStep(padded).count().tensor_peak_bytes > FakeStep(ones).count().tensor_peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no mask", "a mask of ones", "padded"])
 def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: str) -> None:
     llama = pytest.importorskip("transformers").LlamaForCausalLM
     config = llama.config_class(**SIZES)
-    masks = {"no mask": None, "a mask of ones": torch.ones(2, 48).long(), "padded": torch.ones(2, 48).long().tril(30)}
+    masks = {"no mask": None, "a mask of ones": torch.ones(2, 48).long(), "padded": padded_mask("2x48")}
     ids = {"input_ids": torch.randint(0, 64, (2, 48)), "attention_mask": masks[kind]}
     step = step_of_model(llama(config), (), **ids)
     assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes

@@ -71,7 +71,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
                 return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
-            raise _without_model(root, path)
+            raise _without_model(root, whole, path)
         ((within, root),) = models.items()
         where = (*where, *within)
     wrappers, root = _split_wrappers(root, path)
@@ -138,8 +138,11 @@ def modules_in(root: Any) -> dict[Path, Any]:
     return dict(found_in(root, is_module))
 
 
-def refuse_other(root: Any, path: str) -> None:
-    """Raise :class:`FileFormatError` if ``root`` is one tensor or the state of an optimizer."""
+def refuse_other(root: Any, whole: Any, path: str) -> None:
+    """Raise :class:`FileFormatError` if ``root``, an entry of ``whole``, is one tensor or the state of an optimizer.
+
+    ``whole``: all that the file holds, which is ``root`` itself where no entry was named.
+    """
     if (tensor := tensor_of(root)) is not None:
         shape = "x".join(map(str, tensor.shape)) or "no dimensions"
         raise FileFormatError(
@@ -147,6 +150,12 @@ def refuse_other(root: Any, path: str) -> None:
             hint="Save the model with torch.save(model, path).",
         )
     if _is_optimizer_state(root):
+        if paths := {**state_dicts_in(whole), **modules_in(whole)}:
+            first = quoted_flag("--key", ".".join(next(iter(paths))))
+            raise FileFormatError(
+                f"this entry of {path} holds the state of an optimizer: the model's weights are in {list_paths(paths)}",
+                hint=f"Give `{first}`, or leave `--key` out.",
+            )
         raise FileFormatError(
             f"{path} holds the state of an optimizer: the model's weights are in another file",
             hint="Give the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
@@ -190,8 +199,8 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     return inner
 
 
-def _without_model(root: Any, path: str) -> FileFormatError:
-    refuse_other(root, path)
+def _without_model(root: Any, whole: Any, path: str) -> FileFormatError:
+    refuse_other(root, whole, path)
     if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
         return no_model(path, tensors)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__

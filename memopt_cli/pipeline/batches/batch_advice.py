@@ -114,6 +114,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
         budget_bytes=budget_bytes,
         is_limited_by_memory=batch <= _MAX_BATCH_FACTOR * first_run.batch,
+        is_measured=any(run.batch == batch for run in search.runs.fitting),
     )
 
 

@@ -159,8 +159,8 @@ def record_step(
         predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             notes.append(
-                f"On tensors without data the step takes {format_bytes(predicted_bytes)} instead of the measured "
-                f"{format_bytes(measured_bytes)}; {consequence}."
+                f"On tensors without data the step has a tensor peak of {format_bytes(predicted_bytes)} instead of the "
+                f"measured {format_bytes(measured_bytes)}; {consequence}. You need to do nothing."
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)

@@ -33,6 +33,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.records.progress import Progress
+from memopt_cli.text.units import format_bytes
 from tests.zoo.records import plan_file
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -271,6 +272,18 @@ def test_a_model_that_wants_data_is_run_for_its_record() -> None:
     assert not found.fake
     assert found.tensor_peak_bytes == found.measurement.tensor_peak_bytes
     assert any("cannot run on tensors without data" in note and "on real ones" in note for note in found.notes)
+
+
+def test_a_dry_run_that_differs_is_told_by_tensor_peaks(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headline is the allocated peak, with which these numbers must not be confused."""
+    monkeypatch.setattr(profiling, "_TRUSTED_ERROR", -1.0)  # an equal peak counts as different
+    found = profiled(model_file)
+    assert found.measurement is not None
+    peak = format_bytes(found.measurement.tensor_peak_bytes)
+    told = (
+        f"a tensor peak of {peak} instead of the measured {peak}; it was recorded on real ones. You need to do nothing."
+    )
+    assert f"On tensors without data the step has {told}" in found.notes
 
 
 def test_a_model_that_wants_data_cannot_be_estimated() -> None:

@@ -555,6 +555,17 @@ def test_the_batch_that_fits_is_counted_against_a_budget_in_bytes(optimize: Memo
 
 
 @pytest.mark.slow
+def test_the_batch_that_was_measured_is_not_called_predicted(optimize: Memopt) -> None:
+    torch.save(small_net(), "net.pt")
+    measured = summary_of(optimize("net.pt", *SMALL_BATCH, "--level", "0", "--json")).levels[0].outcome
+    budget = measured.allocated_peak_bytes + 64  # a sample needs more
+    done = optimize("net.pt", *SMALL_BATCH, "--budget", f"{budget}B", "--force")
+    assert done.code == 0, done.err
+    assert "batch: 64 is the largest that fits (measured), " in done.out
+    assert yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]["verified"]
+
+
+@pytest.mark.slow
 def test_the_original_has_the_same_time_on_the_frontier_and_among_the_levels(
     optimize: Memopt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
