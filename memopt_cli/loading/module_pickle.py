@@ -11,12 +11,13 @@ import io
 import pickle
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line, type_in_words
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
 from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
@@ -134,14 +135,19 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
 
 def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     """Load ``file`` by Python's own unpickler, and return the only module in it, or its entry ``file.key``."""
-    UserCode(trust.code_paths).run_scripts()
+    code = UserCode(trust.code_paths)
+    code.run_scripts()
     try:
-        loaded = _load_with_pickle(file)
+        loaded = _load_with_pickle(file, code)
+    except UsageError:  # of :meth:`UserCode.require_single`
+        raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
         missing = "on <module" in str(err)
         message = "it needs a class of the script that saved it" if missing else first_line(err)
         hint = (
-            "Name the script with `--code-path`." if missing else "Save the model again with torch.save(model, path)."
+            "Name the script: `--code-path YOUR_SCRIPT.py`."
+            if missing
+            else "Save the model again with torch.save(model, path)."
         )
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
@@ -163,13 +169,21 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
-def _load_with_pickle(file: ModelFile) -> Any:
+def _load_with_pickle(file: ModelFile, code: UserCode) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            code.require_single(Global(module, name))
+            return super().find_class(module, name)
+
+    reader = SimpleNamespace(**{**vars(pickle), "Unpickler": Unpickler})
     try:
-        return torch.load(io.BytesIO(file.data), map_location="cpu", weights_only=False)
+        return torch.load(io.BytesIO(file.data), map_location="cpu", pickle_module=reader, weights_only=False)
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return pickle.loads(file.data)  # a file of ``pickle.dump``: ``torch.load`` reads only its own formats
+        return Unpickler(
+            io.BytesIO(file.data)
+        ).load()  # a file of ``pickle.dump``: ``torch.load`` reads only its own formats
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:

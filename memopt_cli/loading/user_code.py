@@ -7,11 +7,14 @@ import os
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.text.optimizer_text import notebook_refusal
+
+_COPIED: Final[dict[str, Any]] = {}
+"""Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
 
 class ClassNotFound(FileFormatError):
@@ -38,6 +41,7 @@ class UserCode:
                 raise UsageError(f"the code path {path} does not exist", hint="Check the path.")
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
+        self._hidden: dict[str, Path] = {}
 
     def defines(self, module: str) -> bool:
         """Return whether the paths have a module named ``module``; ``__main__`` stands for any file among them."""
@@ -50,6 +54,7 @@ class UserCode:
         only imports, such as ``os.system``, is not the user's own code.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
+        self.require_single(wanted)
         for module in modules:
             value: Any = module
             for part in wanted.name.split("."):
@@ -60,11 +65,24 @@ class UserCode:
         names = ", ".join(path.name for path in self._paths)
         raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
 
+    def require_single(self, wanted: Global) -> None:
+        """Raise :class:`UsageError` if ``wanted`` has one definition in the files, and another in the user's session.
+
+        Neither is taken, since the file may have been saved with either.
+        """
+        name = wanted.name.partition(".")[0]
+        if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
+            raise UsageError(
+                f"this session has one {name}, and {script.name} defines another",
+                hint=f"For this session's own, name it: trust=Trust(globals=('__main__.{wanted.name}',)). For that of "
+                f"{script.name}, load the file in a session without another {name}.",
+            )
+
     def run_scripts(self) -> list[ModuleType]:
         """Import each file without its ``if __name__ == "__main__"`` part, and copy its definitions to ``__main__``.
 
         A class keeps the name ``__main__.Net`` that it had when the model was saved, so that a model that is saved
-        afterwards can be loaded in the same way.
+        afterwards can be loaded in the same way.  A name that the user's session has already is left alone.
         """
         modules = []
         for path in self._scripts:
@@ -74,9 +92,15 @@ class UserCode:
                 continue
             module = self._import(path.stem)
             for name, value in list(vars(module).items()):
-                if isinstance(value, type | FunctionType) and value.__module__ in (module.__name__, "__main__"):
-                    value.__module__ = "__main__"
-                    setattr(running, name, value)
+                if not isinstance(value, type | FunctionType) or value.__module__ not in (module.__name__, "__main__"):
+                    continue
+                held = vars(running).get(name, value)
+                if is_session(running) and held is not value and held is not _COPIED.get(name, value):
+                    self._hidden[name] = path
+                    continue
+                value.__module__ = "__main__"
+                setattr(running, name, value)
+                _COPIED[name] = value
             modules.append(module)
         return modules
 
@@ -123,6 +147,12 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
         importlib.invalidate_caches()
+
+
+def is_session(main: ModuleType) -> bool:
+    """Return whether ``main``, the module ``__main__``, is a script or session of the user's, not a memopt process."""
+    name = getattr(main.__spec__, "name", "")
+    return name.partition(".")[0] != "memopt_cli"
 
 
 def _file(module: ModuleType | None) -> Path | None:

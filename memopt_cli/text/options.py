@@ -51,7 +51,8 @@ class Option:
     common: bool = False
     """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
     python: str | None = None
-    """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none."""
+    """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none.  ``trust.packages``:
+    a field of :class:`memopt_cli.Trust`, the argument ``trust``."""
     names: Literal["data", "file", "code"] = "code"
     """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
     to trust.  A found ``memopt.yaml`` may not set the last, so new rows are refused until they say "data"."""
@@ -487,13 +488,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "PATH",
         "code",
         common=True,
-        python="",
+        python="trust.code_paths",
     ),
-    "allow_package": Option("Trust the classes of a package. Repeatable.", LOADING, "PKG", python=""),
-    "allow_global": Option("Trust one class or function. Repeatable.", LOADING, "PKG.CLASS", python=""),
-    "trust_pickle": Option(
-        "Load without any check. The file may run code.", LOADING, python="trust=memopt_cli.Trust(pickle=True)"
-    ),
+    "allow_package": Option("Trust the classes of a package. Repeatable.", LOADING, "PKG", python="trust.packages"),
+    "allow_global": Option("Trust one class or function. Repeatable.", LOADING, "PKG.CLASS", python="trust.globals"),
+    "trust_pickle": Option("Load without any check. The file may run code.", LOADING, python="trust.pickle"),
     "sandbox": Option(
         "Confine the processes that load and run the model: they write no other files and start no programs (Linux).",
         LOADING,

@@ -122,11 +122,14 @@ def _said_in_python(mark: re.Match[str]) -> str:
     command, flags = typed
     if command == ["file.py:function"]:
         return "a function"
-    arguments = [
-        spelled for flag, value in flags if flag != "--dim" or "=" not in value if (spelled := _argument(flag, value))
-    ]
-    if sizes := [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]:
+    sizes = [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]
+    trusted = [(field, value) for flag, value in flags if (field := _field_of_trust(flag))]
+    single = [(f, v) for f, v in flags if not _field_of_trust(f) and (f != "--dim" or "=" not in v)]
+    arguments = [spelled for flag, value in single if (spelled := _argument(flag, value))]
+    if sizes:
         arguments.append(f"dims={{{', '.join(sizes)}}}")
+    if trusted:
+        arguments.append(_trust(trusted))
     if not arguments:
         return mark[1]
     if not command:
@@ -139,6 +142,27 @@ def _said_in_python(mark: re.Match[str]) -> str:
 def _size(text: str) -> str:
     name, _, size = text.partition("=")
     return f'"{name}": ({size.replace(":", ", ")})' if ":" in size else f'"{name}": {size}'
+
+
+def _field_of_trust(flag: str) -> str:
+    """Return the field of :class:`memopt_cli.Trust` that ``flag`` sets, or empty if it is another argument."""
+    argument, _, field = (_OPTIONS[flag][1].python or "").partition(".")
+    return field if argument == "trust" else ""
+
+
+def _trust(given: list[tuple[str, str]]) -> str:
+    """Return the argument ``trust`` for ``given``, fields and values: ``trust=memopt_cli.Trust(packages=("a", "b"))``.
+
+    A field without a value is a switch.
+    """
+    fields: dict[str, list[str]] = {}
+    for field, value in given:
+        fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
+    spelled = (
+        f"{field}=({', '.join(values)}{',' * (len(values) == 1)})" if values else f"{field}=True"
+        for field, values in fields.items()
+    )
+    return f"trust=memopt_cli.Trust({', '.join(spelled)})"
 
 
 def _argument(flag: str, value: str) -> str:

@@ -284,10 +284,10 @@ def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None
     try:
         install_segment(module, config)
     except ValueError as reason:
-        hint = f"Change the entry of '{config.path}' in the plan, or remove it."
         if settings_of(module) is not None:
-            hint = _REMOVE_FIRST
-        elif isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
+            raise PlanError("the model has a plan already: memopt_cli.plan_of(model)", hint=_REMOVE_FIRST) from reason
+        hint = f"Change the entry of '{config.path}' in the plan, or remove it."
+        if isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
             hint = "A plan by length looks at what the whole model is given; use a plan without ranges."
         raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
 

@@ -545,7 +545,7 @@ def test_what_was_saved_again_loads_where_the_original_did(trained: Path, used: 
 
 def test_a_class_of_a_notebook_needs_its_export(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source_lines = ["import torch\n", "class Net(torch.nn.Module):\n"]
+    source_lines = ["import torch\n", "%matplotlib inline\n", "class Net(torch.nn.Module):\n", "    pass\n"]
     notebook = {"cells": [{"cell_type": "code", "source": source_lines}], "nbformat": 4}
     Path("my train.ipynb").write_text(json.dumps(notebook, indent=1))
     exported = (
@@ -560,6 +560,23 @@ def test_a_class_of_a_notebook_needs_its_export(trained: Path, tmp_path: Path, m
     with pytest.raises(UnsafeFileError, match="the script that saved the file") as error:
         load_model(source(trained / "model.pt"))
     assert error.value.hint.endswith("--code-path train.py")
+
+
+def test_a_class_in_a_text_is_no_definition(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = 'EXAMPLE = """\nclass Net(nn.Module):\n    pass\n"""\n'
+    cell = {"cell_type": "code", "source": text.splitlines(keepends=True)}
+    told = {"cell_type": "markdown", "source": ["class Net: ...\n"]}
+    Path("notes.ipynb").write_text(json.dumps({"cells": [cell, told], "nbformat": 4}, indent=1))
+    Path("a_text.py").write_text(f"{text}def make():\n    class Net: ...\n")
+    Path("broken.py").write_text("class Net: ...\nprint 1\n")
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(trained / "model.pt"))
+    assert error.value.hint.endswith("--code-path YOUR_SCRIPT.py")
+    Path("real.py").write_text("try:\n    import timm\nexcept ImportError:\n    class Net: ...\n")
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(trained / "model.pt"))
+    assert error.value.hint.endswith("--code-path real.py")
 
 
 @pytest.mark.parametrize("trust", [{}, {"globals": ("__main__.Net",)}, {"packages": ("__main__",)}])
@@ -596,6 +613,51 @@ def test_what_a_session_only_imports_is_not_its_class(trained: Path, monkeypatch
         load(trained / "model.pt", trust=Trust(globals=("__main__.Net",)))
 
 
+SESSION = """
+    import sys, torch, memopt_cli
+    from torch import nn
+
+    class Net(nn.Sequential):
+        pass
+
+    def helper():
+        pass
+
+    mine, mine_too = Net, helper
+    torch.save(Net(nn.Linear(2, 2)), sys.argv[1])
+    torch.save(Net(nn.Linear(2, 2)), f"{sys.argv[1]}.legacy", _use_new_zipfile_serialization=False)
+
+    def told(name=sys.argv[1], **trust):
+        try:
+            return str(type(memopt_cli.load(name, trust=memopt_cli.Trust(**trust))) is mine)
+        except memopt_cli.MemoptError as error:
+            return f"{error.message} | {error.hint}"
+
+    print(told())
+    for name in (sys.argv[1], f"{sys.argv[1]}.legacy"):
+        for pickle in (False, True):
+            print(told(name, code_paths=("train.py",), pickle=pickle))
+    print(told(globals=("__main__.Net",), code_paths=("train.py",)))
+    del Net
+    print(told(code_paths=("train.py",)), Net is not mine)
+    print(told(code_paths=("train.py",)), helper is mine_too)
+"""
+
+
+def test_a_class_of_this_session_is_never_replaced(trained: Path, tmp_path: Path) -> None:
+    script = (trained / "train.py").read_text()
+    (tmp_path / "train.py").write_text(f"def helper(): ...\n{script}")
+    done = run(tmp_path, "-c", textwrap.dedent(SESSION), "mine.pt")
+    assert done.returncode == 0, done.stderr
+    hinted, *refused, named, first, second = done.stdout.splitlines()
+    assert hinted.endswith("load(path, trust=Trust(globals=('__main__.Net',)))")
+    assert len(refused) == 4
+    for told in refused:
+        assert told.startswith("this session has one Net, and train.py defines another | For this session's own, name ")
+    assert named == "True"
+    assert (first, second) == ("False True", "False True")
+
+
 @pytest.mark.parametrize("name", [*USED, "odd.pt"])
 def test_classes_of_the_training_script_are_found_and_saved_again(name: str, used: dict[str, list[str]]) -> None:
     assert used[f"again-{name}"] == ["__main__", "Net", "True"]
@@ -610,6 +672,13 @@ def test_a_script_without_the_class_is_named(trained: Path, tmp_path: Path) -> N
 def test_a_code_path_folder(foreign: Path) -> None:
     sys.path.remove(str(foreign.parent))
     assert type(load_model(source(foreign, code_paths=(str(foreign.parent),))).module).__name__ == "Net"
+
+
+def test_a_missing_folder_of_code_is_named_as_trust_in_python(foreign: Path) -> None:
+    sys.path.remove(str(foreign.parent))
+    with pytest.raises(FileFormatError) as error:
+        load(foreign, trust=Trust(packages=("foreign_models",)))
+    assert 'name the folder that holds it: trust=memopt_cli.Trust(code_paths=("FOLDER",));' in error.value.hint
 
 
 def test_a_code_path_that_does_not_exist(foreign: Path) -> None:

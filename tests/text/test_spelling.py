@@ -52,6 +52,11 @@ MARK = re.compile(r"`[^`]*`")
             "If you trust it: `--no-sandbox`, `--trust-pickle`.",
             "If you trust it: --no-sandbox, trust=memopt_cli.Trust(pickle=True).",
         ),
+        (
+            "it: `--code-path FOLDER`; or `--code-path a --allow-package b --code-path 'my c.py' --trust-pickle`",
+            'it: trust=memopt_cli.Trust(code_paths=("FOLDER",)); or '
+            'trust=memopt_cli.Trust(code_paths=("a", "my c.py"), packages=("b",), pickle=True)',
+        ),
     ],
 )
 def test_each_surface_spells_a_marked_option(said: str, expected: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
+import json
 import operator
 import re
 import shlex
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -27,16 +31,18 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.kinds.modules import check_module, fill
 from memopt_cli.loading.pickles.nodes import Global
-from memopt_cli.loading.user_code import UserCode
+from memopt_cli.loading.user_code import UserCode, is_session
 from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
 """Maximum number of files of the current folder that are searched for a class, and of bytes in each file."""
-_DEFINITION: Final = re.compile(rb'^(?:[ \t]*")?(class|def)[ \t]+(\w+)', re.MULTILINE)
-"""A definition in a line of Python, or in a line of a notebook, which is a string: ``"class Net(Module):\\n",``.
-Parsing a source would take seconds, and 300 bytes of memory for each of its bytes: too much for a hint."""
+_DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
+"""A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
+up to seconds, and 300 bytes of memory for each byte of the source."""
+_MAGIC: Final = re.compile(r"^[ \t]*[%!?].*$", re.MULTILINE)
+"""A line of a notebook that is a command of IPython's, not Python."""
 
 Definition = Literal["class", "def", ""]
 
@@ -67,8 +73,8 @@ class Vouched:
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``, or the reason why the user's flags are not enough."""
-        own = self.code.defines(use.name.module)
         is_here = str(use.name) in self.trust.globals and _defined_here(use.name)
+        own = self.code.defines(use.name.module) and not is_here
         if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name)
         target = self.code.find(use.name) if own else resolve(use.name)
@@ -101,14 +107,13 @@ class Vouched:
 
 
 def needs_script(wanted: Global) -> Denied:
-    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: a script of this folder, or this session.
+    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or a script of this folder.
 
     The search reads sources; it runs no script.
     """
-    sources = _sources_with(wanted, "*.py")
-    if len(sources) != 1 and _defined_here(wanted):
+    if _defined_here(wanted):
         return Denied("was defined in a session, as it is in this one", Trust(globals=(str(wanted),)))
-    sources = sources or _sources_with(wanted, "*.ipynb")
+    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
     source = sources[0] if len(sources) == 1 else Path(UNKNOWN_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
     if script == UNKNOWN_SCRIPT:
@@ -120,9 +125,9 @@ def needs_script(wanted: Global) -> Denied:
 
 
 def _defined_here(wanted: Global) -> bool:
-    """Return whether ``wanted``, a name of ``__main__``, is a class of the running script, unless that is memopt."""
+    """Return whether ``wanted``, a name of ``__main__``, is a class of the user's session or running script."""
     target: Any = sys.modules["__main__"]
-    if within(getattr(target.__spec__, "name", ""), "memopt_cli"):
+    if not is_session(target):
         return False
     for part in wanted.name.split("."):
         target = vars(target).get(part)
@@ -144,18 +149,53 @@ def defined_as(path: Path, wanted: Global) -> Definition:
     """
     try:
         state = path.stat()
-        return _definitions(path, state.st_mtime_ns, state.st_size).get(wanted.name.partition(".")[0], "")
+        name, key = wanted.name.partition(".")[0], (path, state.st_mtime_ns, state.st_size)
+        return _definitions(*key).get(name, "") if name.encode() in _seeming(*key) else ""
     except (OSError, ValueError):
         return ""
 
 
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
+def _seeming(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
+    """Return the names that the source at ``path`` seems to define; time and size are the cache's key."""
+    if size > _LONGEST_SCRIPT or not path.is_file():
+        return frozenset()
+    return frozenset(_DEFINITION.findall(path.read_bytes()))
+
+
+@functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
     """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
-    if size > _LONGEST_SCRIPT or not path.is_file():
-        return {}
-    definitions = _DEFINITION.findall(path.read_bytes())
-    return {name.decode(errors="replace"): "class" if kind == b"class" else "def" for kind, name in definitions}
+    source = path.read_bytes()
+    cells = _cells(source) if path.suffix == ".ipynb" else [source]
+    return {name: kind for cell in cells for name, kind in _defined_in(cell)}
+
+
+def _cells(notebook: bytes) -> list[str]:
+    """Return the sources of the code cells of ``notebook``, or none if it is no notebook."""
+    try:
+        cells = json.loads(notebook)["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+    return [_MAGIC.sub("", cell) for cell in code]
+
+
+def _defined_in(source: str | bytes) -> Iterator[tuple[str, Definition]]:
+    """Yield the name and kind of each definition at the top level of ``source``, also under an ``if`` or ``try``."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's source, such as a wrong escape in a string
+            pending: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            yield node.name, "class"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, "def"
+        elif not isinstance(node, ast.expr):
+            pending += reversed(list(ast.iter_child_nodes(node)))
 
 
 def _extend(target: Any, items: list[Any]) -> None:
