@@ -36,7 +36,10 @@ class _Entries:
     def versions(self) -> list[int | None]:
         """Return the present version of each parameter.  ``None``: it is sharded or lazy."""
         if self._have_versions:
-            return [*map(version_counter, self.tensors)]
+            try:
+                return [*map(version_counter, self.tensors)]
+            except RuntimeError:  # a parameter made in inference mode has no version, even with other data
+                self._have_versions = False
         return [version_of(p) if _is_whole(p) else None for p in self.tensors]
 
 

@@ -185,6 +185,16 @@ def test_without_gradients_it_runs_once(judge: Any) -> None:
     assert judge.recomputations == 2
 
 
+def test_a_parameter_made_in_inference_mode_and_moved_has_no_version() -> None:
+    block = nn.Linear(4, 4)
+    with torch.inference_mode():
+        block.bias = nn.Parameter(torch.ones(4), requires_grad=False)
+    block.bias.data = torch.ones(4)
+    assert not block.bias.is_inference()
+    install_segment(block, PLAIN)
+    block(torch.randn(5, 4)).sum().backward()
+
+
 def test_mode_changed_between_forward_and_backward(judge: Any) -> None:
     class Switching(Before):
         def forward(self, x: Tensor) -> Tensor:
