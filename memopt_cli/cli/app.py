@@ -83,9 +83,12 @@ class CheckCommand(GroupedCommand):
             raise
 
     def _report(self, err: BaseException, context: Any, model: str) -> None:
-        found = context.params
-        report = report_in("json") if found.get("json") else report_in(found.get("format") or "table")
-        report.refused(_as_memopt_error(err), model or "the model", sys.stdout)
+        """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
+        options, failure = context.params, _as_memopt_error(err)
+        report = report_in("json") if options.get("json") else report_in(options.get("format") or "table")
+        if not isinstance(failure, OutputError):
+            with suppress(OSError):
+                report.refused(failure, model or "the model", sys.stdout)
 
 
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)

@@ -138,7 +138,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     code = UserCode(trust.code_paths)
     code.run_scripts()
     try:
-        loaded = _load_with_pickle(file, code)
+        loaded = _load_with_pickle(file, code, trust)
     except UsageError:  # of :meth:`UserCode.require_single`
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
@@ -169,10 +169,11 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     return Loaded(module=loaded, notes=place_notes("The model is", where, whole, entries=_live_entries))
 
 
-def _load_with_pickle(file: ModelFile, code: UserCode) -> Any:
+def _load_with_pickle(file: ModelFile, code: UserCode, trust: Trust) -> Any:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            code.require_single(Global(module, name))
+            if f"{module}.{name}" not in trust.globals:
+                code.require_single(Global(module, name))
             return super().find_class(module, name)
 
     reader = SimpleNamespace(**{**vars(pickle), "Unpickler": Unpickler})
@@ -181,9 +182,8 @@ def _load_with_pickle(file: ModelFile, code: UserCode) -> Any:
     except (pickle.UnpicklingError, RuntimeError):
         if file.data.startswith(b"PK"):
             raise
-        return Unpickler(
-            io.BytesIO(file.data)
-        ).load()  # a file of ``pickle.dump``: ``torch.load`` reads only its own formats
+        # A file of ``pickle.dump``: ``torch.load`` reads only its own formats.
+        return Unpickler(io.BytesIO(file.data)).load()
 
 
 def _live_entries(value: Any) -> list[tuple[str, Any]]:

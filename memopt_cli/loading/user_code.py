@@ -74,7 +74,7 @@ class UserCode:
         if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
             raise UsageError(
                 f"this session has one {name}, and {script.name} defines another",
-                hint=f"For this session's own, name it: trust=Trust(globals=('__main__.{wanted.name}',)). For that of "
+                hint=f"For this session's own, add to the trust: globals=('__main__.{wanted.name}',). For that of "
                 f"{script.name}, load the file in a session without another {name}.",
             )
 
@@ -152,7 +152,8 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
 def is_session(main: ModuleType) -> bool:
     """Return whether ``main``, the module ``__main__``, is a script or session of the user's, not a memopt process."""
     name = getattr(main.__spec__, "name", "")
-    return name.partition(".")[0] != "memopt_cli"
+    entry = getattr(vars(main).get("main"), "__module__", "")  # the console script imports memopt's own ``main``
+    return "memopt_cli" not in (name.partition(".")[0], entry.partition(".")[0])
 
 
 def _file(module: ModuleType | None) -> Path | None:

@@ -61,7 +61,7 @@ class BatchAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The largest batch that fits by the memory model; none was run for it, but perhaps the described one before."""
+    """The largest batch that fits by the memory model; no batch was run to find it."""
 
     batch: int
     predicted_peak_bytes: int

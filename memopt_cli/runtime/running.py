@@ -69,14 +69,22 @@ class taking_turns:
         self._modules = modules
 
     def __enter__(self) -> None:
-        self._turns = [*map(_turn_of, self._modules)] if _was_started_by_python() else []
-        for turn in self._turns:
-            turn.acquire()
+        self._turns: list[Any] = []
+        try:
+            for turn in map(_turn_of, self._modules) if _was_started_by_python() else ():
+                turn.acquire()
+                self._turns.append(turn)
+        except BaseException:  # Ctrl-C while it waits for the second turn must not keep the first
+            self._release()
+            raise
         self._outer = this_thread.turn
         this_thread.turn = self._outer or self._modules[0]
 
     def __exit__(self, *raised: object) -> None:
         this_thread.turn = self._outer
+        self._release()
+
+    def _release(self) -> None:
         for turn in reversed(self._turns):
             turn.release()
 

@@ -41,6 +41,8 @@ _LAYERS = 10
 """Number of tiny layers in the segment whose overhead is measured."""
 _SEGMENT_RUNS = 12
 """Number of timed runs of the segment; the first ones check more."""
+_MIN_OVERHEAD = 0.25
+"""Least overhead of a segment, as a share of the constants': less is noise, since two times are subtracted."""
 _SEGMENT_S = 0.4e-3
 """Seconds of the segment's overhead on the machine where the constants of the cost model come from
 (``benchmarks/overhead.py``)."""
@@ -189,7 +191,7 @@ def segment_overhead(device: str) -> float:
 
     A small segment is run for it, once in a process.
     """
-    return segment_s(device) / _SEGMENT_S
+    return max(_MIN_OVERHEAD, segment_s(device) / _SEGMENT_S)
 
 
 def segment_s(device: str) -> float:

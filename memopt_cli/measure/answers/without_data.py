@@ -98,9 +98,9 @@ def needed_bytes(
 
 
 def may_need_data(error: Exception) -> bool:
-    """Return whether ``error``, of a step on tensors without data, may be due to that: model and loss raise anything.
+    """Return whether ``error`` may come from tensors without data, on which a model or a loss may raise anything.
 
-    An error that memopt itself raises is not, nor is a lack of memory.
+    An error of memopt's own does not, nor does a lack of memory.
     """
     is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)
     return not is_known and not is_out_of_memory(error)

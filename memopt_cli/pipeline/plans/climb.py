@@ -103,9 +103,10 @@ class Climb:
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._with_original(row)
-        if (row.predicted_slowdown or 1.0) <= self._max_predicted_slowdown:
+        most_slowdown = min(self._max_predicted_slowdown, self._limit)
+        if (row.predicted_slowdown or 1.0) <= most_slowdown:
             return row
-        priced = self.search.planner.dry_runs.smallest(row.level, self._max_predicted_slowdown)
+        priced = self.search.planner.dry_runs.smallest(row.level, most_slowdown)
         return replace(self.search.row(row.level, priced, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:

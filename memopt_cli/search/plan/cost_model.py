@@ -119,7 +119,7 @@ class Rerun:
     """Factor on all overheads: see :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 
     def overhead_s(self, segment: SegmentPlan) -> float:
-        """Return the seconds that ``segment`` adds to its recomputation and to packing its inputs."""
+        """Return the seconds that ``segment`` adds to its recomputation, without packing its inputs."""
         passes = self.passes if segment.gathers else Passes()
         runs = segment.chunks * (1 + passes.norms)
         runs_per_op = segment.chunks * (1 + passes.ops / max(1, self.ops))  # on average: passes stop at their norm
