@@ -27,7 +27,7 @@ class _Entries:
         self.names = [name for name, p in entries if p is not None]
         self.tensors: list[Tensor] = [p for _, p in entries if p is not None]
         """The parameters, in the order of ``names``."""
-        self._have_versions = all(_is_whole(p) and not p.is_inference() for p in self.tensors)
+        self._have_versions = all(map(_is_whole, self.tensors))
 
     def are_in_place(self) -> bool:
         """Return whether the dictionaries hold these entries, and no others."""

@@ -12,7 +12,6 @@ without a plan, and cuts the lengths between the two where shorter inputs may tr
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -331,14 +330,15 @@ class _ByLength:
         return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
 
     def _lower_to_running(self, bounds: Sequence[int], above: int, *, is_fake: bool) -> list[int]:
-        """Return ``bounds``, each lowered to the next length at which the model runs, if one ``above`` is left."""
-        running: set[int] = set()
+        """Return ``bounds``, each lowered to the next length at which the model runs; it stays larger than ``above``.
+
+        A bound without such a length is left out.
+        """
         with self._sessions() as sessions:
             peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
-            for bound in bounds:
-                lengths = (length for length in reversed(self.work.lengths) if above < length <= bound)
-                running.update(itertools.islice((length for length in lengths if peak(length) is not None), 1))
-        return sorted(running)
+            candidates = [[n for n in reversed(self.work.lengths) if above < n <= bound] for bound in bounds]
+            running = {next((n for n in lengths if peak(n) is not None), above) for lengths in candidates}
+        return sorted(running - {above})
 
     def _range_of_original(
         self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int

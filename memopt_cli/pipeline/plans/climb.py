@@ -87,8 +87,10 @@ class Climb:
             if rows[below].plan in (ORIGINAL, taken.plan) or not is_hopeful:
                 continue
             row, dropped = self._measured(rows[below])
-            rows[below] = rows[below] if dropped is not None else row
-            if dropped is not None or _peak_bytes(row) > _peak_bytes(taken):
+            if dropped is not None:
+                continue
+            rows[below] = row
+            if _peak_bytes(row) > _peak_bytes(taken):
                 continue
             taken = row
             for i in range(below + 1, highest + 1):

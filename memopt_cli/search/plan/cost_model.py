@@ -42,7 +42,7 @@ _PACKING_BYTES_PER_S = 1e9
 """Assumed rate of packing, in bytes a second, where it was not measured: about as fast as copying the tensor twice."""
 OP_S = 2.3e-6
 """Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
-recomputation and backward.  Fitted, like the next seven constants, to tiny layers in 1 to 4 chunks
+recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
 (``benchmarks/overhead.py``).  Other machines are faster or slower: see
 :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 PRODUCT_S = 13e-6
@@ -57,7 +57,7 @@ MODULE_S = 12e-6
 SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
-"""Seconds to pack a small tensor and unpack it again."""
+"""Seconds to pack a small tensor and unpack it again; measured by the same script, like the next two."""
 INSPECTION_S = 21e-6
 """Seconds to find that a tensor is not to be packed."""
 KEEP_OP_S = 10e-6

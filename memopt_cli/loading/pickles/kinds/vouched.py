@@ -150,13 +150,13 @@ def defined_as(path: Path, wanted: Global) -> Definition:
     try:
         state = path.stat()
         name, key = wanted.name.partition(".")[0], (path, state.st_mtime_ns, state.st_size)
-        return _definitions(*key).get(name, "") if name.encode() in _seeming(*key) else ""
+        return _definitions(*key).get(name, "") if name.encode() in _possible_names(*key) else ""
     except (OSError, ValueError):
         return ""
 
 
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
-def _seeming(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
+def _possible_names(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
     """Return the names that the source at ``path`` seems to define; time and size are the cache's key."""
     if size > _LONGEST_SCRIPT or not path.is_file():
         return frozenset()
