@@ -325,13 +325,12 @@ def told_apart(plans: Sequence[Plan]) -> list[str]:
         alike = [number for number, text in enumerate(words) if text == same]
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
         own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
+        said = [""] * len(alike)
         # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
             said = [", ".join(segments[:length]) for segments in own]
             if len(set(said)) == len(said):
                 break
-        else:
-            said = [", ".join(segments) for segments in own]
         for number, text in zip(alike, said, strict=True):
             words[number] = ": ".join(filter(None, [same, text]))
     return words

@@ -116,16 +116,13 @@ def _check_permissions(number: int, plan: Plan, options: SearchOptions) -> None:
 
     The file may have come with the model, so it grants none.
     """
-    missing = {
-        "is not exact": ("`--allow-inexact`", options.allow_inexact or not any(s.inexact for s in plan.everywhere)),
-        "runs the optimizer in backward": (
-            "`--optimizer-in-backward`",
-            options.optimizer_in_backward or not plan.in_backward,
-        ),
-    }
-    for fault, (flag, is_permitted) in missing.items():
-        if not is_permitted:
-            raise UsageError(f"the plan of `--pick {number}` {fault}", hint=f"Add {flag}, or pick another plan.")
+    if any(segment.inexact for segment in plan.everywhere) and not options.allow_inexact:
+        fault, flag = "is not exact", "`--allow-inexact`"
+    elif plan.in_backward and not options.optimizer_in_backward:
+        fault, flag = "runs the optimizer in backward", "`--optimizer-in-backward`"
+    else:
+        return
+    raise UsageError(f"the plan of `--pick {number}` {fault}", hint=f"Add {flag}, or pick another plan.")
 
 
 def _check_code(settings: StepSettings, shown_settings: StepSettings) -> None:
