@@ -34,7 +34,7 @@ def may_run_in_full(bench: Bench) -> bool:
     if bench.subject.data != "full size":
         return False
     try:
-        require_room(bench, ORIGINAL)
+        require_room(bench, bench.fact(_needed_by_original))
     except StepTooLargeError:
         return False
     return True
@@ -57,39 +57,27 @@ def run_at_full_size(bench: Bench, run: Callable[[Step], Value]) -> Value | None
         bench.reset()
 
 
-def require_room(
+def require_room(bench: Bench, needed_bytes: int) -> None:
+    """Raise :class:`StepTooLargeError` if the machine has fewer than ``needed_bytes`` free for a step.
+
+    The kernel may end any process when memory runs out, so such a step must not be tried.
+    """
+    held = {*bench.model.parameters(), *bench.model.buffers()}
+    if bench.optimizer is not None:  # its state is here already once a step was taken
+        held.update(tensors_of([*bench.optimizer.state.values()]))
+    free_bytes = runnable_bytes("cpu") + sum(tensor.nbytes for tensor in held)
+    if needed_bytes > free_bytes:
+        raise StepTooLargeError(needed_bytes, free_bytes)
+
+
+def needed_bytes(
     bench: Bench,
     plan: Plan,
     batch: int | None = None,
     dims: Mapping[str, int] = MappingProxyType({}),
     codecs_for: Callable[[Bench, Plan], trace.Codecs | None] = lambda *_: None,
-) -> None:
-    """Raise :class:`StepTooLargeError` if a step under ``plan``, packed by ``codecs_for`` it, needs more than is free.
-
-    The kernel may end any process when memory runs out, so such a step must not be tried.
-    """
-    is_original = plan == ORIGINAL and batch is None and not dims
-    needed = bench.fact(_bytes_of_original) if is_original else _bytes_of_step(bench, plan, batch, dims, codecs_for)
-    held = {*bench.model.parameters(), *bench.model.buffers()}
-    if bench.optimizer is not None:  # its state is here already once a step was taken
-        held.update(tensors_of([*bench.optimizer.state.values()]))
-    free_bytes = runnable_bytes("cpu") + sum(tensor.nbytes for tensor in held)
-    if needed > free_bytes:
-        raise StepTooLargeError(needed, free_bytes)
-
-
-def _bytes_of_original(bench: Bench) -> int:
-    return _bytes_of_step(bench, ORIGINAL, None, {}, lambda *_: None)
-
-
-def _bytes_of_step(
-    bench: Bench,
-    plan: Plan,
-    batch: int | None,
-    dims: Mapping[str, int],
-    codecs_for: Callable[[Bench, Plan], trace.Codecs | None],
 ) -> int:
-    """Count the bytes of the machine's memory that a step under ``plan`` needs.
+    """Count the bytes of the machine's memory that a step under ``plan`` needs, packed by ``codecs_for`` the plan.
 
     0: a step on a GPU, where it fails and nothing else does; one with compiled parts, since the compiler cannot run
     without data; or a model that needs data.
@@ -116,6 +104,10 @@ def may_need_data(error: Exception) -> bool:
     """
     is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)
     return not is_known and not is_out_of_memory(error)
+
+
+def _needed_by_original(bench: Bench) -> int:
+    return needed_bytes(bench, ORIGINAL)
 
 
 @contextlib.contextmanager
