@@ -96,7 +96,7 @@ class Snapshot:
             if with_names:
                 self._names += slots
             names = [name for name in slots if name not in without] if isinstance(owner, Attributes) else [*slots]
-            if len(names) == len(slots):
+            if len(names) == len(mapping):
                 self._views.append(mapping.values())
                 self._values += slots.values()
             elif names:  # the first name twice, since for a single name ``itemgetter`` returns no tuple
@@ -144,16 +144,8 @@ class Attributes(Owner):
         module = self._module()
         return {} if module is None else vars(module)
 
-    def mapping(self) -> dict[Any, Any] | None:
-        attributes = self._attributes()
-        return None if LEARNED_KEY in attributes else attributes
-
-    def holds(self, slots: Slots) -> bool:
-        attributes = self._attributes()
-        values, is_learned = iter(attributes.values()), LEARNED_KEY in attributes
-        if is_learned:
-            next(values)  # ``learned_of`` puts the knowledge of a segment first
-        return len(attributes) - is_learned == len(slots) and all(map(is_, values, slots.values()))
+    def mapping(self) -> dict[Any, Any]:
+        return self._attributes()
 
     def read(self) -> Slots:
         slots = dict(self._attributes())

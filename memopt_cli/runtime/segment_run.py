@@ -121,7 +121,7 @@ class SegmentRun:
         recomputed.
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
-        self._kept = kept
+        self._kept, self._keeps = kept, type(kept) is KeptOutputs
         self._began, self._length = this_moment(), present_length()
         outermost = outermost_turn() or module
         self._turns = (module,) if outermost is module else (outermost, module)
@@ -202,7 +202,8 @@ class SegmentRun:
 
     @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
     def _hold(self, tensor: Tensor) -> _Saved:
-        self._kept.note_save()
+        if self._keeps:
+            self._kept.note_save()
         saved = _saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
@@ -371,7 +372,9 @@ class _Repetition:
         if saved is not None:
             shape = self._shapes[index]
             if made.shape != shape:
-                raise self._differs(f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}")
+                raise self._differs(
+                    f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
+                )
             saved.tensor, saved.version = made, version_of(made)
         if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
