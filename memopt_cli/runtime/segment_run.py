@@ -362,25 +362,26 @@ class _Repetition:
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
         made = tensor if tensor.is_leaf else tensor.detach()
-        index = self._count
+        index, refs = self._count, self._refs
         self._count = index + 1
-        if index >= len(self._refs):
+        if index >= len(refs):
             if self._runs_to_end:
                 return made
             raise _Complete  # once more: an ``except Exception`` in the module's own code has caught the first
-        saved = self._refs[index]()
+        saved = refs[index]()
         if saved is not None:
             shape = self._shapes[index]
             if made.shape != shape:
                 raise self._differs(
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
                 )
-            saved.tensor, saved.version = made, version_of(made)
+            saved.tensor = made
+            saved.version = version_of(made)
         if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
         if index == self._compared_index and not matches_glance(self._compared_bytes, made):
             self._unlike = made
-        if self._count == len(self._refs) and not self._runs_to_end:
+        if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete
         return made
 

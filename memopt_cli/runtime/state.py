@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakSet
@@ -281,7 +282,7 @@ class StartingState:
         else:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = remade(copies | received if received else copies)
-            moving, others = held.thaw(lambda one: _tensor_for(one, made, lent))
+            moving, others = held.thaw(partial(_tensor_for, made, lent))
         for index, current in present.items():
             wanted = self._stays[index]
             if received:
@@ -337,7 +338,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
         reader.receive(id(tensor), written)
 
 
-def _tensor_for(held: Any, made: dict[int, Tensor], lent: Sequence[Tensor]) -> Any:
+def _tensor_for(made: dict[int, Tensor], lent: Sequence[Tensor], held: Any) -> Any:
     """Return the tensor to put where ``held`` was, from ``made`` or added to it; ``held`` if that is no held tensor."""
     if not isinstance(held, HeldTensor):
         return held
