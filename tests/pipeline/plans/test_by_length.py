@@ -229,6 +229,8 @@ def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     assert done.code == 6
     assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
     assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+    assert "No plan can make these parts of its peak smaller: " in done.err
+    assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1KiB" in done.err
 
 
 def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
