@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
@@ -250,7 +250,10 @@ class _ByLength:
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
-        """Return the ranges, the shortest lengths first.  Ctrl-C ends the search and keeps the ranges found so far."""
+        """Return the ranges, the shortest lengths first.
+
+        Ctrl-C and SIGTERM end the search and keep the ranges found so far: their plans are measured and verified.
+        """
         ranges_without_plan: list[_Range] = []
         ranges = [longest]
         try:
@@ -266,8 +269,8 @@ class _ByLength:
                 ranges[:0] = self._find_faster(ranges[0], length)
                 if self.interrupted:
                     break
-        except KeyboardInterrupt as err:
-            if isinstance(err, Terminated) or not self.request.interruptible:
+        except KeyboardInterrupt:
+            if not self.request.interruptible:
                 raise
             self.interrupted = True
             self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,10 +125,13 @@ def test_without_lengths_all_are_alike(optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_after_the_longest_keeps_it(optimize: Memopt, answered: Callable[..., None]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_longest_keeps_it(
+    sent: signal.Signals, optimize: Memopt, answered: Callable[..., None]
+) -> None:
     def pressed(session: LocalSession, job: MeasureJob, ask: Callable[[MeasureJob], Any]) -> Any:
         if session._subject.spec.dims["S"] != HIGH:
-            raise KeyboardInterrupt
+            signal.raise_signal(sent)
         return ask(job)
 
     answered(MeasureJob, pressed)
