@@ -175,8 +175,8 @@ def _fragmentation_notes(error: OutOfMemoryText | None) -> tuple[str, ...]:
     if not error.free_bytes < error.asked_bytes <= error.reserved_bytes + error.free_bytes:
         return ()
     return (
-        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used. With the free bytes that "
-        "is as much as was asked for, so memory may have been fragmented: try "
+        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used. Together with the "
+        "free bytes that would have been enough, so memory may have been fragmented: try "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     )
 
