@@ -8,8 +8,8 @@ fastest plan that fits at its largest length, measured and verified by
 The largest length of a range stands for the shorter ones.  A segment runs its modules' own code again, whichever path
 that takes at a length, so a plan that is right at one length is right at another; and shorter inputs need less memory.
 The model without a plan is run at both ends of the whole range.  A path that cannot be repeated, taken at short lengths
-alone, is not found; a dry run of the plan there does not show it either.  In training, backward ends with an error if the
-tensors that the module saves differ in number or shape.
+alone, is not found; a dry run of the plan there does not show it either.  In training, backward ends with an error if
+the tensors that the module saves differ in number or shape.
 
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
 without a plan, and cuts the lengths between the two where shorter inputs may train faster with a plan of their own.
