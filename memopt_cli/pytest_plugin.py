@@ -64,17 +64,17 @@ class TrainMemory:
 
         try:
             with said_in_python():
-                counted, heard = _count(model, args, inputs or {}, loss, optimizer, seed)
+                counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejected as error:
             error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None
         self.steps += 1
-        said = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *heard])
+        said = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *messages])
         self._properties.append((_COUNTED, said))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
-            pytest.fail("\n".join([_complaint(model, counted, self._limit_bytes), *heard]), pytrace=False)
+            pytest.fail("\n".join([_complaint(model, counted, self._limit_bytes), *messages]), pytrace=False)
         return counted
 
 
@@ -139,7 +139,7 @@ def _count(
     from memopt_cli.training.optimizers import optimizer_maker
     from memopt_cli.training.step import Step, begin
 
-    heard: dict[str, None] = {}
+    messages: dict[str, None] = {}
     settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
     step = Step(
         model=model,
@@ -148,7 +148,7 @@ def _count(
         settings=settings,
         loss=loss,
         optimizer=optimizer_maker(parse_optimizer(optimizer))(model),
-        hear=lambda sentence: heard.setdefault(in_python(sentence)),
+        report=lambda message: messages.setdefault(in_python(message)),
     )
     start = StartingState(model)
     with undisturbed():
@@ -159,7 +159,7 @@ def _count(
         begin(step, start)
         counted = count(step)
         start.enter()
-    return counted, list(heard)
+    return counted, list(messages)
 
 
 def _limit(marker: pytest.Mark) -> int:

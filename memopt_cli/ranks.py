@@ -20,8 +20,8 @@ from memopt_cli.api.arguments import (
     Named,
     Optimizer,
     budget_of,
-    called,
     card_given,
+    checked_function,
     functions_given,
     given_inputs,
     search_of,
@@ -40,7 +40,7 @@ from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
 from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, refuse_recursion
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prediction import predict
+from memopt_cli.pipeline.prediction import predict_one_rank
 from memopt_cli.pipeline.prepare import file_header
 from memopt_cli.records import (
     BatchRequest,
@@ -118,7 +118,7 @@ def predict_rank(
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(rank_step.subject, layout=layout, rank=rank)
     with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, rank_step) as session:
-        return predict(session, layout, rank, chosen)
+        return predict_one_rank(session, layout, rank, chosen)
 
 
 @said_in_python()
@@ -270,7 +270,7 @@ def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
         kind = "no function" if value is None else f"a model ({type(value).__name__})"
         raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
-    return locate_function(called(name, value), role)
+    return locate_function(checked_function(name, value), role)
 
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:

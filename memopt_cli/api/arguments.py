@@ -73,7 +73,9 @@ def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFuncti
 
     Raises :class:`OptionError` for an object that cannot be called.
     """
-    return locate_function(called("loss", loss), "loss"), locate_function(called("optimizer", optimizer), "optimizer")
+    return locate_function(checked_function("loss", loss), "loss"), locate_function(
+        checked_function("optimizer", optimizer), "optimizer"
+    )
 
 
 def settings_of(
@@ -130,7 +132,7 @@ def search_of(
     return resolve(
         SearchOverrides(
             level=level,
-            targets=names("target", target),
+            targets=checked_names("target", target),
             allow_inexact=bool(allow_inexact),
             max_slowdown=max_slowdown,
             offload=offload,
@@ -236,13 +238,13 @@ def path_given(name: str, given: str | os.PathLike[str]) -> Path:
     return Path(given)
 
 
-def names(name: str, given: object) -> tuple[str, ...]:
+def checked_names(name: str, given: object) -> tuple[str, ...]:
     """Return the name or names in ``given``, where a class gives its own name.  Raises :class:`OptionError`."""
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return tuple(text(name, each) for each in several)
+    return tuple(checked_text(name, each) for each in several)
 
 
-def text(name: str, given: object) -> str:
+def checked_text(name: str, given: object) -> str:
     """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
     found = given.__name__ if isinstance(given, type) else given
     if not isinstance(found, str):
@@ -250,7 +252,7 @@ def text(name: str, given: object) -> str:
     return found
 
 
-def called(name: str, given: _Function) -> _Function:
+def checked_function(name: str, given: _Function) -> _Function:
     """Return ``given`` if it is a function, text that names one, or ``None``.
 
     Raises :class:`OptionError` for anything else, also for a model or a class of optimizers: ``torch.optim.AdamW`` can

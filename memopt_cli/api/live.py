@@ -26,15 +26,15 @@ from memopt_cli.api.arguments import (
     budget_of,
     card_given,
     checked_model,
+    checked_names,
+    checked_text,
     functions_given,
     given_inputs,
     lengths_given,
-    names,
     path_given,
     search_of,
     settings_of,
     split_dims,
-    text,
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
@@ -189,7 +189,7 @@ def optimize(
             dim_range=varied,
             lengths=lengths_given(lengths),
             search_limit_s=accepted_if_given("search_time", search_time),
-            backend=None if compile is None else text("compile", compile),
+            backend=None if compile is None else checked_text("compile", compile),
             recommend_batch=wants_batch,
             confirm_batch=wants_batch,
             card=card,
@@ -240,7 +240,7 @@ def frontier(
         settings=step.settings,
         search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
         goal=SearchGoal(frontier=True),
-        backend=None if compile is None else text("compile", compile),
+        backend=None if compile is None else checked_text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),
         recommend_batch=False,
         interruptible=True,
@@ -286,7 +286,7 @@ def profile(
         settings=step.settings,
         fake=fake,
         card=card,
-        backend=None if compile is None else text("compile", compile),
+        backend=None if compile is None else checked_text("compile", compile),
     )
     chosen = Plan() if plan is None else load_plan(plan)
     with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
@@ -351,7 +351,7 @@ def recommend_batch(
         search_limit_s=accepted_if_given("search_time", search_time),
         longest_step_s=accepted("longest_step", longest_step),
         card=card,
-        backend=None if compile is None else text("compile", compile),
+        backend=None if compile is None else checked_text("compile", compile),
     )
     chosen = None if plan is None else load_plan(plan)
     with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
@@ -418,7 +418,7 @@ def check(
     metric grew by more than that, and ``result.exceeded`` which did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
-    limits = tuple(map(parse_limit, names("fail_on", fail_on)))
+    limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
     functions, limit_s = functions_given(loss, optimizer), accepted("timeout", timeout)
@@ -479,7 +479,7 @@ def _searched(
 
 def _advised(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
     """Return the batch that fits under the plan in ``found``; ``None`` if none is wanted, or Ctrl-C ends its search."""
-    if not found.is_to_advise(request):
+    if not found.wants_batch_advice(request):
         return None
     try:
         return advise(request, prepared, found.plan, found.measurement, found.advice, found.notes, found.details)

@@ -48,7 +48,7 @@ def optimize_step(
     ``budget``: the largest allowed peak, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of the original's; memopt then
     returns the fastest plan within it.  ``None``: the plan with the least peak whose step takes at most
     ``max_slowdown`` times as long (``None``: 1.33; ``math.inf``: no limit).
-    ``offload``, ``host_memory``: where plans may send stored tensors, and how much, as for
+    ``offload``, ``host_memory``: where plans may offload stored tensors, and how many bytes, as for
     ``memopt_cli.optimize``; the training script sets ``memopt_cli.offload_folder``.
     ``timeout``: seconds that each answer of a profiling subprocess may take.
     ``verbose``: log the course of the search.  Ctrl-C ends the search; the best plan so far is applied.

@@ -212,7 +212,10 @@ def _plain(name: str) -> str:
 
 
 def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Return the reason why ``weights`` do not fit, with the first few names of each kind, or empty."""
+    """Return the reason why ``weights`` do not fit, with the first few names of each kind.
+
+    An empty string: they fit.
+    """
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other_shape = [

@@ -58,23 +58,23 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
     """Run ``step`` once on ``device``, and return what the allocator saw.
 
     ``held_before_bytes``: bytes of the tensors that exist already.  On the CPU they are added to the peak, since the
-    profiler sees only later allocations.  On a GPU, whatever else was handed out before belongs to libraries.
+    profiler sees only later allocations.  On a GPU, other memory allocated before the step is attributed to libraries.
     """
     if device.startswith("cuda"):
         return _on_cuda(step, device, held_before_bytes)
     return _on_cpu(step, held_before_bytes)
 
 
-def growth(step: Callable[[], object], device: str) -> int:
+def least_growth(step: Callable[[], object], device: str) -> int:
     """Return the smallest growth of allocated memory in bytes from one of three calls of ``step`` to the next.
 
     Garbage is collected after each call, since tensors in reference cycles are no leak.
     """
-    ends = [*_ends_on_cuda(step, device)] if device.startswith("cuda") else _ends_on_cpu(step)
+    ends = [*_bytes_after_steps_on_cuda(step, device)] if device.startswith("cuda") else _bytes_after_steps_on_cpu(step)
     return max(0, min(later - earlier for earlier, later in itertools.pairwise(ends)))
 
 
-def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
+def _bytes_after_steps_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
     for _ in range(_GROWTH_STEPS):
         step()
         gc.collect()
@@ -82,7 +82,7 @@ def _ends_on_cuda(step: Callable[[], object], device: str) -> Iterator[int]:
         yield torch.cuda.memory_allocated(device)
 
 
-def _ends_on_cpu(step: Callable[[], object]) -> list[int]:
+def _bytes_after_steps_on_cpu(step: Callable[[], object]) -> list[int]:
     with _recorded_allocations(record_shapes=False) as profiled:
         for _ in range(_GROWTH_STEPS):
             step()
@@ -104,7 +104,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     marks = sorted((e.start_ns(), _PHASES[e.name()]) for e in results.events() if e.name() in _PHASES)
     phases: dict[Phase, int] = {}
     latest: Phase | None = None
-    for start_ns, change in [*allocations, (sys.maxsize, 0)]:  # the last entry lets all marks pass that are left
+    for start_ns, change in [*allocations, (sys.maxsize, 0)]:  # the last entry flushes the remaining marks
         while marks and marks[0][0] <= start_ns:
             latest = marks.pop(0)[1]
             phases[latest] = max(live, phases.get(latest, 0))
@@ -118,9 +118,9 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
 
 @contextlib.contextmanager
 def _recorded_allocations(*, record_shapes: bool) -> Iterator[profile]:
-    """Record the allocations in the block by PyTorch's profiler, which writes no lines to the terminal about it.
+    """Record the allocations in the block with PyTorch's profiler, with its log silenced.
 
-    It reads how much to log at its first use in a process, so that a user's own setting stays as it is.
+    The profiler reads the log level once per process, at its first use.  A level that the user set is kept.
     """
     is_set = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, _SILENT)
@@ -133,7 +133,8 @@ def _recorded_allocations(*, record_shapes: bool) -> Iterator[profile]:
 
 
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
-"""Variable of the environment, and its value above all levels: ``USDT: … profiler_start`` is of the highest, 5."""
+"""Environment variable for the log level, and a value above every level: the line ``USDT: … profiler_start`` has the
+highest level, 5."""
 
 
 def _results_of(profiled: profile) -> Any:

@@ -99,7 +99,10 @@ class Channel:
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, most_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or the reason for none; a line beyond ``most_bytes`` is refused."""
+        """Return the next line with its newline, or why there is none.
+
+        A line longer than ``most_bytes`` ends the subprocess.
+        """
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
@@ -128,7 +131,8 @@ class Channel:
                     chunk = self._replies.read(_READ_BYTES)
                     if chunk == b"":
                         return self._post_mortem()
-                    self._buffer += chunk or b""  # ``None``: the subprocess itself has emptied the pipe by reading it
+                    # ``None``: nothing to read after all, because the subprocess itself read from the pipe.
+                    self._buffer += chunk or b""
                 elif self._has_ended():
                     return self._post_mortem()  # a process that the subprocess started still holds the pipe open
         return None

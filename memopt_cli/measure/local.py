@@ -71,8 +71,8 @@ class LocalSession(Session):
             try:
                 worker = self._work()
                 answer = worker.do(_over_the_wire(job, type(job)))
-                for sentence in worker.heard:
-                    self.hear(sentence)
+                for message in worker.messages:
+                    self.report(message)
                 return _over_the_wire(answer, answer_of(type(job)))
             except ChangedFileError:
                 raise

@@ -6,7 +6,6 @@ bytes, no index of a missing operator.  Everything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -35,6 +34,7 @@ from memopt_cli.records import (
     TimedOut,
     from_data,
 )
+from memopt_cli.records.progress import Report, ignore
 
 Answer = TypeVar("Answer")
 
@@ -43,12 +43,10 @@ _FAILURES: dict[str, type[Failure | FileChanged]] = {
 }
 
 
-def read(
-    line: bytes, job: Job[Answer], hear: Callable[[str], object] = lambda sentence: None
-) -> Answer | Failure | FileChanged:
+def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Failure | FileChanged:
     """Return the answer to ``job`` in a line of JSON.  Raises any exception if it cannot be one.
 
-    ``hear`` is called with each sentence for the user that comes with it.
+    ``report`` is called with each message for the user that comes with it.
     """
     reply = reply_in(line, job.most_bytes)
     kind = _FAILURES.get(reply["kind"])
@@ -57,9 +55,9 @@ def read(
         if isinstance(failure, StepFailed):
             _require(failure.error in ERRORS and failure.exit_code == ERRORS[failure.error].exit_code)
         return failure
-    for sentence in reply.get("heard", []):
-        _require(isinstance(sentence, str))
-        hear(sentence)
+    for message in reply.get("messages", []):
+        _require(isinstance(message, str))
+        report(message)
     answer = from_data(answer_of(type(job)), reply["answer"])
     _check_amounts(answer)
     match answer:

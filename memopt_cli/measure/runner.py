@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
@@ -20,6 +19,7 @@ from memopt_cli.measure.replies import read
 from memopt_cli.measure.sizes import is_confined, most_saved_bytes
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
+from memopt_cli.records.progress import Report, ignore
 from memopt_cli.text.documents import places
 from memopt_cli.text.units import format_bytes
 
@@ -38,8 +38,8 @@ class Session:
         self._subject = subject
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
-        self.hear: Callable[[str], object] = lambda sentence: None
-        """Called with each sentence for the user that comes with an answer."""
+        self.report: Report = ignore
+        """Callback for each message to the user that comes with an answer."""
 
     def __enter__(self) -> Self:
         # Tensors of a plan wait in a file there: a confined process may write to no other folder.
@@ -128,7 +128,7 @@ class Session:
         if not isinstance(line, bytes):
             return line
         try:
-            answer = read(line, job, self.hear)
+            answer = read(line, job, self.report)
         except Exception:  # reading an answer that is made up may raise anything
             return channel.refuse_answer()
         if isinstance(answer, FileChanged):

@@ -89,9 +89,9 @@ class Worker:
             raise
 
     @property
-    def heard(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Sentences that the user should read on the steps of the jobs so far."""
-        return list(self.bench.heard) if "bench" in vars(self) else []
+        return list(self.bench.messages) if "bench" in vars(self) else []
 
     def close(self) -> None:
         """Leave the contexts that the bench keeps open for further jobs, such as a group of ranks."""
@@ -125,7 +125,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.do(job)
             if isinstance(answer, ModelFacts) and unconfined:
                 answer = replace(answer, notes=(*answer.notes, unconfined))
-            reply = {"kind": "answer", "answer": to_data(answer), "heard": worker.heard}
+            reply = {"kind": "answer", "answer": to_data(answer), "messages": worker.messages}
         except ChangedFileError as error:
             changed = FileChanged(message=error.message, hint=error.hint)
             reply = {"kind": type(changed).__name__, **to_data(changed)}

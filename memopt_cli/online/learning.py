@@ -102,7 +102,7 @@ def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Ten
     The user's loss is written for sequences, so it is called with a sequence of one step.
     """
     sequence = tree_map(lambda x: x.unsqueeze(0), output) if step.loss is not None else output
-    return seeds_of_backward(sequence, step.loss, step.settings.seed + number, step.hear)
+    return seeds_of_backward(sequence, step.loss, step.settings.seed + number, step.report)
 
 
 def _take_gradients(model: nn.Module) -> Tensor:

@@ -22,7 +22,7 @@ K = TypeVar("K")
 
 
 class StepParts:
-    """The tensors at which a step is taken apart, and the rows of the cells' outputs so far."""
+    """The tensors at which a step is split into parts, and the rows of the cells' outputs so far."""
 
     def __init__(self, structure: Structure, gate: Gate) -> None:
         self.structure = structure
@@ -46,32 +46,37 @@ class StepParts:
         """End later walks of the graph at ``tensors``, which are checked when they are made."""
         self._walk_ends.update(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
-    def row(self, out: CellOutput, q: Tensor, new: Sequence[Tensor]) -> Row:
-        """Return the row of ``q`` by paths inside its cell, or through ``new`` states if ``q`` depends only on them."""
-        if out in self.structure.states_behind:
-            states = sorted(find_sole_ends(q, _nodes_of(new)))
-            slopes = jacobian_row(self.gate, q, [new[j] for j in states])
+    def row(self, key: CellOutput, output: Tensor, new_states: Sequence[Tensor]) -> Row:
+        """Return the row of ``output`` by paths inside its cell, or through ``new_states`` if it depends only on them.
+
+        ``key``: the output of the cell that the tensor ``output`` is.
+        """
+        if key in self.structure.states_behind:
+            indices = sorted(find_sole_ends(output, _nodes_of(new_states)))
+            slopes = jacobian_row(self.gate, output, [new_states[index] for index in indices])
             through = {
-                CellOutput(out.cell, out.call, j): s for j, s in zip(states, slopes, strict=True) if s is not None
+                CellOutput(key.cell, key.call, index): slope
+                for index, slope in zip(indices, slopes, strict=True)
+                if slope is not None
             }
             if through:
                 return Row(through=through)
-        edges = self.structure.edges[out]
-        past_values = {key: self.past_values[key] for key in edges.past_states if key in self.past_values}
-        use_outputs = {key: self.use_outputs[key] for key in edges.uses if key in self.use_outputs}
-        cell_outputs = {key: self.cell_outputs[key] for key in edges.outputs if key in self.cell_outputs}
-        unknown_parts = self._unknown_parts(self.structure.known_sources[out])
+        edges = self.structure.edges[key]
+        past_values = {state: self.past_values[state] for state in edges.past_states if state in self.past_values}
+        use_outputs = {use: self.use_outputs[use] for use in edges.uses if use in self.use_outputs}
+        cell_outputs = {out: self.cell_outputs[out] for out in edges.outputs if out in self.cell_outputs}
+        unknown_parts = self._unknown_parts(self.structure.known_sources[key])
         tensors = (*past_values.values(), *use_outputs.values(), *cell_outputs.values(), *unknown_parts.values())
-        entries = iter(jacobian_row(self.gate, q, tensors))
+        entries = iter(jacobian_row(self.gate, output, tensors))
         row = Row(_entries(past_values, entries), _entries(use_outputs, entries), _entries(cell_outputs, entries))
-        _refuse_new_reads(out.cell, _entries(unknown_parts, entries))
+        _refuse_new_reads(key.cell, _entries(unknown_parts, entries))
         return row
 
-    def check_weighted(self, key: CellOutput | PastState, q: Tensor) -> None:
-        """Raise :class:`MemoptError` if ``q`` reads a part directly that it read only through weights before."""
+    def check_weighted(self, key: CellOutput | PastState, value: Tensor) -> None:
+        """Raise :class:`MemoptError` if ``value`` reads a part directly that it read only through weights before."""
         if self.graph is not None and key in self.structure.sources_by_weight:
             for source in (
-                self.graph.find_direct_sources(q, self._unknown_parts(frozenset()))
+                self.graph.find_direct_sources(value, self._unknown_parts(frozenset()))
                 & self.structure.sources_by_weight[key]
             ):
                 raise changed_step(key.cell, f"reads {name_of(source)} past the weight that it entered")
@@ -117,7 +122,7 @@ def name_of(source: Source) -> str:
 
 
 def _nodes_of(tensors: Sequence[Tensor]) -> dict[Node, int]:
-    return {tensor.grad_fn: j for j, tensor in enumerate(tensors) if tensor.grad_fn is not None}
+    return {tensor.grad_fn: index for index, tensor in enumerate(tensors) if tensor.grad_fn is not None}
 
 
 def _entries(keys: Iterable[K], row: Iterator[Tensor | None]) -> dict[K, Tensor]:

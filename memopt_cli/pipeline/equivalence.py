@@ -97,7 +97,7 @@ def compare_prepared(
         compared=0,
         precision=reference.subject.settings.precision,
         worst=0.0,
-        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.heard, *candidate.heard))),
+        notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.messages, *candidate.messages))),
     )
     if candidate_run.failed:
         cause = sides.cause_of_failure(job, candidate_run)

@@ -34,11 +34,11 @@ def predicted_ranks(
             subject = replace(prepared.subject, layout=layout, rank=number, card=card)
             session = replace(prepared, subject=subject).session("none")
             session_by_rank[number] = sessions.enter_context(session)
-            predictions[number] = predict(session_by_rank[number], layout, number, plan)
+            predictions[number] = predict_one_rank(session_by_rank[number], layout, number, plan)
         largest = max(predictions, key=lambda number: predictions[number].tensor_peak_bytes)
         yield session_by_rank[largest], tuple(predictions.values())
 
 
-def predict(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
+def predict_one_rank(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
     return make_prediction(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

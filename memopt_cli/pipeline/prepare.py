@@ -66,7 +66,7 @@ class Prepared:
     """Display of the stages that the model goes through."""
     own_checkpoints: Measurement | None = None
     """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
-    heard: dict[str, None] = field(default_factory=dict)
+    messages: dict[str, None] = field(default_factory=dict)
     """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
 
     def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
@@ -96,7 +96,7 @@ class Prepared:
     def session(self, data: Data = "full size") -> Session:
         """Open a fresh profiling subprocess; ``data`` bounds the steps that it may run."""
         session = (self.open_session or Session)(replace(self.subject, data=data), self.timeout_s)
-        session.hear = self.heard.setdefault
+        session.report = self.messages.setdefault
         return session
 
     def ask(self, job: Job[Answer], data: Data = "full size") -> Answer | Failure:

@@ -25,8 +25,8 @@ class PairRun:
     samples_per_s: float | None
     """Rate, with one step of the optimizer for ``steps`` passes.  ``None``: the pair did not run."""
     usable: bool
-    """Whether the pair could be the answer: it keeps the limits on memory and time, and its passes make up the global
-    batch.  If every step is too long, the shortest is usable."""
+    """Whether the pair may be chosen: it is within the memory and time limits, and its passes add up to the global
+    batch.  If no pair is within the time limit, the one with the shortest step counts as usable."""
     late: bool = False
     """Whether the pair's step takes longer than allowed."""
 
@@ -55,9 +55,11 @@ class FastestTraining:
     priced: int
     """Number of plans whose peak and time were predicted."""
     dry_runs: int
+    """Number of dry runs."""
     times_run: int
     """Number of runs on data; the best pairs are run twice."""
     notes: tuple[str, ...]
+    """Notes on the search for the user, each a sentence."""
     files: tuple[str, ...]
     spent_s: float
     step: StepSettings = StepSettings()

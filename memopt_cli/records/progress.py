@@ -15,6 +15,14 @@ from memopt_cli.records import WantedGlobal
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_seconds
 
+Report = Callable[[str], object]
+"""Callback for a message to the user."""
+
+
+def ignore(*args: object) -> None:
+    """Do nothing with ``args``: the default of callbacks."""
+
+
 _LOG = logging.getLogger("memopt_cli")
 
 
@@ -35,7 +43,7 @@ class Progress:
     """The listener of a job, whose methods do nothing; the command line overrides all of them."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
-        """Begin a new part of the job, which ``takes`` that time, or an unknown one for ``None``."""
+        """Begin a new stage; ``takes`` is its expected time, ``None`` if unknown."""
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Show that ``done`` of ``total`` steps (``None`` if unknown) are over, and ``text`` is running."""

@@ -30,7 +30,7 @@ class StepSettings:
     micro_batches: int = 1
     """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None
-    """Norm of all gradients together to which they are clipped.  ``None``: no clipping."""
+    """Maximum total gradient norm (``clip_grad_norm_``).  ``None``: no clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,8 +41,8 @@ class StepSettings:
             raise UsageError(f"clip_norm is {self.clip_norm:g}; it must be above 0")
 
     @property
-    def needs_all_gradients(self) -> str:
-        """Option by which the step needs the gradients of all parameters together, as it is typed; empty for none."""
+    def all_gradients_flag(self) -> str:
+        """The flag, as typed, that makes the step need all gradients at once; empty if none does."""
         needing = {
             "`--accumulate`": self.micro_batches > 1,
             "`--clip-norm`": self.clip_norm is not None,
@@ -58,7 +58,7 @@ class StepSettings:
     @property
     def may_update_in_backward(self) -> bool:
         """Whether the step has an optimizer that can use each gradient alone, as backward makes it."""
-        return self.has_optimizer and not self.needs_all_gradients
+        return self.has_optimizer and not self.all_gradients_flag
 
     def check_in_backward(self) -> None:
         """Raise :class:`OptionError` if the step has no optimizer, or one that cannot run in backward."""
@@ -67,9 +67,9 @@ class StepSettings:
                 "`--optimizer-in-backward` lets an optimizer run in backward, but none is named",
                 hint="Add the optimizer that you train with: `--optimizer adamw`.",
             )
-        if self.needs_all_gradients:
+        if self.all_gradients_flag:
             raise OptionError(
-                f"`--optimizer-in-backward` and {self.needs_all_gradients} exclude each other: with the first, the "
+                f"`--optimizer-in-backward` and {self.all_gradients_flag} exclude each other: with the first, the "
                 "gradients never exist together, and the second needs them all",
                 hint="Omit one of them.",
             )

@@ -245,7 +245,7 @@ class MemOptSummary:
 
     def __repr__(self) -> str:
         applied = (
-            f"level {self.applied_level} applied" if self.is_applied and not self.is_to_choose else "nothing applied"
+            f"level {self.applied_level} applied" if self.is_applied and not self.offers_choice else "nothing applied"
         )
         of_frontier = f", {counted(len(self.frontier), 'plan')} on the frontier" if self.frontier else ""
         return f"<MemOptSummary: {applied}, {counted(len(self.levels), 'level')}{of_frontier}>"
@@ -257,14 +257,14 @@ class MemOptSummary:
         return self.plan is not None and not self.plan.is_empty and not failed
 
     @property
-    def is_to_choose(self) -> bool:
+    def offers_choice(self) -> bool:
         """Whether the plans of a frontier are shown for the user to choose, and none is applied yet."""
         return bool(self.frontier) and self.verification is None
 
     @property
     def decisive(self) -> Dropped | None:
         """Plan that came nearest to being applied.  ``None``: one is applied, or none was found."""
-        return None if self.is_applied or self.is_to_choose else decisive(self.dropped)
+        return None if self.is_applied or self.offers_choice else decisive(self.dropped)
 
     @property
     def slower(self) -> Outlook | None:

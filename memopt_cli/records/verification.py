@@ -121,7 +121,7 @@ class Verification:
     """Name of the further check that failed; empty if none did, or if the recorded step itself differed."""
 
     @property
-    def is_to_the_bit(self) -> bool:
+    def is_bit_exact(self) -> bool:
         """Whether all tensors have the same bits, in the measured steps as well."""
         return self.exact and (self.measured is None or self.measured.equal == self.measured.compared)
 

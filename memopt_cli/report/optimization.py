@@ -66,7 +66,7 @@ def _equal(found: Verification | None) -> str:
     measured = found.measured
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    return f"{'same bits' if found.is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
+    return f"{'same bits' if found.is_bit_exact else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -118,11 +118,11 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
         and len(summary.levels) > 1
     ):
         yield plan_table(summary)
-    if summary.compiled and not summary.is_to_choose:
+    if summary.compiled and not summary.offers_choice:
         yield compiled_table(summary)
     if summary.ranges:
         yield ranges(summary)
-    if summary.frontier and (verbose or summary.is_to_choose):
+    if summary.frontier and (verbose or summary.offers_choice):
         yield frontier(summary)
 
 
@@ -402,7 +402,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if found is not None and summary.is_applied:
         yield from inexact(found)
     yield from _parts_left_out(summary)
-    if summary.is_to_choose:  # else their table says so
+    if summary.offers_choice:  # else their table says so
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
@@ -442,7 +442,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
         yield _batch(summary.advice)
     if result.in_memory:
         yield from _next_in_python(result)
-    elif summary.is_to_choose:
+    elif summary.offers_choice:
         is_kept = any(path.endswith(".frontier.json") for path in result.files)
         again = "" if is_kept else ", which searches again"
         yield f"nothing is applied; choose a plan with `--budget`, or with `--pick N`{again}"
@@ -452,7 +452,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
-    if result.summary.is_to_choose:
+    if result.summary.offers_choice:
         choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
         yield f"nothing is applied; {choice} applies plan N, if found is this result"
     elif result.summary.is_applied:

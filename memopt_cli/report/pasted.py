@@ -119,7 +119,7 @@ def loop_lines(
 
 
 def _update_lines(clip_norm: float | None, model: str, *, scales: bool) -> Iterator[str]:
-    """Yield how the optimizer takes its step; ``scales``: by a ``scaler``, as under ``fp16``."""
+    """Yield the lines of the optimizer step; with ``scales``, through a ``GradScaler`` (fp16)."""
     if clip_norm is not None:
         if scales:
             yield "scaler.unscale_(optimizer)"

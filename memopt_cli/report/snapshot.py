@@ -96,10 +96,10 @@ class _Recorder:
         ]
 
     def _block(self, size: int, category: str, frames: list[dict[str, Any]]) -> _Block:
-        return _Block(address=self._space.take(size), size=size, category=category, frames=frames)
+        return _Block(address=self._space.allocate(size), size=size, category=category, frames=frames)
 
     def _free(self, block: _Block, instant: int) -> Iterator[dict[str, Any]]:
-        self._space.give(block.address, block.size)
+        self._space.free(block.address, block.size)
         yield self._event("free_requested", block, instant)
         yield self._event("free_completed", block, instant)
 
@@ -147,7 +147,7 @@ class _AddressSpace:
     end: int = _BASE
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Return the address of ``size`` free bytes, and mark them as used."""
         for i, (address, room) in enumerate(self.gaps):
             if room >= size:
@@ -156,7 +156,7 @@ class _AddressSpace:
         self.end += size
         return self.end - size
 
-    def give(self, address: int, size: int) -> None:
+    def free(self, address: int, size: int) -> None:
         """Free ``size`` bytes at ``address``, and join them with the gaps that they touch."""
         i = bisect.bisect(self.gaps, (address, 0))
         if i < len(self.gaps) and self.gaps[i][0] == address + size:

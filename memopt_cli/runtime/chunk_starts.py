@@ -1,4 +1,4 @@
-"""States from which chunks start, made again in backward instead of being held since forward (``recompute_states``).
+"""States from which chunks start, recomputed in backward instead of being held since forward (``recompute_states``).
 
 A module that carries state over its chunks, a neuron's membrane say, has one such state before each chunk.  Backward
 needs them in reverse order.  To make one, the chunks before it run again from the nearest known state, and on the way
@@ -31,11 +31,11 @@ from memopt_cli.runtime.state import StartingState
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     start: StartingState
-    """The state that it starts from, without the tensors that are made again."""
+    """The state from which the chunk starts, without the recomputed tensors."""
     needs_gradient: tuple[bool, ...]
-    """Whether each tensor that is made again needs a gradient.  Empty: the chunk starts where the first chunk does."""
+    """Whether each recomputed tensor needs a gradient.  Empty: the chunk starts where the first chunk does."""
     run: Callable[[Sequence[Any]], object]
-    """A function that runs the chunk's forward again."""
+    """A function that recomputes the chunk's forward."""
 
 
 class ChunkStarts:
@@ -51,9 +51,9 @@ class ChunkStarts:
         self._generators = Generators()
 
     def add(self, start: StartingState, run: Callable[[Sequence[Any]], object]) -> Callable[[], list[Tensor]]:
-        """Add the next chunk, which starts at ``start`` and whose forward ``run`` runs again.
+        """Add the next chunk, which starts at ``start``, and whose forward ``run`` recomputes.
 
-        Returns a function that makes the tensors for :meth:`StartingState.replay`.
+        Returns a function that recomputes the tensors for :meth:`StartingState.replay`.
         """
         tensors = matrices_of(self._module)
         if not self._chunks:
@@ -66,7 +66,10 @@ class ChunkStarts:
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
     def settle(self) -> None:
-        """Check, once every chunk has run, that all can run again; raise :class:`RuntimeError` if one drew numbers."""
+        """Check, once every chunk has run, that all can be recomputed.
+
+        Raises :class:`RuntimeError` if one drew random numbers.
+        """
         if self._generators.moved():
             raise RuntimeError(
                 f"{name_of(self._module)} draws random numbers, so its states cannot be made again. "

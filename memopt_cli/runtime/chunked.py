@@ -38,7 +38,7 @@ from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
     is_checkpointed,
-    is_nested,
+    is_in_segment,
     is_recomputing,
     is_transformed,
     recomputing,
@@ -193,7 +193,7 @@ def _one_by_one(
     config = config_of(module)
     codec = codec_of(module, config)
     # A segment around this one drops all that is stored here, and makes it again in backward.
-    makes_states_again = config.recompute_states and not is_nested()
+    makes_states_again = config.recompute_states and not is_in_segment()
     starts = ChunkStarts(module) if makes_states_again else None
     resumes = _resumes(module)
     outputs: list[tuple[Any, ...]] = []

@@ -42,7 +42,7 @@ from memopt_cli.runtime.places.interface import DEVICE
 from memopt_cli.runtime.places.schedule import ParcelSeries, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
 from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
-from memopt_cli.runtime.running import is_checkpointed, is_nested, is_transformed
+from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
@@ -380,7 +380,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # ``is_compiling`` comes first, since a compiler cannot trace the others.  A segment around, or a checkpoint of the
     # user's own, drops what autograd saves; hooks in here would keep it.
-    is_dropped = torch.compiler.is_compiling() or is_nested() or is_checkpointed()
+    is_dropped = torch.compiler.is_compiling() or is_in_segment() or is_checkpointed()
     if is_dropped or not torch.is_grad_enabled() or is_transformed():
         return forward(*args, **kwargs)
     try:

@@ -25,7 +25,7 @@ class Copy:
     shared: Tensor | None = None
     """A vector of which several copies are views.  ``None``: ``values`` is a tensor of its own."""
     needs_gradient: bool = False
-    """Whether a tensor made of it needs a gradient."""
+    """Whether the tensor that is restored from the copy needs a gradient."""
 
 
 def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
@@ -36,14 +36,14 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
         a = memory[0:6], b = memory[4:8]    one vector of 8 elements, of which both copies are views
     """
     distinct = {id(t): t for t in tensors}
-    if _lie_apart(distinct.values()):  # the usual case, first for speed
+    if _are_disjoint(distinct.values()):  # the usual case, first for speed
         return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
         for piece in [group] if len(group) == 1 else _pieces(group):
             overlaps_itself = not piece[0].is_contiguous() and _span(piece[0]) < piece[0].numel()
             if len(piece) > 1 or overlaps_itself:
-                copies |= _copied_together(piece)
+                copies |= _copies_in_one_vector(piece)
     for key, tensor in distinct.items():
         if key not in copies:
             is_gapped = _lies_in_memory(tensor) and not (tensor.is_contiguous() or is_dense(tensor))
@@ -51,7 +51,7 @@ def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     return copies
 
 
-def _lie_apart(tensors: Iterable[Tensor]) -> bool:
+def _are_disjoint(tensors: Iterable[Tensor]) -> bool:
     """Return whether all ``tensors`` are contiguous in memory, and no two of them overlap."""
     spans = []
     for t in tensors:
@@ -74,12 +74,12 @@ def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     if shared:
         needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
         clones = {key: vector.detach().requires_grad_(key in needing).clone() for key, vector in shared.items()}
-    return {key: _remade(copy, clones) for key, copy in copies.items()}
+    return {key: _restored(copy, clones) for key, copy in copies.items()}
 
 
-def _remade(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
+def _restored(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
     if copy.shared is not None:
-        view = _within(shared[id(copy.shared)], copy.values, 0)
+        view = _matching_view(shared[id(copy.shared)], copy.values, 0)
         return view if copy.needs_gradient else view.detach()
     values = copy.values.detach().requires_grad_() if copy.needs_gradient else copy.values
     if not copy.stride:
@@ -88,7 +88,10 @@ def _remade(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
 
 
 def _lies_in_memory(tensor: Tensor) -> bool:
-    """Return whether the elements of ``tensor`` are in memory at its strides, with the bits that they have there."""
+    """Return whether ``tensor`` is a nonempty plain strided tensor whose memory holds its values as they are.
+
+    Conjugated, negated, quantized and meta tensors are not.
+    """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
 
@@ -98,7 +101,7 @@ def _span(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _bytes(tensor: Tensor) -> range:
+def _byte_range(tensor: Tensor) -> range:
     """Return the range of bytes of its storage in which ``tensor`` lies."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return range(start * size, (start + _span(tensor)) * size)
@@ -123,31 +126,31 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield ``tensors``, all of one storage, in groups that overlap."""
     piece: list[Tensor] = []
     end = 0
-    for tensor in sorted(tensors, key=lambda t: _bytes(t).start):
-        if piece and _bytes(tensor).start >= end:
+    for tensor in sorted(tensors, key=lambda t: _byte_range(t).start):
+        if piece and _byte_range(tensor).start >= end:
             yield piece
             piece = []
         piece.append(tensor)
-        end = max(end, _bytes(tensor).stop)
+        end = max(end, _byte_range(tensor).stop)
     yield piece
 
 
-def _copied_together(piece: Sequence[Tensor]) -> dict[int, Copy]:
+def _copies_in_one_vector(piece: Sequence[Tensor]) -> dict[int, Copy]:
     finest = min(piece, key=Tensor.element_size)
     size = finest.element_size()
-    start = min(_bytes(t).start for t in piece) // _WORD * _WORD
-    length = max(_bytes(t).stop for t in piece) - start
+    start = min(_byte_range(t).start for t in piece) // _WORD * _WORD
+    length = max(_byte_range(t).stop for t in piece) - start
     memory = finest.detach().as_strided((length // size,), (1,), start // size)
     shared = memory.new_zeros(-(-length // _WORD) * _WORD // size)
     shared[: len(memory)] = memory
-    return {id(t): Copy(_within(shared, t, start), shared=shared) for t in piece}
+    return {id(t): Copy(_matching_view(shared, t, start), shared=shared) for t in piece}
 
 
 _WORD: Final = 16
-"""Bytes of the largest element: at multiples of it, one of any dtype may begin."""
+"""Size in bytes of the largest element.  An offset that is a multiple of it is aligned for every dtype."""
 
 
-def _within(shared: Tensor, like: Tensor, start: int) -> Tensor:
+def _matching_view(shared: Tensor, like: Tensor, start: int) -> Tensor:
     """Return the view of ``shared``, a copy of a storage from byte ``start`` on, that corresponds to ``like``."""
     offset = like.storage_offset() - start // like.element_size()
     return shared.view(like.dtype).as_strided(like.shape, like.stride(), offset)
@@ -164,7 +167,10 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether ``tensor`` has the bits of ``copy``, NaNs too.  Without plain values, it counts as unchanged."""
+    """Return whether ``tensor`` has the same bits as ``copy``, NaNs included.
+
+    A tensor without plain strided values counts as unchanged.
+    """
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

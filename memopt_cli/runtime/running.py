@@ -124,7 +124,7 @@ class SequenceChunk:
 def running_chunk() -> SequenceChunk | None:
     """Return the chunk that this thread runs, of the innermost segment in chunks, or ``None`` outside of such segments.
 
-    A module that starts its states anew in each forward uses this to continue from the chunk before, and declares
+    A module that resets its states in each forward checks this to continue from the previous chunk, and declares
     ``resumes_in_chunks = True``.
     """
     return this_thread.chunk
@@ -139,19 +139,20 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
         this_thread.chunk = before
 
 
-def segment_around() -> Any:
+def enclosing_segment_run() -> Any:
     """Return the run of the segment whose hooks get the tensors that autograd saves now.
 
-    ``None``: no segment is around, or other hooks are set inside it, as by a checkpoint of the user's own.
+    ``None``: no segment encloses this call, or other saved-tensor hooks, such as those of a user's own checkpoint, are
+    set inside it.
     """
     hooks = hooks_on_saving()
     run = None if hooks is None else getattr(hooks[0], "__self__", None)
     return run if getattr(run, "is_of_segment", False) else None
 
 
-def is_nested() -> bool:
-    """Return whether a segment is around, with no other hooks on saving inside that segment."""
-    return segment_around() is not None
+def is_in_segment() -> bool:
+    """Return whether a segment encloses this call, with no other saved-tensor hooks set inside that segment."""
+    return enclosing_segment_run() is not None
 
 
 def is_checkpointed() -> bool:
@@ -170,5 +171,5 @@ def is_transformed() -> bool:
 
 
 def saving_aside() -> saved_tensors_hooks:
-    """Return hooks that hide the tensors saved in their block from the hooks around: backward never needs them."""
+    """Return hooks under which saved tensors bypass the enclosing hooks; for tensors that backward never needs."""
     return saved_tensors_hooks(unchanged, unchanged)

@@ -37,7 +37,13 @@ from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
 from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
-from memopt_cli.runtime.running import is_checkpointed, is_transformed, running_chunk, segment_around, within_chunk
+from memopt_cli.runtime.running import (
+    enclosing_segment_run,
+    is_checkpointed,
+    is_transformed,
+    running_chunk,
+    within_chunk,
+)
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, unpack_saved
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
@@ -77,7 +83,7 @@ def call_checkpointed(
     learned = learned_of(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)
-    around = segment_around()
+    around = enclosing_segment_run()
     first = functools.partial(_as_written, forward, args, kwargs)
     if around is not None and around.is_recomputation:
         return _within_recomputation(module, first, arguments.tensors, around, learned)

@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     unchanged,
 )
-from memopt_cli.runtime.running import outermost_turn, recomputing, segment_around, taking_turns
+from memopt_cli.runtime.running import outermost_turn, recomputing, enclosing_segment_run, taking_turns
 from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
@@ -105,7 +105,7 @@ class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Class attributes by which ``running.segment_around`` recognizes the object that the hooks on saving belong to."""
+    """Class attributes by which ``running.enclosing_segment_run`` recognizes the object that the hooks on saving belong to."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class SegmentRun:
         self._was_repeated = True
         # Backward runs inside the forward of a segment around, which calls ``torch.autograd.grad``, say.  It will do so
         # again when it is recomputed.
-        if segment_around() is not None:
+        if enclosing_segment_run() is not None:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.chunk_state import Moves
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.private_torch import is_fake, with_function_modes
-from memopt_cli.runtime.running import is_nested, is_recomputing
+from memopt_cli.runtime.running import is_in_segment, is_recomputing
 
 _EDGE_CHUNKS: Final = 3
 """Number of equal chunks that run on each side of a stand-in.  Three, because the first and the second chunk that add
@@ -228,7 +228,7 @@ class AbridgedCall:
         held_bytes = last - sum(form.nbytes for form in self._outputs)
         # Inside another segment, what chunks hold is dropped after forward and made again.  A stand-in would hold it
         # all the time, so it is refused there.
-        is_within = is_nested() or is_recomputing()
+        is_within = is_in_segment() or is_recomputing()
         if before != last or held_bytes < 0 or (held_bytes and is_within):
             self._stand_ins.refuse(self._module)
         return held_bytes

@@ -69,7 +69,7 @@ def notes_in_python(result: Any) -> Any:
 
 def on_command_line(text: str) -> str:
     """Return ``text`` with its marked options as flags, without the backticks."""
-    return _MARK.sub(lambda mark: mark[0] if _typed(mark[1]) is None else mark[1], text)
+    return _MARK.sub(lambda mark: mark[0] if _parse_mark(mark[1]) is None else mark[1], text)
 
 
 def in_python(text: str) -> str:
@@ -79,7 +79,7 @@ def in_python(text: str) -> str:
     option that no function takes stays a flag if it is alone, and is left out beside others: ``--plan-only``, for
     example, since functions write no model.
     """
-    return _MARK.sub(_said_in_python, text)
+    return _MARK.sub(_mark_in_python, text)
 
 
 _MARK: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
@@ -93,7 +93,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 """Flag -> the option's name, and its row in the table."""
 
 
-def _typed(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
+def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
 
     ``None`` for a text that is no option: an error of PyTorch's that memopt quotes may have backticks, too.
@@ -115,8 +115,8 @@ def _typed(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     return None
 
 
-def _said_in_python(mark: re.Match[str]) -> str:
-    typed = _typed(mark[1])
+def _mark_in_python(mark: re.Match[str]) -> str:
+    typed = _parse_mark(mark[1])
     if typed is None:
         return mark[0]
     command, flags = typed

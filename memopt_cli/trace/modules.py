@@ -30,7 +30,7 @@ class ModuleNotes:
     packed_bytes: int = 0
     """Bytes of the inputs in their codec."""
     compressor: CompressorName | None = None
-    """Codec of the inputs in all calls so far.  ``null``: calls differ.  ``None``: there was no call."""
+    """Codec of the inputs in all calls so far; ``null`` if calls differ, ``None`` before the first call."""
     codec_misfit: str = ""
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0

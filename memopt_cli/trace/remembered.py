@@ -23,7 +23,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _aten = torch.ops.aten
-_MAX_NOTES = 1 << 16
+_MAX_ENTRIES = 1 << 16
 """Maximum number of entries; each takes about a thousand bytes."""
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format))
 """Types of arguments that can be part of a key."""
@@ -58,13 +58,17 @@ class _Several(NamedTuple):
     """A list or tuple of results."""
 
     kind: type
-    notes: tuple[Any, ...]
+    entries: tuple[Any, ...]
+
+
+_UNCACHEABLE = object()
+"""Entry for a result that cannot be cached."""
 
 
 class RememberingDryRun(DryRun):
     """A dry run that caches the results of operators where PyTorch's own cache does."""
 
-    _notes: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
+    _cache: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
     """Key -> :class:`_New`, :class:`_View`, the index of the argument that is the result, ``None``, or several of
     these."""
 
@@ -73,16 +77,17 @@ class RememberingDryRun(DryRun):
         key = self._key(func, args, kwargs or {})
         if key is None:
             return super().dispatch(func, types, args, kwargs)
-        if key in self._notes:
-            return self._made(self._notes[key], args)
+        if key in self._cache:
+            return self._restore(self._cache[key], args)
         before = calls_without_notes()
         result = super().dispatch(func, types, args, kwargs)
-        if calls_without_notes() == before or func in _ALIASES:  # PyTorch has cached the result, or never does
-            note = _note(args, result)
-            if note is not ...:
-                if len(self._notes) >= _MAX_NOTES:
-                    self._notes.clear()
-                self._notes[key] = note
+        # Either PyTorch cached this result, or the operator is one whose results it never caches, but memopt does.
+        if calls_without_notes() == before or func in _ALIASES:
+            entry = _entry_for(args, result)
+            if entry is not _UNCACHEABLE:
+                if len(self._cache) >= _MAX_ENTRIES:
+                    self._cache.clear()
+                self._cache[key] = entry
         return result
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -115,38 +120,39 @@ class RememberingDryRun(DryRun):
                 return False
         return True
 
-    def _made(self, note: Any, args: Sequence[Any]) -> Any:
-        kind = type(note)
+    def _restore(self, entry: Any, args: Sequence[Any]) -> Any:
+        """Return the result that ``entry`` describes, for a call with ``args``."""
+        kind = type(entry)
         if kind is _New:
-            return FakeTensor(self, _without_data(note), note.device)
+            return FakeTensor(self, _without_data(entry), entry.device)
         if kind is _View:
-            tensor, storage = note.tensor, args[note.argument].untyped_storage()
-            meta = _without_data(tensor).set_(storage, note.offset, tensor.shape, tensor.stride)
+            tensor, storage = entry.tensor, args[entry.argument].untyped_storage()
+            meta = _without_data(tensor).set_(storage, entry.offset, tensor.shape, tensor.stride)
             return FakeTensor(self, meta, tensor.device)
         if kind is _Several:
-            return note.kind([self._made(one, args) for one in note.notes])
-        return None if note is None else args[note]
+            return entry.kind([self._restore(part, args) for part in entry.entries])
+        return None if entry is None else args[entry]
 
 
-def _note(args: Sequence[Any], result: Any) -> Any:
-    """Return the cache entry for ``result``; ``...`` if it cannot be cached."""
+def _entry_for(args: Sequence[Any], result: Any) -> Any:
+    """Return the cache entry for ``result`` of a call with ``args``; ``_UNCACHEABLE`` if it cannot be cached."""
     if result is None:
         return None
     if type(result) in (list, tuple):
-        notes = tuple(_note(args, one) for one in result)
-        return ... if ... in notes else _Several(type(result), notes)
+        entries = tuple(_entry_for(args, part) for part in result)
+        return _UNCACHEABLE if _UNCACHEABLE in entries else _Several(type(result), entries)
     if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
-        return ...
+        return _UNCACHEABLE
     if result.requires_grad or result.is_inference() or result.is_conj() or result.is_neg():
-        return ...
+        return _UNCACHEABLE
     new = _New(tuple(result.shape), result.stride(), result.dtype, result.fake_device)
     for index, arg in enumerate(args):
         if arg is result:
             return index
         if isinstance(arg, Tensor) and memory_of(arg) == memory_of(result):
             return _View(index, int(result.storage_offset()), new)
-    return new if _without_data(new).untyped_storage().nbytes() == result.untyped_storage().nbytes() else ...
+    return new if _without_data(new).untyped_storage().nbytes() == result.untyped_storage().nbytes() else _UNCACHEABLE
 
 
-def _without_data(note: _New) -> Tensor:
-    return torch.empty_strided(note.shape, note.stride, dtype=note.dtype, device="meta")
+def _without_data(entry: _New) -> Tensor:
+    return torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")

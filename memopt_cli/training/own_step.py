@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memopt_cli.errors import MemoptError, StepError, first_line, type_in_words
 from memopt_cli.records import Phase
+from memopt_cli.records.progress import ignore
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
@@ -47,7 +48,7 @@ class OwnStep(Step):
         """Models of the step, as one module."""
         return cast(StepModels, self.model)
 
-    def run(self, on_phase: OnPhase = lambda phase: None, on_update: OnUpdate = lambda optimizer: None) -> Any:
+    def run(self, on_phase: OnPhase = ignore, on_update: OnUpdate = ignore) -> Any:
         """Take the step, and return the result of its function.
 
         ``on_phase`` is called with each phase as it begins, ``on_update`` with each optimizer before it steps.  Raises
@@ -71,7 +72,7 @@ class OwnStep(Step):
             models.learn(before)
         return output
 
-    def take(self, on_phase: OnPhase = lambda phase: None) -> None:
+    def take(self, on_phase: OnPhase = ignore) -> None:
         self.run(on_phase)
 
     def run_forward(self) -> None:
@@ -118,7 +119,7 @@ class OwnStep(Step):
         return self.models.leaves is not None and not self.models.waiting
 
     def run_checked(self) -> Any:
-        return self.run_checked_with(lambda optimizer: None)
+        return self.run_checked_with(ignore)
 
     def run_checked_with(self, on_update: OnUpdate) -> Any:
         """Run one step as :meth:`run_checked` does, and call ``on_update`` before every update."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.records import Phase, StepSettings
+from memopt_cli.records.progress import Report, ignore
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.graph import leaves_before
 from memopt_cli.runtime.in_backward import is_in_backward
@@ -34,13 +35,6 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.training.module_calls import failed_forward, watched_modules
 from memopt_cli.training.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.training.wrappers import unwrapped
-
-Hear = Callable[[str], object]
-
-
-def unheard(sentence: str) -> None:
-    """Ignore ``sentence``."""
-
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,8 +59,8 @@ class Step:
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
     step may replace them."""
-    hear: Hear = unheard
-    """Called with a sentence for the user wherever backward starts from a guess."""
+    report: Report = ignore
+    """Callback for a message to the user, called whenever the start of backward is guessed."""
 
     @property
     def unwrapped_model(self) -> nn.Module:
@@ -81,7 +75,7 @@ class Step:
     def backward(self, output: Any) -> None:
         """Back-propagate from ``output`` into the ``.grad`` of parameters."""
         with _autocast(self.settings):
-            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed, self.hear)
+            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed, self.report)
         if self.scaler is not None:
             roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
@@ -131,7 +125,7 @@ class Step:
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
 
-    def take(self, on_phase: Callable[[Phase], object] = lambda phase: None) -> None:
+    def take(self, on_phase: Callable[[Phase], object] = ignore) -> None:
         """Take the whole step, adding to existing gradients.
 
         ``on_phase`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
@@ -250,25 +244,25 @@ def make_scaler(settings: StepSettings) -> torch.amp.GradScaler | None:
 
 
 def seeds_of_backward(
-    output: Any, loss: Callable[[Any], Tensor] | None, seed: int, hear: Hear = unheard
+    output: Any, loss: Callable[[Any], Tensor] | None, seed: int, report: Report = ignore
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the tensors that backward starts from, and their cotangents (``None`` for a loss).
 
     With a ``loss`` given, that is the only one.  Otherwise it is the loss that :func:`loss_entry` finds in ``output``.
     Otherwise backward starts from all floating tensors of the output, with random cotangents drawn from ``seed``: the
-    gradients of a plain sum vanish in many models.  ``hear`` is called with a sentence on a guess: which of several
-    outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
+    gradients of a plain sum vanish in many models.  ``report`` is called with a message about each guess: which of
+    several outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
     """
     if loss is not None:
         output = _call_loss(loss, output)
-    scalar = loss_entry(output, hear)
+    scalar = loss_entry(output, report)
     if scalar is not None:
         _require_gradient([scalar], "the loss")
         return [scalar], [None]
     leaves = [t for _, t in _by_keys(output) if t.requires_grad]
     _require_gradient(leaves, "the model's output")
     if len(leaves) > 1:
-        hear(
+        report(
             f"No loss is known: backward starts from random gradients on {len(leaves)} outputs; "
             "`--loss file.py:function` names one."
         )
@@ -400,12 +394,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_out_of_cpu_memory(error)
 
 
-def loss_entry(output: Any, hear: Hear = unheard) -> Tensor | None:
+def loss_entry(output: Any, report: Report = ignore) -> Tensor | None:
     """Return the loss in a model's ``output``; ``None`` if there is none.
 
     It is a scalar output, an entry ``loss``, or the only scalar among the outputs that requires a gradient, as in
-    ``return logits, loss``; ``hear`` is told the latter.  Such a scalar must depend on every parameter that the other
-    outputs depend on: the temperature of a contrastive model, or an auxiliary loss of a few layers, is not the loss.
+    ``return logits, loss``; ``report`` is called about the last one.  Such a scalar must depend on every parameter that
+    the other outputs depend on: the temperature of a contrastive model, or an auxiliary loss of a few layers, is not
+    the loss.
     """
     candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(candidate, Tensor) and candidate.dim() == 0:
@@ -419,7 +414,7 @@ def loss_entry(output: Any, hear: Hear = unheard) -> Tensor | None:
     if not {*map(id, leaves_before(others))} <= {*map(id, leaves_before([scalar]))}:
         return None
     named = name if name.isdecimal() else f"'{name}'"
-    hear(f"The scalar output {named} is taken as the loss; `--loss file.py:function` names another.")
+    report(f"The scalar output {named} is taken as the loss; `--loss file.py:function` names another.")
     return scalar
 
 

@@ -38,7 +38,10 @@ def compare_updates(
 
 
 def _state_after_updates(step: Step, install: Install) -> dict[str, Tensor]:
-    """Return parameters, optimizer state, buffers and state after a few steps of a copy of the model, by name."""
+    """Return parameters, optimizer state, buffers and other module state after a few steps, by name.
+
+    The steps are those of a copy of the model, on which ``install`` puts a plan.
+    """
     model = copy_model(step.model)
     optimizer = step.make_optimizer(model)
     if optimizer is None:

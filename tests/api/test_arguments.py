@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.api.arguments import budget_of, given_inputs, lengths_given, names
+from memopt_cli.api.arguments import budget_of, checked_names, given_inputs, lengths_given
 from memopt_cli.api.shown import Optimized
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import Budget
@@ -172,7 +172,7 @@ def test_text_that_is_no_amount(text: str) -> None:
     [("Block", ("Block",)), (nn.Linear, ("Linear",)), (["0", nn.Tanh], ("0", "Tanh")), ((), ())],
 )
 def test_one_name_or_several(given: Any, found: tuple[str, ...]) -> None:
-    assert names("target", given) == found
+    assert checked_names("target", given) == found
 
 
 @pytest.mark.parametrize("given", [(X,), {"input": X}])

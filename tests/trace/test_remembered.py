@@ -42,8 +42,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RememberingDryRun, "_notes", {})
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RememberingDryRun, "_cache", {})
 
 
 def described(x: Tensor, made: Any) -> Any:

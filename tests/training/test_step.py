@@ -53,23 +53,23 @@ class Output:
     ],
 )
 def test_the_only_scalar_of_an_output_is_its_loss(output: Any, said: str) -> None:
-    heard: list[str] = []
-    roots, cotangents = seeds_of_backward(output, None, 0, heard.append)
+    messages: list[str] = []
+    roots, cotangents = seeds_of_backward(output, None, 0, messages.append)
     assert roots[0] is LOSS
     assert (len(roots), cotangents) == (1, [None])
-    assert [sentence[: len(said)] for sentence in heard] == [said] * bool(said)
+    assert [sentence[: len(said)] for sentence in messages] == [said] * bool(said)
 
 
 @pytest.mark.parametrize(
     ("output", "count"), [((LOGITS, LOSS, OTHER), 3), ((LOGITS, LOSS.detach(), LOGITS * 2), 2), ((LOGITS, None), 1)]
 )
 def test_without_a_loss_all_outputs_get_random_gradients(output: Any, count: int) -> None:
-    heard: list[str] = []
-    roots, cotangents = seeds_of_backward(output, None, 0, heard.append)
+    messages: list[str] = []
+    roots, cotangents = seeds_of_backward(output, None, 0, messages.append)
     assert len(roots) == len(cotangents) == count
     assert None not in cotangents
     said = f"No loss is known: backward starts from random gradients on {count} outputs; `--loss file.py:function`"
-    assert [sentence.startswith(said) for sentence in heard] == [True] * (count > 1)
+    assert [sentence.startswith(said) for sentence in messages] == [True] * (count > 1)
 
 
 def test_a_scalar_that_leaves_parameters_out_is_not_the_loss() -> None:

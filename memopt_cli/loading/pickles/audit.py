@@ -123,7 +123,7 @@ class Audit:
         yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
-        """Return the reason why a walk of the objects would never end or go too deep, or empty."""
+        """Return the reason why a walk of the objects would never end or go too deep, or an empty string."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)

@@ -183,7 +183,10 @@ class Walk:
         self._depths: dict[int, int] = {}
 
     def endless(self, root: Any) -> str:
-        """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much, or empty."""
+        """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much.
+
+        An empty string: it would do none of these.
+        """
         pending: list[tuple[Any, Sequence[Any] | None]] = [(root, None)]
         entered = set[int]()
         while pending:

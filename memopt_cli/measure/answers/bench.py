@@ -103,7 +103,7 @@ class Bench:
         self._make_optimizer = maker_of_optimizer(self.settings.optimizer, functions)
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
-        self.heard: dict[str, None] = {}
+        self.messages: dict[str, None] = {}
         """Sentences that the user should read on steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
@@ -196,7 +196,7 @@ class Bench:
         if isinstance(self.model, StepModels):
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
         for note in unnamed_arguments(unwrapped(self.model), kwargs):
-            self.heard.setdefault(note)
+            self.messages.setdefault(note)
         return Step(
             model=self.model,
             args=args,
@@ -206,7 +206,7 @@ class Bench:
             optimizer=self.optimizer,
             make_optimizer=self._make_optimizer,
             scaler=self._scaler,
-            hear=lambda sentence: self.heard.setdefault(sentence),
+            report=lambda message: self.messages.setdefault(message),
         )
 
     def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:

@@ -31,9 +31,8 @@ _MAX_HOLDERS = 400
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
     """Record a step under the plan of ``job``, with the seconds of its operators if it may run at full size.
 
-    If the operators depend on the data, or on the number of samples, only a full step on data shows all of them: it is
-    recorded if it may run, and if it fails, the answer is the dry run.  For the card of the subject, which is not here,
-    the allocated peak and the times are estimates.
+    If operators depend on the data or on the batch size, a full step on data is recorded if it may run, or the dry run
+    if that step fails.  If the subject names a card, which is not here, the allocated peak and the times are estimates.
     """
     traced, card = _trace_step(bench, job), bench.subject.card
     if card is None:
@@ -163,7 +162,7 @@ def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager
 
 
 def _wants_data(bench: Bench, traced: Traced) -> bool:
-    """Return whether a full step on data would show more than the dry run ``traced``, and may run."""
+    """Return whether to repeat the step on data: the dry run left something unknown, and a full step may run."""
     return traced.fake and bool(traced.unknown) and may_run_in_full(bench)
 
 
@@ -181,7 +180,10 @@ def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
 
 
 def _codecs(bench: Bench) -> trace.Codecs:
-    """Return which tensors codecs can hold in fewer bytes: steps on data show that, and dry runs need to know."""
+    """Return which tensors codecs can hold in fewer bytes.
+
+    They are found by a step on data if it may run, because a dry run has no values to inspect.
+    """
     if bench.subject.data == "none":
         return trace.Codecs()
     dry_run = bench.fact(_original_trace if bench.has_fact(_original_trace) else _original_trace_without_workspaces)

@@ -33,7 +33,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.sharded.agreement import Ranks, parameters_of, ranks_of, reporting_lost_ranks
+from memopt_cli.training.sharded.agreement import Ranks, parameter_signatures, ranks_of, reporting_lost_ranks
 from memopt_cli.training.sharded.group import real_group
 from memopt_cli.training.sharded.reduced import buckets_seen
 from memopt_cli.training.sharded.spread import data_ranks, spread_really
@@ -69,7 +69,7 @@ def _measure_ranks(
     model, spec, function = ranks.each(lambda: (*_build(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
-    ranks.require_same("model", parameters_of(model))
+    ranks.require_same("model", parameter_signatures(model))
     with ranks.alone():
         spread = spread_really(model, mesh, layout, function)
     step = ranks.each(lambda: _step(subject.settings, spec, spread))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memopt_cli import trace
 from memopt_cli.errors import StepError
-from memopt_cli.measure.allocated import Allocated, growth
+from memopt_cli.measure.allocated import Allocated, least_growth
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import codecs_for, operator_times
@@ -40,6 +40,7 @@ from memopt_cli.records import (
     Plan,
     slowdown_in,
 )
+from memopt_cli.records.progress import ignore
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import warnings_of
 from memopt_cli.text.units import format_bytes
@@ -164,11 +165,11 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
         _time_step(bench, step)
 
     device = bench.settings.device
-    planned_bytes = growth(take, device)
+    planned_bytes = least_growth(take, device)
     if not planned_bytes:
         return
     remove_segments(bench.model)
-    if planned_bytes > growth(take, device):
+    if planned_bytes > least_growth(take, device):
         raise StepError(
             f"each step leaves {format_bytes(planned_bytes)} more memory behind than the one before, and nothing "
             "frees it",
@@ -381,7 +382,7 @@ def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():
-        step.take(timed.enter if phases else lambda phase: None)
+        step.take(timed.enter if phases else ignore)
     if bench.settings.micro_batches == 1:  # with several, gradients are kept from one micro-batch to the next
         step.model.zero_grad(set_to_none=True)
     return timed

@@ -209,7 +209,7 @@ class _GraphFusion:
 
     def _output(self, node: fx.Node) -> tuple[bool, fx.Node]:
         (value,) = self._flags(node.args)
-        spread = functools.partial(_spread, self._models)
+        spread = functools.partial(_expand_unbatched, self._models)
         batched = self._emit(node, spread, (self._map_nodes(node.args[0]), value), {})
         return True, self._graph.output(batched)
 
@@ -311,18 +311,18 @@ def _fused_segment(module: nn.Module, models: int) -> nn.Module:
 
 
 def _run_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _spread(models, (args, kwargs), flags)
+    args, kwargs = _expand_unbatched(models, (args, kwargs), flags)
     return run(*args, **kwargs)
 
 
-def _spread(models: int, value: Any, flags: Any) -> Any:
+def _expand_unbatched(models: int, value: Any, flags: Any) -> Any:
     """Return ``value`` with each tensor that is not batched, by its flag, expanded to ``models`` models."""
     if isinstance(value, Tensor):
         return value if flags else value.expand(models, *value.shape)
     if isinstance(flags, dict):
-        return {key: _spread(models, v, flags[key]) for key, v in value.items()}
+        return {key: _expand_unbatched(models, v, flags[key]) for key, v in value.items()}
     if isinstance(flags, tuple | list):
-        return type(value)(_spread(models, v, f) for v, f in zip(value, flags, strict=True))
+        return type(value)(_expand_unbatched(models, v, f) for v, f in zip(value, flags, strict=True))
     return value
 
 

@@ -65,7 +65,7 @@ _MAX_RUNS = 8
 _MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
 _MIN_DRY_RUN_BATCH = 4
-"""Smallest batch for dry runs: fewer samples do not show along which axes modules run in chunks."""
+"""Smallest batch for dry runs: smaller ones do not show along which axes modules can run in chunks."""
 
 
 _CHECKPOINTS_OFF_NOTE = (
@@ -282,7 +282,7 @@ class _FastestSearch:
             priced=0 if self.pricing is None else self.pricing.priced,
             dry_runs=sum(len(probes.dry_runs) for probes in self.dry_runs),
             times_run=self.trials.count,
-            notes=tuple(dict.fromkeys((*self.notes, *self.prepared.heard))),
+            notes=tuple(dict.fromkeys((*self.notes, *self.prepared.messages))),
             files=(),
             spent_s=0.0,
             step=self.prepared.subject.settings,
@@ -358,7 +358,10 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
 
 
 def _usable_share(model: PeakModel, within_bytes: int) -> float:
-    """Return the share of the memory to plan for: below 1 if the original ran out of it though its peak should fit."""
+    """Return the share of the memory to plan for.
+
+    It is below 1 if the original ran out of memory although its predicted peak fits.
+    """
     peaks_out_of_memory = [model.peak_bytes(batch) for batch, run in model.runs.items() if isinstance(run, OutOfMemory)]
     largest_fitting = max((run.allocated_peak_bytes for run in model.runs.fitting), default=0)
     return (

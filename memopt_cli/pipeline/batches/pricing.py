@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels, seconds_at
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.records import BatchProbe, Counted, Failure, Plan, SearchOptions, StepTrace, break_down
-from memopt_cli.records.progress import Progress
+from memopt_cli.records.progress import Progress, ignore
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.search.plan.planner import Planner
@@ -83,7 +83,7 @@ class Pricing:
             probes = Probes(
                 count=lambda plan: self._count(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
-                report=lambda text: None,  # too quick to need a display
+                report=ignore,  # too quick to need a display
                 trace=lambda plan: self._trace(plan, batch),
                 late=self.probes.is_late,
             )

@@ -74,7 +74,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
         limit=limits.text,
         rows=tuple(job.rows),
         fewest_ranks=job.fitting[0].layout.ranks,
-        notes=(*job.notes, *prepared.heard),
+        notes=(*job.notes, *prepared.messages),
         dry_runs=job.dry_runs,
         spent_s=time.monotonic() - started,
         interrupted=interrupted,

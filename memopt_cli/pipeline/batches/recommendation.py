@@ -210,7 +210,7 @@ class _BatchSearch:
             verified=bool(main.search.runs.fitting),
             accumulation=accumulation,
             lengths=strategies,
-            notes=(*self.search.notes, *self.prepared.heard),
+            notes=(*self.search.notes, *self.prepared.messages),
             probes=self.search.runs
             + self.length_runs
             + sum(len(case.replicas.probes) - 1 for case in cases if case.replicas is not None),

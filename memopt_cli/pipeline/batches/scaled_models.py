@@ -66,7 +66,7 @@ class ScaledModels:
     def _scale(self, step: ScaledStep, batch: int) -> StepTrace:
         """Scale ``step`` to ``batch``, so that the times of its operators add up to the measured time of a whole step.
 
-        This spreads the time that Python takes between operators over the operators.
+        Python's time between operators is thus attributed to the operators.
         """
         runs, timed = self.runs_of_original(), self.step.timed
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
@@ -92,7 +92,9 @@ class ScaledModels:
             return small
         if not isinstance(large, Traced):
             return large
-        return scaled(small.trace, large.trace) or NotTried(reason="its two records are not alike")
+        return scaled(small.trace, large.trace) or NotTried(
+            reason="its records at the two batches have different operators"
+        )
 
 
 def seconds_at(batch: int, runs: list[BatchProbe]) -> float:

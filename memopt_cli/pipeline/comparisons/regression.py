@@ -71,7 +71,7 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     spec = prepared.subject.spec
     baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
     (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
-    return BaselineResult(baseline=baseline, file=file, notes=(*_left_out(step.plan, spec), *prepared.heard))
+    return BaselineResult(baseline=baseline, file=file, notes=(*_left_out(step.plan, spec), *prepared.messages))
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:

@@ -79,7 +79,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
         budget_bytes=limits.budget_bytes,
         limit=limits.text,
         curves=curves,
-        notes=(*job.notes, *prepared.heard),
+        notes=(*job.notes, *prepared.messages),
         spent_s=time.monotonic() - started,
     )
 

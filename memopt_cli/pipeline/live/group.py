@@ -29,9 +29,9 @@ def on_every_rank(
     """
     if group is None:
         return optimize()
-    ranks_of, parameters_of = _sharded(group)
+    ranks_of, parameter_signatures = _sharded(group)
     with ranks_of(group, _LIMIT) as ranks, restoring_plan(model):
-        ranks.require_same("model", parameters_of(model))
+        ranks.require_same("model", parameter_signatures(model))
         result: Result = ranks.first(optimize)
         ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(result) or Plan()))
         ranks.require_same("plan", plan_of(model))
@@ -57,6 +57,6 @@ def _sharded(group: object) -> tuple[Any, Any]:
             f"process_group is {type_in_words(group)}, not a group of this process",
             hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
         )
-    from memopt_cli.training.sharded.agreement import parameters_of, ranks_of  # takes seconds to import
+    from memopt_cli.training.sharded.agreement import parameter_signatures, ranks_of  # takes seconds to import
 
-    return ranks_of, parameters_of
+    return ranks_of, parameter_signatures

@@ -30,7 +30,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`make_step` raises.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
-    obstacle = _obstacle(make, name)
+    obstacle = _why_not_importable(make, name)
     make_again = functools.partial(make_step, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
@@ -43,7 +43,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
         yield prepared
 
 
-def _obstacle(make: Callable[[], Step], name: str) -> str:
+def _why_not_importable(make: Callable[[], Step], name: str) -> str:
     """Return why a subprocess cannot import the function; empty if it can."""
     module = getattr(make, "__module__", "__main__")
     if not all(part.isidentifier() for part in name.split(".")):

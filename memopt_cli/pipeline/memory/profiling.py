@@ -199,7 +199,7 @@ def _profile(
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
         times=tuple(_times(trace, measurement)),
-        notes=(*notes, *prepared.heard),
+        notes=(*notes, *prepared.messages),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
     )

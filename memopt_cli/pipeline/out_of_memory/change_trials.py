@@ -160,7 +160,7 @@ class ChangeTrials:
         row = next(row for row in findings.rows if row.plan == findings.plan)
         measurement = row.outcome
         assert isinstance(measurement, Measurement), "it is within the budget"
-        is_rounded = findings.verification is not None and not findings.verification.is_to_the_bit
+        is_rounded = findings.verification is not None and not findings.verification.is_bit_exact
         text = plan_in_words(findings.plan) + ", equal within rounding" * is_rounded
         if sends:
             text += f", sending {format_bytes(measurement.elsewhere_bytes)} to the {place}"

@@ -257,7 +257,7 @@ def _explain_step(
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
         suggestions=trial.suggestions(stays, gradients) if instant is not None else (),
         refused=tuple(trial.refused),
-        notes=(*prepared.notes, *notes, *trial.notes, *prepared.heard),
+        notes=(*prepared.notes, *notes, *trial.notes, *prepared.messages),
     )
 
 

@@ -57,7 +57,7 @@ def confirm(
         device=device,
         measurement=measurement,
         predicted=None,
-        notes=(*measured.not_as_planned, *optimizer_state_notes(prepared), *prepared.heard),
+        notes=(*measured.not_as_planned, *optimizer_state_notes(prepared), *prepared.messages),
         unlike=differing,
     )
     if predicted is None:

@@ -17,7 +17,7 @@ from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import drop_by_prediction
-from memopt_cli.pipeline.prediction import predict
+from memopt_cli.pipeline.prediction import predict_one_rank
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verify_on_few_samples
@@ -70,7 +70,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         plan = rows[-1].plan
         planned_trace = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         planned_trace = required(planned_trace, "a step with the plan could not be recorded: ")
-        of_first = None if layout is None else predict(sessions(), layout, 0, plan)
+        of_first = None if layout is None else predict_one_rank(sessions(), layout, 0, plan)
     findings.plan, findings.applied_level = plan, rows[-1].level
     if of_first is not None:
         findings.parallel = _predict_ranks(of_first, searched, original_count, findings.budget_bytes)
@@ -133,7 +133,7 @@ def _predict_ranks(
     if last_rank:
         prepared_last = replace(prepared, subject=replace(prepared.subject, rank=last_rank))
         with prepared_last.session("none") as session:
-            predictions.append(predict(session, layout, last_rank, plan))
+            predictions.append(predict_one_rank(session, layout, last_rank, plan))
     largest_bytes = max(rank.tensor_peak_bytes for rank in predictions)
     if within_bytes is not None and largest_bytes > within_bytes:
         raise NothingFitsError(

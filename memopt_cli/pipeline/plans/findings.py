@@ -113,7 +113,7 @@ class Findings:
         """Whether the step was run here."""
         return self.estimates is None and self.parallel is None
 
-    def is_to_advise(self, request: OptimizeRequest) -> bool:
+    def wants_batch_advice(self, request: OptimizeRequest) -> bool:
         """Return whether ``request`` wants the batch that fits under the plan, and that can still be found."""
         is_wanted = request.recommend_batch and request.goal.applies and not self.interrupted
         return is_wanted and self.is_run and self.plan.compile is None  # a compiled step is not predicted

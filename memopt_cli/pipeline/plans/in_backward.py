@@ -25,6 +25,7 @@ from memopt_cli.records import (
     Reason,
     TooSlow,
 )
+from memopt_cli.records.progress import ignore
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.levels import level_of
@@ -72,7 +73,7 @@ class InBackwardPlans:
 
     def offer(self, priced: PricedPlan) -> str:
         """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
-        allowed_plans = replace(self, is_allowed=True, drop=lambda dropped: None)
+        allowed_plans = replace(self, is_allowed=True, drop=ignore)
         lower_priced = allowed_plans.of(priced)
         if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:
             return ""

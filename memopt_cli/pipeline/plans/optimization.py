@@ -99,7 +99,7 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
         found = find_plan(request, prepared)
     else:
         found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
-    found.notes += [*heads_notes(found.plan), *prepared.heard]
+    found.notes += [*heads_notes(found.plan), *prepared.messages]
     return found
 
 

@@ -92,7 +92,7 @@ class ResultWriter:
         if writes:
             self._write_plan()
             self._write_model()
-        if is_verified and findings.is_to_advise(request):
+        if is_verified and findings.wants_batch_advice(request):
             self.advice = advise(
                 request,
                 self.prepared,

@@ -295,7 +295,10 @@ def format_text(pattern: str, *values: Any) -> str:
 
 
 def key_of(value: Any) -> Any:
-    """Return ``value`` if it may be a key.  Raises :class:`ScriptError` if not: Python hashes tuples of any depth."""
+    """Return ``value`` if it may be a key.
+
+    Raises :class:`ScriptError` if not.  Containers are refused: hashing a deeply nested tuple could overflow the stack.
+    """
     if not isinstance(value, _KEYS_OF_DICTS):
         raise ScriptError(f"the program uses a {type(value).__name__} as a key")
     return value

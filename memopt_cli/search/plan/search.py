@@ -56,7 +56,10 @@ class _Choice:
     ``None`` for the schedule: none was found."""
 
     def least_added_s(self, budget_bytes: int) -> float:
-        """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds, from larger budgets."""
+        """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
+
+        It is derived from the answers for larger budgets.
+        """
         return max((least for budget, (_, least) in self.answers.items() if budget >= budget_bytes), default=-math.inf)
 
     def answer_within(self, budget_bytes: int) -> Schedule | None:
@@ -145,7 +148,7 @@ class Solver:
     def fastest(self, budget_bytes: int) -> Schedule | None:
         """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""
         best: Schedule | None = None
-        for choice in self._choices:  # each must be faster than the best so far
+        for choice in self._choices:  # ask for a schedule faster than the best so far
             max_added_s = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
             best = self._fastest(choice, budget_bytes, max_added_s) or best
         return best
@@ -213,7 +216,8 @@ class Solver:
         plain, run = before, list[Schedule]()
         for child in block.children:
             schedules = self._schedules(child, self._outside) if self._is_solved_alone(child) else []
-            if len(schedules) == 1:  # join such blocks first, so that many schedules are continued once, not each time
+            # Merge single-schedule blocks first, so that the many schedules are extended once per run of such blocks.
+            if len(schedules) == 1:
                 run = [run[0].then(schedules[0])] if run else schedules
                 continue
             plain = concatenate(plain, run, bounds) if run else plain

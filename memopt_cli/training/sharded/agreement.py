@@ -51,7 +51,7 @@ class Ranks:
             result = do()
         except BaseException as err:  # also Ctrl-C: the other ranks would wait for this one
             error = err
-        failures = {rank: sent for rank, sent in enumerate(self._gather(_as_sent(error))) if sent is not None}
+        failures = {rank: sent for rank, sent in enumerate(self._gather(_sendable(error))) if sent is not None}
         if error is not None and (self.rank == min(failures) or not isinstance(error, Exception)):
             raise error
         if failures:
@@ -142,7 +142,7 @@ def _with_rank(error: MemoptError, rank: int, ranks: int) -> MemoptError:
     return type(error)(f"rank {rank} of {ranks}: {error.message}", hint=error.hint)
 
 
-def parameters_of(model: nn.Module) -> list[tuple[str, str, str]]:
+def parameter_signatures(model: nn.Module) -> list[tuple[str, str, str]]:
     """List name, shape and dtype of every parameter of ``model``; ranks that differ in them would wait forever."""
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
@@ -162,7 +162,7 @@ def _is_of_lost_rank(error: BaseException) -> bool:
     return False
 
 
-def _as_sent(error: BaseException | None) -> MemoptError | None:
+def _sendable(error: BaseException | None) -> MemoptError | None:
     """Return ``error`` as a :class:`MemoptError` for other ranks, which may not be able to unpickle its own class."""
     if error is None or isinstance(error, MemoptError):
         return error and type(error)(error.message, hint=error.hint)

@@ -417,7 +417,7 @@ def test_commands_repeat_the_flags_of_the_user(recorded: StepTrace, explained: C
 def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(segments=(SegmentPlan(path="a"),))
     row = LevelRow(level=4, plan=plan, outcome=measured(900, 0.5), dry_runs=1, search_s=0.0)
-    found = SimpleNamespace(plan=plan, rows=[row], verification=SimpleNamespace(is_to_the_bit=exact))
+    found = SimpleNamespace(plan=plan, rows=[row], verification=SimpleNamespace(is_bit_exact=exact))
     prepared = SimpleNamespace(subject=Subject(source=ModelSource(location="net.pt")))
     trial = ChangeTrials(ExplainRequest(source=None, flags=FLAGS), prepared, 1 << 20)  # type: ignore[arg-type]
     monkeypatch.setattr(trial, "_search", lambda *_, **__: found)

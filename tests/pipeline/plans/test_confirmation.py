@@ -204,7 +204,7 @@ class Asked:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
-        self.heard: dict[str, None] = {}
+        self.messages: dict[str, None] = {}
 
     def ask(self, job: object) -> Measured:
         return answered(MEASURED)

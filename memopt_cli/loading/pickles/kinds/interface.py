@@ -202,7 +202,7 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why an object of the class ``kind`` must not have the attributes ``entries``, or empty.
+    """Return the reason why an object of ``kind`` must not have the attributes ``entries``; an empty string if it may.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """

@@ -62,7 +62,7 @@ LIBRARIES: Final = (
 )
 """Packages whose ``nn.Module`` classes may be built without the user's trust."""
 
-LAYERS: Final = (
+LAYER_PACKAGES: Final = (
     *(
         "torch.nn.modules",
         "timm.layers",
@@ -86,7 +86,7 @@ def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
     The names may be made up by a hostile model.  Other modules of a library, such as examples, may run a training when
     they are imported.
     """
-    importable = {name for name in (*LIBRARIES, *LAYERS) if not name.startswith(("torch.", "memopt_cli."))}
+    importable = {name for name in (*LIBRARIES, *LAYER_PACKAGES) if not name.startswith(("torch.", "memopt_cli."))}
     return tuple(name for name in names if name in importable or _MODELING.fullmatch(name))
 
 
@@ -138,15 +138,15 @@ class Libraries:
         return recipe or Denied(_REASONS[use.how], remedy)
 
     def _recipe_for_class(self, cls: type) -> Recipe | None:
-        own = (*LAYERS, *(library for library in self.libraries if library not in LIBRARIES))
-        is_layer = issubclass(cls, _LAYERS) and any(within(cls.__module__, package) for package in own)
+        own = (*LAYER_PACKAGES, *(library for library in self.libraries if library not in LIBRARIES))
+        is_layer = issubclass(cls, _LAYER_BASES) and any(within(cls.__module__, package) for package in own)
         if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
             return Recipe(make=lambda: cls, role="callable", kind=cls)
         is_named = issubclass(cls, nn.Module) or _is_settings(cls) or _is_named_tuple(cls)
         return Recipe(make=lambda: cls, role="named", kind=cls) if is_named else None
 
 
-_LAYERS: Final = (nn.Module, torch.optim.Optimizer)
+_LAYER_BASES: Final = (nn.Module, torch.optim.Optimizer)
 _REASONS: Final = {
     "created": "is not an nn.Module class",
     "called": "is called with arguments from the file",
@@ -155,7 +155,10 @@ _REASONS: Final = {
 
 
 def _recipe_for_object(cls: type) -> Recipe | Denied | None:
-    """Return the recipe for an object of the class ``cls``, or why it has none; ``None`` if its kind is not known."""
+    """Return the recipe for an object of ``cls``.
+
+    A refusal if the class is known to be unsafe, ``None`` if memopt does not recognize it.
+    """
     bases = [base for base in cls.__mro__ if base.__module__ not in _PLAIN_COPIES]
     if issubclass(cls, _PROGRAMS) or any(not _COPYING.isdisjoint(vars(base)) for base in bases):
         own = cls.__module__.partition(".")[0] == "torch"
@@ -253,7 +256,7 @@ def _check_attributes(node: Built, graph: Graph) -> str:
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Return the reason why an optimizer or scheduler must not get its state, or empty.
+    """Return the reason why an optimizer or scheduler must not get its state; an empty string if it may.
 
     An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
     """
@@ -276,7 +279,7 @@ _KERNELS: Final = ("_use_kernels", "kernel_config")
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Return the reason why a hook must not get its state, or empty."""
+    """Return the reason why a hook must not get its state; an empty string if it may."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)
@@ -288,7 +291,7 @@ def module_recipe(cls: type[nn.Module]) -> Recipe:
 
 
 def check_module(node: Built, graph: Graph) -> str:
-    """Return the reason why the module ``node`` must not be made from its state, or empty."""
+    """Return the reason why the module ``node`` must not be made from its state; an empty string if it may."""
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:
@@ -300,7 +303,7 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
-    """Return the reason why a recurrent layer must not have this ``num_layers``, or empty.
+    """Return the reason why a recurrent layer must not have this ``num_layers``; an empty string if it may.
 
     The layer loops over that number, so it must not exceed the number of its parameters.
     """
@@ -313,7 +316,7 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why a module of the class ``kind`` must not have the attributes ``entries``, or empty."""
+    """Return the reason why a module of ``kind`` must not have the attributes ``entries``; an empty string: it may."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
         reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)
@@ -323,7 +326,8 @@ def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -
 
 
 Check = Callable[[str, Any, Graph], str]
-"""Function ``check(name, value, graph)`` that says why a module must not have this attribute; empty if it may."""
+"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute, or an empty string if
+it is accepted."""
 
 
 def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
