@@ -71,7 +71,7 @@ class TextReport:
         """Print ``answer`` on ``console``."""
         match answer:
             case Inspection():
-                _inspected(console, answer)
+                _inspected(console, answer, verbose=self.verbose)
             case BaselineResult():
                 _recorded(console, answer)
             case OptimizeResult():
@@ -137,11 +137,11 @@ def _in_parts(
             _print_all(console, first_lines, [table], equivalence.remarks(found))
 
 
-def _inspected(console: Printer, found: Inspection) -> None:
+def _inspected(console: Printer, found: Inspection, *, verbose: bool) -> None:
     for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
         _print(console, line, style=style)
-    _print_parts(console, [inspection.contents_table(found)])
-    _print_block(console, inspection.remarks(found))
+    _print_parts(console, inspection.contents_tables(found, verbose=verbose))
+    _print_block(console, inspection.remarks(found, verbose=verbose))
     _print_parts(console, [inspection.globals_table(found.globals)])
 
 

@@ -7,7 +7,7 @@ of a file that holds several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -92,7 +92,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, rest, entries_in = root, key, entries or _entries
+    value, rest, entries_in = root, key, entries or container_entries
     where: list[str] = []
     while rest:
         entries_here = dict(entries_in(value))
@@ -100,7 +100,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
-            names = list_paths({(name,): None for name in entries_here}) or "none"
+            names = list_paths([(name,) for name in entries_here]) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
@@ -117,20 +117,16 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         return ()
     other_paths, value = list[Path](), root
     for depth, name in enumerate(where):
-        entries_here = dict((entries or _entries)(value))
+        entries_here = dict((entries or container_entries)(value))
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
-    left_out = (
-        f" Its other entries are not written with a model: {list_paths(dict.fromkeys(other_paths))}."
-        if other_paths
-        else ""
-    )
+    left_out = f" Its other entries are not written with a model: {list_paths(other_paths)}." if other_paths else ""
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
     """Map paths to the stand-ins of dicts whose values are all tensors; dicts inside modules are left out."""
-    return dict(found_in(root, _is_state_dict))
+    return dict(found_in(root, is_state_dict))
 
 
 def modules_in(root: Any) -> dict[Path, Any]:
@@ -166,7 +162,8 @@ def _is_optimizer_state(value: Any) -> bool:
     return {"state", "param_groups"} == {name for name, _ in entries_of(value)}
 
 
-def _is_state_dict(value: Any) -> bool:
+def is_state_dict(value: Any) -> bool:
+    """Return whether ``value`` is the stand-in of a dict whose values are all tensors."""
     entries = entries_of(value)
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
 
@@ -223,10 +220,10 @@ def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | Non
         if wanted(value):
             yield where, value
         elif not (is_module(value) or _is_optimizer_state(value)) and len(where) < _DEEPEST:
-            pending.extend(reversed([((*where, name), item) for name, item in (entries or _entries)(value)]))
+            pending.extend(reversed([((*where, name), item) for name, item in (entries or container_entries)(value)]))
 
 
-def _entries(value: Any) -> list[tuple[str, Any]]:
+def container_entries(value: Any) -> list[tuple[str, Any]]:
     """Return the entries of the container ``value``, by key or number."""
     if isinstance(value, Tuple):
         return [(str(number), item) for number, item in enumerate(value.items)]
@@ -236,7 +233,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def list_paths(paths: dict[Path, Any]) -> str:
+def list_paths(paths: Collection[Path]) -> str:
     """List the first few paths of ``paths``, as keys joined by dots."""
     names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
     return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")
