@@ -451,14 +451,13 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 
 
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
-    """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
+    """Yield what to type next with the answer of a function of Python's, whatever the user's variable is called."""
     if result.summary.is_to_choose:
-        choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-        yield f"nothing is applied; {choice} applies plan N, if found is this result"
+        yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
-        save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
-        yield f"the plan is on the model; {save} saves it, if found is this result; {use} applies it later"
+        use = f'memopt_cli.apply_plan(model, "{path}")'
+        yield f'the plan is on the model; the result\'s .plan.save("{path}") saves it; {use} applies it later'
 
 
 def in_short(files: Sequence[str]) -> str:

@@ -748,7 +748,7 @@ def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary)
     *_, searched, _, last = shown(TextReport(), found).splitlines()
     assert searched == "searched in 1 min 5 s"
     assert last == (
-        'the plan is on the model; found.plan.save("Net.plan.yaml") saves it, if found is this result; '
+        'the plan is on the model; the result\'s .plan.save("Net.plan.yaml") saves it; '
         'memopt_cli.apply_plan(model, "Net.plan.yaml") applies it later'
     )
 
@@ -757,8 +757,8 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
     found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
     last = shown(TextReport(), found).splitlines()[-1]
-    use = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-    assert last == f"nothing is applied; {use} applies plan N, if found is this result"
+    use = "memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+    assert last == f"nothing is applied; {use}"
 
 
 @pytest.mark.parametrize(
