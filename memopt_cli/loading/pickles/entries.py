@@ -7,7 +7,7 @@ of a file that holds several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,11 +53,12 @@ class FoundModule:
     outside of its training process, such as ``DistributedDataParallel``."""
 
 
-def module_in(root: Any, key: str | None, path: str) -> FoundModule:
+def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] = ()) -> FoundModule:
     """Find the stand-in of the model in ``root``.
 
     ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
-    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead.
+    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead, and what in the files
+    ``code_paths`` builds the model.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
@@ -71,7 +72,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
                 return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
-            raise _without_model(root, whole, path)
+            raise _without_model(root, whole, path, code_paths)
         ((within, root),) = models.items()
         where = (*where, *within)
     wrappers, root = _split_wrappers(root, path)
@@ -196,10 +197,10 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     return inner
 
 
-def _without_model(root: Any, whole: Any, path: str) -> FileFormatError:
+def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) -> FileFormatError:
     refuse_other(root, whole, path)
     if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
-        return no_model(path, tensors)
+        return no_model(path, tensors, code_paths)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(
         f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",
