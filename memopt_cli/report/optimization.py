@@ -66,7 +66,17 @@ def _equal(found: Verification | None) -> str:
     measured = found.measured
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    return f"{'same bits' if found.is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
+    same = "same bits" if found.is_to_the_bit else f"same within rounding{_rounding(found)}"
+    return f"{same} in {counted(compared, 'tensor')}{at}"
+
+
+def _rounding(found: Verification) -> str:
+    """Return how far apart tensors are by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
+    of_norm = found.measured.worst_difference if found.measured is not None else 0.0
+    if of_norm := of_norm or found.rounding:
+        return f" (about {of_norm:.0e} of the norm)"
+    precision = _precision(found)
+    return f" (about {found.worst_difference:.0e} of the largest value{precision})" if found.worst_difference else ""
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -618,7 +628,11 @@ def inexact(verification: Verification) -> Iterator[str]:
 def _allowed(verification: Verification) -> str:
     if verification.exact:
         return "bit for bit"
-    return f"within {verification.tolerance:.0e}{' in float64' if verification.precision == 'fp64' else ''}"
+    return f"within {verification.tolerance:.0e}{_precision(verification)}"
+
+
+def _precision(verification: Verification) -> str:
+    return " in float64" * (verification.precision == "fp64")
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:

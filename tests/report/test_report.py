@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import in_words, told_apart
+from memopt_cli.report.optimization import headline, in_words, told_apart
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -367,6 +367,22 @@ def test_original_that_does_not_run(summary: MemOptSummary) -> None:
 def test_nothing_measured(summary: MemOptSummary) -> None:
     summary.levels = [row(3, OutOfMemory(detail=""))]
     assert shown(DETAILED, result(summary)).startswith("level 3 has no measurement, ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (about 2e-07 of the norm)"),
+        ({"measured": MEASURED, "worst_difference": 3e-16}, " (about 3e-16 of the largest value in float64)"),
+        ({"rounding": 0.02, "worst_difference": 3e-16}, " (about 2e-02 of the norm)"),
+        ({}, ""),
+    ],
+)
+def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
+    changes: dict[str, Any], size: str, summary: MemOptSummary
+) -> None:
+    summary.verification = replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, **changes)
+    assert headline(summary).endswith(f"(1.37×), same within rounding{size} in 83 tensors")
 
 
 @pytest.mark.parametrize(
