@@ -7,7 +7,6 @@ The short report has a headline, a row for each different plan, remarks, and the
 from __future__ import annotations
 
 import os.path
-import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -430,24 +429,14 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     yield from summary.details
 
 
-def replacing(line: str, files: Sequence[str]) -> str:
-    """Return ``line`` with `--force` after the options that it advises, if ``files`` would stop a search with them.
-
-    The file of a frontier stops none: it is replaced without `--force`.
-    """
-    is_in_the_way = any(path.endswith(".summary.json") for path in files)
-    return _SEARCH_AGAIN.sub(r"\g<0> `--force`", line) if is_in_the_way else line
-
-
-_SEARCH_AGAIN = re.compile(r"\x60--(?:max-slowdown|search-time) (?:none|[\d.]+)\x60")
-"""Pattern of an option with its value between backticks, as it is typed to search again."""
-
-
 def outlook(result: OptimizeResult) -> Iterator[str]:
     """Yield what was written, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
-    yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}"
+    # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
+    is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
+    again = "; next time, `--force` replaces them" * is_in_the_way
+    yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
     if summary.advice:
         yield _batch(summary.advice)
     if result.in_memory:

@@ -162,14 +162,11 @@ def _recorded(console: Printer, result: BaselineResult) -> None:
 def _optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    first = optimization.replacing(optimization.headline(summary), result.files)
-    _print_all(console, [first], tables, spec=result.header.spec)
+    _print_all(console, [optimization.headline(summary)], tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
     details = optimization.details(summary) if verbose else ()
-    for line in (*details, *optimization.remarks(summary)):
-        _print(console, optimization.replacing(line, result.files))
-    for line in optimization.outlook(result):
+    for line in (*details, *optimization.remarks(summary), *optimization.outlook(result)):
         _print(console, line)
 
 
