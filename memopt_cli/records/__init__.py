@@ -33,6 +33,7 @@ from memopt_cli.records.batch import BatchRequest as BatchRequest
 from memopt_cli.records.batch import BatchRow as BatchRow
 from memopt_cli.records.batch import DimRange as DimRange
 from memopt_cli.records.batch import LengthBatching as LengthBatching
+from memopt_cli.records.batch import ModelCall as ModelCall
 from memopt_cli.records.batch import NoBatchFits as NoBatchFits
 from memopt_cli.records.batch import Objective as Objective
 from memopt_cli.records.batch import ReplicaAdvice as ReplicaAdvice

@@ -99,7 +99,7 @@ def settings(training: FastestTraining) -> Iterator[str]:
     if not answer.plan.is_empty:
         given, where = ("plan", "plan is the result's .plan; ") if plan is None else (repr(plan), "")
         yield f"memopt_cli.apply_plan(model, {given})  # {where}before it trains"
-    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device)
+    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device, training.call)
 
 
 def remarks(training: FastestTraining) -> Iterator[str]:

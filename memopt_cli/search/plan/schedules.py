@@ -27,11 +27,12 @@ import bisect
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.interface import is_within
 
 MAX_SCHEDULES = 400
@@ -122,9 +123,9 @@ class Schedule:
     """Segment that the schedule puts on the block.  ``None``: no segment."""
     parts: tuple[Schedule, ...] = ()
     """Schedules that make up this one, in the order of execution."""
-    path_change: tuple[str, str] | None = None
-    """``(old, new)`` if the schedule was solved for an equal block: paths in ``parts`` begin with ``old``, which stands
-    for ``new``.  ``None``: the schedule was solved for this block."""
+    relocation: tuple[Block, Block] | None = None
+    """``(solved, block)`` if the schedule is of ``block``, and ``parts`` are of ``solved``, an equal block.  ``None``:
+    ``parts`` are of this block."""
     has_segments: bool = False
     """Whether the schedule is a segment, or contains one."""
     counts: Counts = NO_COUNTS
@@ -145,8 +146,10 @@ class Schedule:
             add_counts(self.counts, other.counts),
         )
 
-    def relocate(self, path_change: tuple[str, str], more_bytes: int) -> Schedule:
-        """Return this schedule for an equal block at another path, where the peak is ``more_bytes`` higher."""
+    def relocate(self, solved: Block, block: Block) -> Schedule:
+        """Return this schedule of the block ``solved`` for ``block``, which is equal."""
+        # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
+        more_bytes = block.resident_bytes - solved.resident_bytes
         return Schedule(
             self.kept_bytes,
             self.peak_bytes + more_bytes,
@@ -154,7 +157,7 @@ class Schedule:
             self.held_bytes,
             None,
             (self,),
-            path_change,
+            (solved, block),
             self.has_segments,
             self.counts,
         )
@@ -165,13 +168,15 @@ class Schedule:
 
     def segments(self) -> Iterator[SegmentPlan]:
         """Yield the segments in the order of execution, outer ones first."""
-        stack: list[tuple[Schedule, tuple[tuple[str, str], ...]]] = [(self, ())]
+        stack: list[tuple[Schedule, dict[str, str]]] = [(self, {})]
         while stack:
-            schedule, changes = stack.pop()
-            changes = (schedule.path_change, *changes) if schedule.path_change else changes
+            schedule, moved = stack.pop()
+            if schedule.relocation is not None and schedule.has_segments:
+                moved = _moved_paths(*schedule.relocation, moved)
             if schedule.segment is not None:
-                yield replace(schedule.segment, path=_change_path(schedule.segment.path, changes))
-            stack.extend((part, changes) for part in reversed(schedule.parts) if part.has_segments)
+                path = schedule.segment.path
+                yield replace(schedule.segment, path=moved.get(path, path))
+            stack.extend((part, moved) for part in reversed(schedule.parts) if part.has_segments)
 
 
 _Pair = tuple[int, float, Schedule, Schedule]
@@ -288,9 +293,10 @@ def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Sc
         yield schedule
 
 
-def _change_path(path: str, changes: Sequence[tuple[str, str]]) -> str:
-    """Return ``path`` after each of ``changes``, innermost first: the beginning ``old`` of a path becomes ``new``."""
-    for old, new in changes:
-        if path == old or path.startswith(f"{old}."):
-            path = new + path[len(old) :]
-    return path
+def _moved_paths(solved: Block, block: Block, moved: Mapping[str, str]) -> dict[str, str]:
+    """Return path in ``solved`` -> path in the equal ``block``, after ``moved``, which says where ``block`` stands.
+
+    Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and those of
+    ``3-5`` are ``3-5.3`` to ``3-5.5``.
+    """
+    return {old.path: moved.get(new.path, new.path) for old, new in zip(solved, block, strict=True)}

@@ -237,10 +237,7 @@ class Solver:
         solved_block, schedules = self._cache.schedules[key]
         if solved_block is block:
             return schedules
-        # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
-        more_bytes = block.resident_bytes - solved_block.resident_bytes
-        path_change = (solved_block.path, block.path)
-        return [schedule.relocate(path_change, more_bytes) for schedule in schedules]
+        return [schedule.relocate(solved_block, block) for schedule in schedules]
 
     def _solve(self, block: Block, context: Context) -> list[Schedule]:
         self._tick()

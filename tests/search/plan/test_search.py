@@ -410,6 +410,29 @@ def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
     assert added == pytest.approx(schedule.added_s)
 
 
+def runs_of_layers(count: int) -> Block:
+    """The blocks of :func:`layers`, named as runs of a flat Sequential: ``3-5`` with ``3-5.3`` to ``3-5.5``."""
+    root = layers(count)
+    for first, run in zip(range(0, 3 * count, 3), root.children[0].children, strict=True):
+        run.path = f"layers.{first}-{first + 2}"
+        for number, part in enumerate(run.children, first):
+            part.path = f"{run.path}.{number}"
+    return root
+
+
+def test_parts_of_blocks_that_are_alike_are_named_each_by_its_own_name() -> None:
+    root = runs_of_layers(40)
+    schedule = Solver(root, Allowed()).fastest(1200)
+    assert schedule is not None
+    chosen = [segment.path for segment in schedule.segments()]
+    assert len(chosen) == len(set(chosen)) > 10
+    assert {*chosen} <= {each.path for each in root}
+    assert any(path.count(".") > 1 for path in chosen)
+    _, peak, added = step(root, frozenset(chosen))
+    assert peak <= 1200
+    assert added == pytest.approx(schedule.added_s)
+
+
 @pytest.mark.parametrize("path", ["layers.0.mlp", "layers.3", "layers.5.attention"])
 def test_of_blocks_that_are_alike_only_the_targets_become_segments(path: str) -> None:
     _, peak, added = step(layers(6), frozenset({path}))
