@@ -61,7 +61,7 @@ class ChunkStarts:
         if self._first.issuperset(map(id, tensors)):  # the state has not moved
             self._chunks.append(_Chunk(start, (), run))
             return list
-        start.lend()
+        start.release_tensors()
         self._chunks.append(_Chunk(start, tuple(t.requires_grad for t in tensors), run))
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
@@ -98,8 +98,8 @@ class ChunkStarts:
             return []
         # The graph is on, since forward may need one (``torch.autograd.grad``), but nothing is saved for it.
         nothing_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        lent = tensors if self._chunks[index].needs_gradient else ()
-        with nothing_saved, self._chunks[index].start.replay(lent) as others:
+        state_tensors = tensors if self._chunks[index].needs_gradient else ()
+        with nothing_saved, self._chunks[index].start.replay(state_tensors) as others:
             self._chunks[index].run(others)
             state = matrices_of(self._module)
         return [t.detach().requires_grad_(is_needed) for t, is_needed in zip(state, needs_gradient, strict=True)]

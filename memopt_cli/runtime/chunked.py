@@ -211,14 +211,14 @@ def _one_by_one(
         first = _FirstChunk(call) if index == 0 else None
         is_watched = first is not None and _has_data(piece)
         if first is not None:
-            inputs.started = first.started
+            inputs.on_start = first.on_start
         try:
             output = call_checkpointed(module, forward, (*piece, *states), call.kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
             if first is not None and (is_watched or isinstance(error, Unrepeatable)):
                 first.failed(error)
             raise
-        inputs.started = ignore_start  # ``inputs`` lives in autograd's graph, which must not hold ``first``
+        inputs.on_start = ignore_start  # ``inputs`` lives in autograd's graph, which must not hold ``first``
         if first is not None and is_watched:
             first.check(output, tries_rows=tries_rows and not config.inexact)
         if short is not None:
@@ -260,12 +260,12 @@ class _FirstChunk:
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
         """The state from which the chunk starts.  ``None``: it did not start yet."""
-        self._lent: Sequence[Tensor] = ()
-        """The tensors that :attr:`_start` has lent."""
+        self._state_tensors: Sequence[Tensor] = ()
+        """The tensors that :attr:`_start` has released to an enclosing segment."""
 
-    def started(self, start: StartingState, lent: Sequence[Tensor]) -> None:
-        """Note that the chunk starts at ``start``, which has ``lent`` these tensors."""
-        self._start, self._lent = start, lent
+    def on_start(self, start: StartingState, state_tensors: Sequence[Tensor]) -> None:
+        """Note that the chunk starts at ``start``, which has released ``state_tensors`` to an enclosing segment."""
+        self._start, self._state_tensors = start, state_tensors
 
     def check(self, output: Any, *, tries_rows: bool) -> None:
         """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: try whether rows mix, too.
@@ -275,7 +275,7 @@ class _FirstChunk:
         moved = self._moves.to_try()
         if self._start is None or runs_plainly(self._module):
             return
-        starting = functools.partial(self._start.replay, self._lent)
+        starting = functools.partial(self._start.replay, self._state_tensors)
         reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
         moved_on = (_writing(name, value) for name, value, before in self._whole if before != data_of(value))
         reason = reason or next(moved_on, "")
@@ -284,7 +284,9 @@ class _FirstChunk:
         if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
-            raise _NotInChunks(reason, functools.partial(self._start.enter, self._lent, self._others), is_certain=True)
+            raise _NotInChunks(
+                reason, functools.partial(self._start.enter, self._state_tensors, self._others), is_certain=True
+            )
 
     def _states_refusal(self, output: Any) -> Complaint:
         """Return why the next chunk cannot take the states in this chunk's ``output``."""
@@ -312,7 +314,7 @@ class _FirstChunk:
             return
         uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
         likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        undo = functools.partial(self._start.enter, self._lent, self._others)
+        undo = functools.partial(self._start.enter, self._state_tensors, self._others)
         is_certain = isinstance(error, Unrepeatable)
         raise _NotInChunks(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 

@@ -67,7 +67,7 @@ def _are_disjoint(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
-def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
+def restored_tensors(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     """Return new tensors with the values of ``copies``, by the same keys."""
     shared = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
     clones: dict[int, Tensor] = {}

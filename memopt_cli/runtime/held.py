@@ -33,15 +33,15 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None``: the tensor was lent, or every call copies it."""
+    """Alias of the tensor, without its graph.  ``None``: the tensor was released, or every call copies it."""
     version: int
     """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
     """A copy of its values.  ``None``: forward does not write to it."""
-    lent: int | None = None
-    """Its index among the tensors that were lent.  ``None``: it was not lent."""
+    released_index: int | None = None
+    """Its index among the released tensors.  ``None``: it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which this holds.
@@ -159,11 +159,11 @@ class HeldSlots:
                 numbers |= {n for n in inner if not self._is_watched or self._may_write(slot[0], self.originals[n])}
         return numbers
 
-    def lend(self, lent: Iterable[Tensor]) -> None:
-        """Hold the tensors ``lent`` no longer: :meth:`StartingState.replay` gets them again from the borrower."""
-        for index, tensor in enumerate(lent):
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Hold ``tensors`` no longer: the caller passes them, or equal ones, to :meth:`StartingState.replay`."""
+        for index, tensor in enumerate(tensors):
             if (held := self.tensors.get(id(tensor))) is not None:
-                held.alias, held.lent = None, index
+                held.alias, held.released_index = None, index
 
     # ------------------------------------------------------------------------------------------- after forward
 

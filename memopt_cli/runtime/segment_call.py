@@ -30,7 +30,7 @@ from memopt_cli.runtime.compressor import (
     note_stored,
     store,
 )
-from memopt_cli.runtime.copies import copies_of, remade
+from memopt_cli.runtime.copies import copies_of, restored_tensors
 from memopt_cli.runtime.first_calls import first_call
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
@@ -71,10 +71,10 @@ def call_checkpointed(
 ) -> Any:
     """Call ``forward(*args, **kwargs)``, and store for backward only the inputs, and outputs of the operators ``keep``.
 
-    ``inputs``: stores the inputs, and is empty yet.  ``starts``: makes the starting states of chunks again.
-    ``learned``: the knowledge of ``module``.  ``None``: ``module`` keeps it itself.
+    ``inputs``: stores the inputs, and is empty yet.  ``starts``: recomputes the starting states of
+    chunks.  ``learned``: the knowledge of ``module``.  ``None``: ``module`` keeps it itself.
     """
-    # Backward must run the forward in the same chunk again.
+    # Backward must recompute the forward in the same chunk.
     if (chunk := running_chunk()) is not None:
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
@@ -83,10 +83,10 @@ def call_checkpointed(
     learned = learned_of(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)
-    around = enclosing_segment_run()
+    outer = enclosing_segment_run()
     first = functools.partial(_as_written, forward, args, kwargs)
-    if around is not None and around.is_recomputation:
-        return _within_recomputation(module, first, arguments.tensors, around, learned)
+    if outer is not None and outer.is_recomputation:
+        return _within_recomputation(module, first, arguments.tensors, outer, learned)
     start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
     repeat = functools.partial(_repeat, forward, arguments.skeleton)
@@ -97,26 +97,26 @@ def call_checkpointed(
         with internal_tensors():
             tensors = _clones(tensors)
     leaves = functools.partial(_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned)
-    lent: Sequence[Tensor] = ()
-    if around is not None:
-        # The segment around makes the inputs and the tensors of the state again, like everything that is saved in it.
-        lent = start.lend()
-        saved = run.saved_inputs = [around.hold_input(t) for t in tensors]
+    state_tensors: Sequence[Tensor] = ()
+    if outer is not None:
+        # The outer segment recomputes the inputs and the state tensors, like everything saved in it.
+        state_tensors = start.release_tensors()
+        saved = run.saved_inputs = [outer.hold_input(t) for t in tensors]
         run.inputs = lambda: leaves([unpack_saved(one) for one in saved])
-        run.lent = functools.partial(_MadeOnDemand, [around.hold_input(t) for t in lent])
+        run.state_tensors = functools.partial(_RecomputedWhenRead, [outer.hold_input(t) for t in state_tensors])
     else:
         inputs.keep(tensors)
         run.inputs = lambda: leaves(inputs.tensors())
         if starts is not None:
-            # Without a reference to ``run``, which refers to ``starts`` itself: a cycle would outlive backward.
+            # Do not capture ``run``: it refers to ``starts``, and the cycle would outlive backward.
             stored_inputs = run.inputs
-            run.lent = starts.add(start, lambda others: repeat(stored_inputs(), others))
-    inputs.started(start, lent)
+            run.state_tensors = starts.add(start, lambda others: repeat(stored_inputs(), others))
+    inputs.on_start(start, state_tensors)
     gradients = [(t, t.grad) for t in arguments.tensors if t.retains_grad]
     try:
         return run.run_first(first, arguments.tensors, hooks_on_saving())
     except Unrepeatable as error:
-        # Other chunks may have run before, and norms counted them: ``chunked.py`` undoes all.
+        # Earlier chunks may have run and updated norms; ``chunked.py`` rolls all of it back.
         if inputs.of_chunk:
             raise
         reason = str(error)
@@ -124,7 +124,7 @@ def call_checkpointed(
         if lost:
             raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
-    start.enter(lent, arguments.others)
+    start.enter(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
     for tensor, gradient in gradients:
         tensor.grad = gradient
@@ -150,13 +150,13 @@ def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learne
 
 
 def _within_recomputation(
-    module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], around: Any, learned: Learned
+    module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], outer: Any, learned: Learned
 ) -> Any:
-    """Run ``module`` inside the recomputation of ``around``, which needs the saved inputs and the output once more."""
+    """Run ``module`` inside the recomputation of ``outer``, which re-reads the saved inputs and the output."""
     for tensor in _clones(tensors) if learned.overwrites_input else tensors:
-        around.hold_input(tensor)
+        outer.hold_input(tensor)
     for tensor in matrices_of(module):
-        around.hold_input(tensor)
+        outer.hold_input(tensor)
     with uncounted(), Unused(drops=not learned.is_differentiated_in_forward).hooks():
         return first()
 
@@ -180,12 +180,12 @@ def _clones(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> l
     copies = copies_of(tensors)
     for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
         copies[id(tensor)].needs_gradient = is_needed
-    clones = remade(copies)
+    clones = restored_tensors(copies)
     return [clones[id(tensor)] for tensor in tensors]
 
 
-class _MadeOnDemand(Sequence[Tensor]):
-    """Tensors that a segment around saves.  Each is made again only when it is read, since most are never read."""
+class _RecomputedWhenRead(Sequence[Tensor]):
+    """Tensors that an outer segment saves.  Each is recomputed only when read; most never are."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
         self._saved = saved
@@ -244,13 +244,13 @@ def _replayed(
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Return whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
-    if any(t.requires_grad for t in tensors):  # the usual case first: a module takes long to say what it lacks
+    if any(t.requires_grad for t in tensors):  # the usual case first: iterating over a module's parameters is slow
         return True
     return getattr(module, "may_use_parameters_of_others", False) or any(p.requires_grad for p in module.parameters())
 
 
-def ignore_start(start: StartingState, lent: Sequence[Tensor]) -> None:
-    """Ignore ``start`` and ``lent``, the default of :attr:`PackedInputs.started`."""
+def ignore_start(start: StartingState, state_tensors: Sequence[Tensor]) -> None:
+    """Do nothing: the default of :attr:`PackedInputs.on_start`."""
 
 
 class PackedInputs:
@@ -267,8 +267,8 @@ class PackedInputs:
         self._stored: list[Any] = []
         self.of_chunk = False
         """Whether these are the inputs of one chunk, and not of the whole segment."""
-        self.started: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
-        """A function that is called with the starting state and the tensors that it lends to a segment around."""
+        self.on_start: Callable[[StartingState, Sequence[Tensor]], None] = ignore_start
+        """Callback for the starting state, and the tensors that it has released to an outer segment."""
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Store ``tensors``; parameters, which exist anyway, are only referred to."""

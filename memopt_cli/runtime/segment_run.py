@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     unchanged,
 )
-from memopt_cli.runtime.running import outermost_turn, recomputing, enclosing_segment_run, taking_turns
+from memopt_cli.runtime.running import enclosing_segment_run, outermost_turn, recomputing, taking_turns
 from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
@@ -105,7 +105,7 @@ class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Class attributes by which ``running.enclosing_segment_run`` recognizes the object that the hooks on saving belong to."""
+    """Class attributes by which ``running.enclosing_segment_run`` recognizes the object behind saved-tensor hooks."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class SegmentRun:
         """The tensors among the arguments that a segment around saves."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
-        self.lent: Callable[[], Sequence[Tensor]] = tuple
-        """A function that returns the tensors of the starting state that were lent to a segment around."""
+        self.state_tensors: Callable[[], Sequence[Tensor]] = tuple
+        """A function that returns the tensors of the starting state that were released to an outer segment."""
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -319,7 +319,7 @@ class SegmentRun:
         again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(*self._turns), as_of(self._began, self._length):
             given = self.inputs()
-            with recomputing(self._module), self._start.replay(self.lent()) as others, self._kept.replaying():
+            with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
                 again.run(functools.partial(self._repeat, given, others))
         if self._samples:
             self._learned.runs.note_comparison()

@@ -21,9 +21,9 @@ up ``count`` in place (``self.count.add_(1)``)::
 Tensors are held without the graph that made them.  Otherwise each call would keep alive the graph of the call before
 it, that one the graph of the call before that, and memory would grow with every call.
 
-A segment inside another does not hold its ``v`` from forward to backward, since the outer one makes it again.  It
-*lends* its matrices: :meth:`StartingState.lend` returns them, the outer segment treats them as it treats all tensors
-that autograd saves in it, and :meth:`StartingState.replay` takes them, made again.
+A segment inside another does not hold its ``v`` from forward to backward, since the outer segment recomputes it.  It
+*releases* its matrices: :meth:`StartingState.release_tensors` returns them, the outer segment treats them as it treats
+all tensors that autograd saves in it, and :meth:`StartingState.replay` takes the recomputed ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt_cli.runtime.compressor import internal_tensors
-from memopt_cli.runtime.copies import Copy, remade, version_of
+from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
@@ -110,12 +110,12 @@ class StartingState:
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
-    def lend(self) -> list[Tensor]:
+    def release_tensors(self) -> list[Tensor]:
         """Return the matrices of the state, and hold them no longer: the caller passes them to :meth:`replay`."""
-        lent = matrices_of(self._module)
+        state_tensors = matrices_of(self._module)
         if self._held is not None:
-            self._held.lend(lent)
-        return lent
+            self._held.release(state_tensors)
+        return state_tensors
 
     # ------------------------------------------------------------------------------------------- after forward
 
@@ -215,11 +215,11 @@ class StartingState:
     # ---------------------------------------------------------------------------------------------- afterwards
 
     @contextmanager
-    def replay(self, lent: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
+    def replay(self, state_tensors: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
         """Put the module into the starting state for the time of the block, and yield copies of ``others``.
 
-        ``lent``: the tensors that :meth:`lend` returned, or equal ones.  Raises :class:`RuntimeError` if a parameter or
-        a tensor of the state has changed in a way that cannot be undone.
+        ``state_tensors``: the tensors that :meth:`release_tensors` returned, or equal ones.  Raises
+        :class:`RuntimeError` if a parameter or a tensor of the state has changed in a way that cannot be undone.
         """
         self._parameters.check()
         self._check_reads()
@@ -235,7 +235,7 @@ class StartingState:
             try:
                 for table, _ in filled:
                     table.clear()
-                others = self._put(lent, present)
+                others = self._put(state_tensors, present)
                 self._generators.restore(generators)
                 yield others
             finally:
@@ -248,7 +248,7 @@ class StartingState:
                     table.update(entries)
                 generators.restore()
 
-    def enter(self, lent: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
+    def enter(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
         """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
 
         ``others``: the arguments that are no tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
@@ -256,7 +256,7 @@ class StartingState:
         """
         self._parameters.put()
         present = self._known.read_owners(self._known.indices)
-        copied = self._put(lent, present, None if self._held is None else self._held.put_back)
+        copied = self._put(state_tensors, present, None if self._held is None else self._held.put_back)
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
                 raise RuntimeError(
@@ -267,7 +267,7 @@ class StartingState:
 
     def _put(
         self,
-        lent: Sequence[Tensor],
+        state_tensors: Sequence[Tensor],
         present: Mapping[int, Slots],
         value_for: Callable[[Slot, Any, Any], Any] | None = None,
     ) -> list[Any]:
@@ -278,11 +278,11 @@ class StartingState:
         """
         held, received = self._held, self._received or {}
         if held is None:
-            made, moving, others = remade(received) if received else {}, dict[int, Slots](), list[Any]()
+            made, moving, others = restored_tensors(received) if received else {}, dict[int, Slots](), list[Any]()
         else:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
-            made = remade(copies | received if received else copies)
-            moving, others = held.thaw(partial(_tensor_for, made, lent))
+            made = restored_tensors(copies | received if received else copies)
+            moving, others = held.thaw(partial(_tensor_for, made, state_tensors))
         for index, current in present.items():
             wanted = self._stays[index]
             if received:
@@ -338,12 +338,12 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
         reader.receive(id(tensor), written)
 
 
-def _tensor_for(made: dict[int, Tensor], lent: Sequence[Tensor], held: Any) -> Any:
+def _tensor_for(made: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
     """Return the tensor to put where ``held`` was, from ``made`` or added to it; ``held`` if that is no held tensor."""
     if not isinstance(held, HeldTensor):
         return held
     if held.number not in made:
-        source = held.alias if held.lent is None else lent[held.lent]
-        assert source is not None, "a tensor without an alias was lent"
+        source = held.alias if held.released_index is None else state_tensors[held.released_index]
+        assert source is not None, "a tensor without an alias was released"
         made[held.number] = source.detach().requires_grad_(held.needs_gradient)
     return made[held.number]

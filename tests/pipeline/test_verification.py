@@ -318,8 +318,8 @@ def other_random_numbers(patch: pytest.MonkeyPatch) -> None:
     replay = StartingState.replay
 
     @contextlib.contextmanager
-    def seeded_replay(self: StartingState, lent: Any = ()) -> Iterator[Any]:
-        with replay(self, lent) as replaced, torch.random.fork_rng():
+    def seeded_replay(self: StartingState, state_tensors: Any = ()) -> Iterator[Any]:
+        with replay(self, state_tensors) as replaced, torch.random.fork_rng():
             torch.manual_seed(99)
             yield replaced
 
@@ -330,7 +330,7 @@ def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
     """A recomputation advances batch statistics and counters once more."""
 
     @contextlib.contextmanager
-    def replay(self: Any, lent: Any = ()) -> Iterator[Any]:
+    def replay(self: Any, state_tensors: Any = ()) -> Iterator[Any]:
         generators = self._generators.now()
         self._generators.restore()
         yield {}
